@@ -31,8 +31,9 @@ demo: $(STAMPS)/base
 		--question "What is the special magic number for amber-lantern mentioned in the provided text?" \
 		--method full --method centroidkv --cache-ratio 0.25 --max-new-tokens 32
 
+# Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 -m "not parity" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not parity" $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

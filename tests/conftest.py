@@ -1,4 +1,4 @@
-"""Settings of every test: eight fake CPU devices, strict dtypes, bounded property tests."""
+"""Settings of every test: eight fake CPU devices, quick compilation, strict dtypes, bounded property tests."""
 
 import os
 
@@ -12,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import jax
+
+# Tests compile far more than they compute: LLVM's optimisations would take most of their time.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # bf16 silently promoted to f32 (or int to float) is a bug in a cache: mixed dtypes must be cast where it is meant.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

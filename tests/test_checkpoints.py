@@ -1,7 +1,6 @@
-"""Loading and writing checkpoints: every form of file met in the wild, every defect named in one sentence."""
+"""Loading and writing checkpoints: every form of file met in the wild, every device its slice, what is written."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,63 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from safetensors.numpy import load_file, save_file
 
 from clusterkv_jax import checkpoints
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_huggingface
-from clusterkv_jax.models import registry, weights
+from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract
-
-ROOT = Path(__file__).resolve().parents[1]
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def random_tensors(published: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Every tensor that a checkpoint of this configuration holds."""
-    config, rng = registry.from_hf(published), np.random.default_rng(0)
-    stored = weights.layout(config, registry.FAMILIES[config.family].weights)
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in weights.file_shapes(stored).items()}
-
-
-def write(folder: Path, published: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 0) -> Path:
-    """A Hugging Face folder: one file, or `shards` files and their index."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(published))
-    if not shards:
-        save_file(tensors, folder / SINGLE)
-        return folder
-    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    for i, file in enumerate(names):
-        save_file(dict(list(tensors.items())[i::shards]), folder / file)
-    places = {tensor: names[i % shards] for i, tensor in enumerate(tensors)}
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
-    return folder
-
-
-def assert_holds(params: Any, published: dict[str, Any], tensors: dict[str, np.ndarray], dtype: Any) -> None:
-    """Each parameter is the tensor that the layout names, cast once."""
-    config = registry.from_hf(published)
-    stored = weights.layout(config, registry.FAMILIES[config.family].weights)
-    for place, leaf in zip(jax.tree.leaves(stored), jax.tree.leaves(params), strict=True):
-        assert leaf.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(leaf), place.view(tensors[place.name]).astype(dtype))
-
-
-def same(a: Any, b: Any) -> bool:
-    return jax.tree.all(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), a, b))
-
+from tests.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
 
 # --- forms of files ---
 
@@ -286,95 +234,6 @@ def test_tokenizer(tmp_path):
         assert load(folder).tokenizer is None
 
 
-# --- defects ---
-
-
-def _without(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-
-
-def _text(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-
-
-def _truncate(folder: Path, name: str, size: int) -> None:
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:size])
-
-
-def _tensors(folder: Path, **changes: Any) -> None:
-    tensors = load_file(folder / SINGLE)
-    for name, tensor in changes.items():
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, folder / SINGLE)
-
-
-Q = "model.layers.1.self_attn.q_proj.weight"
-DEFECTS = {
-    "no config": (0, lambda f: _without(f, "config.json"), "config.json is missing from"),
-    "config no JSON": (0, lambda f: _text(f, "config.json", "{"), "config.json is not a readable JSON file"),
-    "config no UTF-8": (
-        0,
-        lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"),
-        "config.json is not a readable JSON file",
-    ),
-    "config a list": (0, lambda f: _text(f, "config.json", "[]"), "must hold a JSON object, got list"),
-    "family": (0, lambda f: _text(f, "config.json", '{"model_type": "gpt2"}'), "model_type 'gpt2' is not supported"),
-    "no weights": (0, lambda f: _without(f, SINGLE), f"neither {SINGLE} nor {INDEX}"),
-    "truncated": (0, lambda f: _truncate(f, SINGLE, -100), "model.safetensors is not a complete safetensors file"),
-    "cut header": (0, lambda f: _truncate(f, SINGLE, 100), "model.safetensors is not a complete safetensors file"),
-    "empty file": (0, lambda f: (f / SINGLE).write_bytes(b""), "is not a complete safetensors file"),
-    "missing tensor": (0, lambda f: _tensors(f, **{Q: None}), f"lacks {Q} [32, 32], which its config.json implies"),
-    "extra tensor": (
-        0,
-        lambda f: _tensors(f, **{"model.layers.2.extra": np.zeros(3, np.float32)}),
-        "holds model.layers.2.extra [3], which its config.json has no place for",
-    ),
-    "misshapen tensor": (
-        0,
-        lambda f: _tensors(f, **{Q: np.zeros((32, 16), np.float32)}),
-        f"{Q} in ",
-    ),
-    "integer weights": (0, lambda f: _tensors(f, **{Q: np.zeros((32, 32), np.int8)}), "holds I8 weights; allowed: F32"),
-    "missing shard": (
-        3,
-        lambda f: _without(f, "model-00002-of-00003.safetensors"),
-        "in 'model-00002-of-00003.safetensors', which is missing from",
-    ),
-    "corrupt shard": (
-        3,
-        lambda f: _truncate(f, "model-00002-of-00003.safetensors", -7),
-        "model-00002-of-00003.safetensors is not a complete safetensors file",
-    ),
-    "index no JSON": (3, lambda f: _text(f, INDEX, "nonsense"), "index.json is not a readable JSON file"),
-    "index empty": (3, lambda f: _text(f, INDEX, "{}"), "has no 'weight_map' from tensors to files"),
-}
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_defects_are_named_in_one_sentence(tmp_path, defect):
-    shards, damage, message = DEFECTS[defect]
-    folder = write(tmp_path / "m", LLAMA, random_tensors(LLAMA), shards)
-    damage(folder)
-    with pytest.raises(CheckpointError) as error:
-        load(folder)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    if defect == "misshapen tensor":
-        assert "has the shape [32, 16], its config.json implies [32, 32]" in str(error.value)
-
-
-def test_an_index_that_places_a_tensor_wrongly(tmp_path):
-    folder = write(tmp_path / "m", LLAMA, random_tensors(LLAMA), shards=2)
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["model.absent.weight"] = "model-00001-of-00002.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"places 'model\.absent\.weight' in .*, which does not hold it"):
-        load(folder)
-
-
 # --- names ---
 
 
@@ -445,44 +304,3 @@ def test_only_llama_is_written(tmp_path):
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
     with pytest.raises(ValueError, match="only models of the llama family can be written, got 'qwen2'"):
         save_huggingface(tmp_path, params, config)
-
-
-# --- our folder `kernels/` beside the package of that name which transformers looks for ---
-
-_LOOKED_FOR = """
-def __getattr__(name):
-    return type(name, (), {})
-"""
-_IMPORT = """
-import sys
-import transformers
-from transformers import AutoTokenizer
-from transformers.utils.import_utils import is_kernels_available
-import kernels
-ours = [m for m in sys.modules.values() if (getattr(m, "__file__", None) or "").startswith(sys.argv[1])]
-assert not ours, ours
-assert "biased_attention" not in vars(kernels)
-print(is_kernels_available(), kernels.__file__)
-"""
-
-
-def _import_transformers(*path: Path) -> str:
-    """Import transformers from the repository's root, as a user who works there does."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, "-c", _IMPORT, str(ROOT / "kernels")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_our_kernels_stay_inert_for_transformers(tmp_path):
-    assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert _import_transformers().endswith("None")  # a namespace without a file: nothing of ours was executed
-    from transformers.utils.import_utils import KERNELS_MIN_VERSION
-
-    metadata = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text(_LOOKED_FOR)
-    assert _import_transformers(tmp_path) == f"True {tmp_path / 'kernels' / '__init__.py'}"

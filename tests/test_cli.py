@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
-from clusterkv_jax.models import llama, transformer
+from clusterkv_jax.models import llama
+from tests.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -39,8 +39,9 @@ def model(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = llama.from_hf(TINY)
-    params = transformer.init(jax.random.key(0), config)
-    checkpoints.save_huggingface(folder, params, config, tokenizer_json=folder / "tokenizer.json", dtype="float32")
+    checkpoints.save_huggingface(
+        folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
@@ -84,20 +85,20 @@ def test_methods_are_listed_one_line_each():
 
 
 def test_one_method_streams_its_text_and_ends_with_a_table(model, text):
-    done = _generate(model, text, "--method", "centroidkv", "--cache-tokens", 100)
+    done = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5)
     assert done.exit_code == 0, done.stderr
-    asked = _generate(model, text, "--method", "centroidkv", "--cache-tokens", 100, "--json")
+    asked = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
     answer = json.loads(asked.stdout)["runs"][0]["texts"][0]
     assert done.stdout.startswith(answer)
-    for part in ("kept rows", "cache MB", "TTFT", "tokens/s", "100 of 300"):
+    for part in ("kept rows", "cache MB", "TTFT", "tokens/s", "150 of 300"):
         assert part in done.stdout[len(answer) :]
 
 
 def test_two_methods_and_two_questions_stand_side_by_side(model, text):
-    arguments = ("--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--question", "Who?")
+    arguments = ("--method", "full", "--method", "centroidkv", "--cache-tokens", 100, "--question", "Who?")
     done = _generate(model, text, *arguments, "--question", "Where?", env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.stderr
-    for part in ("Who?", "Where?", "full", "centroidkv", "150 of 300", "300 of 300"):
+    for part in ("Who?", "Where?", "full", "centroidkv", "100 of 300", "300 of 300"):
         assert part in done.stdout
 
 

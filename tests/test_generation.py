@@ -52,7 +52,7 @@ def test_a_compressed_text_is_answered_from_and_streamed():
 
 
 def test_many_questions_share_one_reading_of_the_text():
-    prefix = QUESTION + " The special magic number for amber-lantern mentioned in the provided text is"
+    prefix = "\nThe special magic number for amber-lantern mentioned in the provided text is"
     together = answers([QUESTION, prefix])
     assert len(together.stats.kept_rows[0]) == 1
     assert together.texts[0] == answers([QUESTION]).texts[0]

@@ -1,6 +1,7 @@
 """What a wheel and a source archive carry: the linked packages and their data, nothing that shadows other libraries."""
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -66,12 +67,53 @@ def test_linked_packages_resolve(name):
     importlib.import_module(f"clusterkv_jax.{name}")
 
 
+def test_the_command_is_installed():
+    done = subprocess.run([sys.executable, "-m", "clusterkv_jax.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+
+
+# --- our folder `kernels/` beside the package of that name which transformers looks for ---
+
+
 def test_kernels_has_no_module_of_its_own():
     """transformers imports a package called `kernels` wherever it finds one; without __init__.py it finds none."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_the_command_is_installed():
-    done = subprocess.run([sys.executable, "-m", "clusterkv_jax.cli", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "generate" in done.stdout
+_LOOKED_FOR = """
+def __getattr__(name):
+    return type(name, (), {})
+"""
+_IMPORT = """
+import sys
+import transformers
+from transformers import AutoTokenizer
+from transformers.utils.import_utils import is_kernels_available
+import kernels
+ours = [m for m in sys.modules.values() if (getattr(m, "__file__", None) or "").startswith(sys.argv[1])]
+assert not ours, ours
+assert "biased_attention" not in vars(kernels)
+print(is_kernels_available(), kernels.__file__)
+"""
+
+
+def _import_transformers(*path: Path) -> str:
+    """Import transformers from the repository's root, as a user who works there does."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-c", _IMPORT, str(ROOT / "kernels")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_our_kernels_stay_inert_for_transformers(tmp_path):
+    assert _import_transformers().endswith("None")  # a namespace without a file: nothing of ours was executed
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    metadata = tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(_LOOKED_FOR)
+    assert _import_transformers(tmp_path) == f"True {tmp_path / 'kernels' / '__init__.py'}"

@@ -29,6 +29,11 @@ def random_rows(seed, rows, heads=2, dim=8):
     return tuple(jnp.asarray(x, jnp.float32) for x in (keys, values, degree))
 
 
+def in_float64(arrays):
+    """Numpy copies: what is computed with them compiles nothing, whatever the shape."""
+    return [np.asarray(x, np.float64) for x in arrays]
+
+
 @pytest.mark.parametrize("name", names("csm_ref_round*"))
 def test_one_round_equals_the_reference(name):
     data, meta = golden(name)
@@ -97,14 +102,15 @@ def test_outlier_share_equals_the_reference(name):
 def test_a_round_conserves_what_it_merges(seed, rows, chunk, fraction):
     keys, values, degree = random_rows(seed, rows)
     merges = int(fraction * edge_counts(rows, chunk)[rows])
-    k, v, n, positions = merge_round(keys, values, degree, merges=merges, chunk=chunk)
+    k, v, n, positions = in_float64(merge_round(keys, values, degree, merges=merges, chunk=chunk))
+    keys, values, degree = in_float64((keys, values, degree))
     assert k.shape[2] == rows - merges
     np.testing.assert_array_equal(n.sum(-1), degree.sum(-1))
     for before, after in ((keys, k), (values, v)):
-        total = jnp.sum(degree[..., None] * before, 2)
-        scale = float(jnp.linalg.norm(degree[..., None] * before))
-        assert float(jnp.linalg.norm(jnp.sum(n[..., None] * after, 2) - total)) <= 1e-6 * scale
-    assert bool((jnp.diff(positions, axis=-1) > 0).all())
+        total = (degree[..., None] * before).sum(2)
+        scale = np.linalg.norm(degree[..., None] * before)
+        assert np.linalg.norm((n[..., None] * after).sum(2) - total) <= 1e-6 * scale
+    assert (np.diff(positions, axis=-1) > 0).all()
 
 
 @given(**CASES)
@@ -116,18 +122,20 @@ def test_no_merge_changes_nothing(seed, rows, chunk):
     np.testing.assert_array_equal(positions[0, 0], np.arange(rows))
 
 
-@given(seed=CASES["seed"], rows=st.sampled_from([5, 40]), copies=st.sampled_from([2, 3]))
-def test_duplicated_rows_merge_without_error(seed, rows, copies):
+@given(seed=CASES["seed"], shape=st.sampled_from([(5, 3), (40, 2)]))
+def test_duplicated_rows_merge_without_error(seed, shape):
     """Attention over n copies of a token equals attention over one centroid of degree n, and keys stay bit-equal."""
+    rows, copies = shape
     keys, values, _ = random_rows(seed, rows)
-    keys, values = (jnp.repeat(x, copies, axis=2) for x in (keys, values))
+    keys, values = (jnp.asarray(np.repeat(x, copies, axis=2)) for x in (keys, values))
     full = ckv.compress(ckv.Full(), None, keys, values)
     method = ckv.CentroidKV(ckv.Budget(tokens=rows * copies - (copies - 1)), sinks=0, recent=0, chunk=8)
     clustered = ckv.compress(method, None, keys, values)
-    merged = clustered.degree > 1
-    assert bool(merged.any())
-    for row in clustered.keys[merged]:
-        assert bool((keys.reshape(-1, keys.shape[-1]) == row).all(-1).any())
+    merged = np.asarray(clustered.degree) > 1
+    assert merged.any()
+    given_rows = np.asarray(keys).reshape(-1, keys.shape[-1])
+    for row in np.asarray(clustered.keys)[merged]:
+        assert (given_rows == row).all(-1).any()
     query = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 4, keys.shape[-1])), jnp.float32)
     np.testing.assert_allclose(ckv.attend(clustered, query), ckv.attend(full, query), atol=2e-6)
 

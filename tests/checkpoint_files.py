@@ -1,0 +1,61 @@
+"""Checkpoint folders of random tensors, written as Hugging Face writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from clusterkv_jax.models import registry, weights
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def random_tensors(published: dict[str, Any], dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Every tensor that a checkpoint of this configuration holds."""
+    config, rng = registry.from_hf(published), np.random.default_rng(0)
+    stored = weights.layout(config, registry.FAMILIES[config.family].weights)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in weights.file_shapes(stored).items()}
+
+
+def write(folder: Path, published: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 0) -> Path:
+    """A Hugging Face folder: one file, or `shards` files and their index."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(published))
+    if not shards:
+        save_file(tensors, folder / SINGLE)
+        return folder
+    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    for i, file in enumerate(names):
+        save_file(dict(list(tensors.items())[i::shards]), folder / file)
+    places = {tensor: names[i % shards] for i, tensor in enumerate(tensors)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
+    return folder
+
+
+def assert_holds(params: Any, published: dict[str, Any], tensors: dict[str, np.ndarray], dtype: Any) -> None:
+    """Each parameter is the tensor that the layout names, cast once."""
+    config = registry.from_hf(published)
+    stored = weights.layout(config, registry.FAMILIES[config.family].weights)
+    for place, leaf in zip(jax.tree.leaves(stored), jax.tree.leaves(params), strict=True):
+        assert leaf.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(leaf), place.view(tensors[place.name]).astype(dtype))
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), a, b))
