@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
-from clusterkv_jax.kernels.kmeans import reference
+from clusterkv_jax.kernels.kmeans import pallas_tpu, reference
 
-BACKENDS = {"xla": reference.kmeans}
+BACKENDS = {"tpu": pallas_tpu.kmeans, "xla": reference.kmeans}
 
 
 def assign(
