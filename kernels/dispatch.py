@@ -9,10 +9,22 @@ from jaxtyping import Array
 
 
 def platform() -> str:
-    """What is compiled for: the devices of the ambient mesh (they may only be described), else the default backend."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    name = jax.default_backend() if device is None else str(device.platform)
+    """What is compiled for: the devices of the ambient mesh (they may only be described), else the default device."""
+    name = _device().platform
     return "gpu" if name == "cuda" else name
+
+
+def device_kind() -> str:
+    """The kind of device that is compiled for, such as "TPU v5 lite" or "NVIDIA H200"."""
+    return _device().device_kind
+
+
+def _device() -> Any:
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    return described or chosen or jax.local_devices()[0]
 
 
 def matmul_operands(*operands: Array) -> tuple[Array, ...]:
@@ -41,6 +53,8 @@ def dispatch(
     if backend is not None:
         if backend not in backends:
             raise ValueError(f"{op} has no backend {backend!r}; there are {', '.join(backends)}.")
+        if backend not in ("xla", platform()):
+            raise NotImplementedError(f"{op}'s backend {backend!r} needs a {backend.upper()}, not a {platform()}.")
         return backends[backend](*args, **kwargs)
     for name, implementation in backends.items():
         if name not in ("xla", platform()):

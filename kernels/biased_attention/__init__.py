@@ -2,10 +2,14 @@
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.biased_attention import reference
+from clusterkv_jax.kernels.biased_attention import pallas_tpu, reference
+from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.dispatch import dispatch
 
-BACKENDS = {"xla": reference.biased_attention}
+BACKENDS = {
+    "tpu": differentiable(pallas_tpu.biased_attention),
+    "xla": differentiable(reference.biased_attention),
+}
 
 
 def biased_attention(
@@ -23,7 +27,7 @@ def biased_attention(
 
     A slot of degree 0, or at or beyond `length` where that is given, is empty: its content, NaN included, has no
     effect. A head without any row gives zeros and a log-sum-exp of -inf. Softmax in float32, output in the dtype of
-    `q`.
+    `q`. Differentiable in `q`, `keys`, `values` and `degree`; the derivative of an empty slot is zero.
 
     Returns:
         out [B,T,H,D]; with `return_lse` also lse f32 [B,T,H], the log-sum-exp of the biased scores, by which outputs

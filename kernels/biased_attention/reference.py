@@ -8,6 +8,14 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 
 
+def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
+    """The bias of every slot, -inf for empty ones: degree 0 (or none at all), or at or beyond `length`."""
+    occupied = degree > 0
+    if length is not None:
+        occupied &= jnp.arange(degree.shape[2]) < length[..., None]
+    return jnp.where(occupied, jnp.log(jnp.where(occupied, degree.astype(jnp.float32), 1.0)), -jnp.inf)
+
+
 def biased_attention(
     q: Float[Array, "B T H D"],
     keys: Float[Array, "B K C D"],
@@ -23,10 +31,8 @@ def biased_attention(
     kv_heads, capacity = keys.shape[1:3]
     precision = matmul_precision(q.dtype)
 
-    occupied = degree > 0
-    if length is not None:
-        occupied &= jnp.arange(capacity) < length[..., None]
-    bias = jnp.where(occupied, jnp.log(jnp.where(occupied, degree, 1.0)), -jnp.inf)
+    bias = log_degree(degree, length)
+    occupied = bias > -jnp.inf
 
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
     score = jnp.einsum(

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.chunked_matching import reference
+from clusterkv_jax.kernels.chunked_matching import pallas_tpu, reference
 from clusterkv_jax.kernels.dispatch import dispatch
 
-BACKENDS = {"xla": reference.chunked_matching}
+BACKENDS = {"tpu": pallas_tpu.chunked_matching, "xla": reference.chunked_matching}
 
 
 def chunked_matching(

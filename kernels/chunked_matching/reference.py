@@ -28,7 +28,11 @@ def chunked_matching(
     padded = -(-rows // chunk) * chunk
     offset = jnp.arange(padded)
     real = offset < jnp.minimum(count, rows - first)[..., None]
-    features, bias = _take_part(features, bias, start, offset, first)
+    if start is None:
+        padding = [(0, 0), (0, 0), (0, padded - rows)]
+        features, bias = jnp.pad(features, [*padding, (0, 0)]), None if bias is None else jnp.pad(bias, padding)
+    else:
+        features, bias = rows_from(features, bias, first, offset)
     features = jnp.where(real[..., None], features, jnp.zeros((), features.dtype))
 
     def pairs(x: Array) -> Array:  # [B, K, chunks, chunk / 2, 2, ...]: A at 0, B at 1
@@ -57,15 +61,10 @@ def chunked_matching(
     return jnp.where(score > -jnp.inf, match, -1), score
 
 
-def _take_part(
-    features: Array, bias: Array | None, start: object, offset: Int[Array, " P"], first: Int[Array, "B K"]
+def rows_from(
+    features: Array, bias: Array | None, first: Int[Array, "B K"], offset: Int[Array, " P"]
 ) -> tuple[Array, Array | None]:
-    """Rows from `start` on, padded to whole chunks; without a start that is a plain pad."""
-    rows = features.shape[2]
-    if start is None:
-        extra = offset.shape[0] - rows
-        padding = [(0, 0), (0, 0), (0, extra)]
-        return jnp.pad(features, [*padding, (0, 0)]), None if bias is None else jnp.pad(bias, padding)
-    index = jnp.minimum(first[..., None] + offset, rows - 1)
+    """Rows `first + offset`, the last row where there is none."""
+    index = jnp.minimum(first[..., None] + offset, features.shape[2] - 1)
     taken = jnp.take_along_axis(features, index[..., None], axis=2)
     return taken, None if bias is None else jnp.take_along_axis(bias, index, axis=2)

@@ -1,0 +1,61 @@
+"""Cosine K-means of keys, for all batch rows and KV heads at once (ClusterKV section 4.2)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.kmeans import lloyd
+
+
+def cluster(
+    keys: Float[Array, "B K N D"],
+    initial_rows: Int[Array, " C"],
+    *,
+    max_iterations: int = 20,
+    length: Int[Array, "B K"] | None = None,
+) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
+    """Lloyd steps from the keys at `initial_rows` until no label changes, then one final assignment.
+
+    Args:
+        keys: post-RoPE keys. Nearness is the cosine; centroids are means of the keys as they are.
+        initial_rows: the rows, the same for all heads, that the centroids start from.
+        max_iterations: the most Lloyd steps.
+        length: rows of each head that take part, default all.
+
+    Returns:
+        centroids f32; labels, the nearest of these centroids (-1 at or beyond `length`); sizes, the keys of each
+        label. A centroid without keys stays where it was.
+
+    Raises:
+        ValueError: if `initial_rows` is empty or names no row of the keys, or `max_iterations` is negative.
+    """
+    if max_iterations < 0:
+        raise ValueError(f"max_iterations must be at least 0, got {max_iterations}.")
+    _check_rows(initial_rows, keys.shape[2])
+    start = keys[:, :, jnp.asarray(initial_rows)].astype(jnp.float32)
+
+    def unfinished(state):
+        step, _, _, changed = state
+        return changed & (step < max_iterations)
+
+    def body(state):
+        step, centroids, labels, _ = state
+        centroids, new, _ = lloyd(keys, centroids, length)
+        return step + 1, centroids, new, jnp.any(new != labels)
+
+    # -2 is no label: the first step always counts as a change.
+    state = (jnp.int32(0), start, jnp.full(keys.shape[:3], -2, jnp.int32), jnp.bool_(True))
+    _, centroids, _, _ = jax.lax.while_loop(unfinished, body, state)
+    _, labels, sizes = lloyd(keys, centroids, length)
+    return centroids, labels, sizes
+
+
+def _check_rows(initial_rows: Int[Array, " C"], rows: int) -> None:
+    if not initial_rows.shape[0]:
+        raise ValueError("initial_rows must name at least one row, got none.")
+    if isinstance(initial_rows, jax.core.Tracer):
+        return
+    wrong = [int(row) for row in np.asarray(initial_rows) if not 0 <= row < rows]
+    if wrong:
+        raise ValueError(f"initial_rows must be rows of the keys, 0 to {rows - 1}, got {wrong[0]}.")

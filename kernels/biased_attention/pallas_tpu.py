@@ -1,0 +1,173 @@
+"""Biased attention on the TPU: one pass over keys and values, a block of slots at a time (flash decoding).
+
+    grid (B, K, blocks of slots)      the query rows of one KV head, G x T of them, stay in VMEM; blocks stream past
+
+Bytes read per slot: a key, a value and 4 bytes of bias. Blocks that lie wholly at or beyond `length` are not fetched:
+their index is that of the last block that counts, and a block that is there already is not fetched again. A step's
+arithmetic is 4 x G x T x D operations per slot, far below what the bytes allow for decoding.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.biased_attention.reference import log_degree
+from clusterkv_jax.kernels.dispatch import matmul_precision
+from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
+from clusterkv_jax.kernels.tuning import blocks
+
+LANES = 128
+
+
+def biased_attention(
+    q: Float[Array, "B T H D"],
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    length: Int[Array, "B K"] | None,
+    *,
+    return_lse: bool,
+    return_probs: bool,
+    block: int | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+):
+    """See `clusterkv_jax.kernels.biased_attention.biased_attention`; `block` slots are read at a time."""
+    batch, tokens, heads, dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    if not keys.dtype == values.dtype == q.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {q.dtype}, {keys.dtype}.")
+    if not capacity:
+        raise NotImplementedError("a cache without slots has no block to read.")
+    rows = heads // kv_heads * tokens
+    block = min(block or _block(rows, capacity, dim, q.dtype.itemsize), capacity)
+    if block != capacity and block % LANES:
+        raise NotImplementedError(f"block must be a multiple of {LANES} or all {capacity} slots, got {block}.")
+
+    bias = log_degree(degree, length)
+    ends = jnp.full((batch, kv_heads), capacity) if length is None else jnp.clip(length, 0, capacity)
+    # Query row g * T + t of a KV head.
+    grouped = q.reshape(batch, tokens, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, rows, dim)
+    out, lse, *scores = _call(
+        grouped, keys, values, bias[:, :, None], ends.astype(jnp.int32), block, return_probs, interpret
+    )
+
+    def to_tokens(x: Array) -> Array:  # [B, K, G x T, ...] -> [B, T, H, ...]
+        split = x.reshape(batch, kv_heads, -1, tokens, *x.shape[3:])
+        return jnp.moveaxis(split, 3, 1).reshape(batch, tokens, heads, *x.shape[3:])
+
+    result = [to_tokens(out)]
+    if return_lse:
+        result.append(to_tokens(lse[..., 0]))
+    if return_probs:
+        # Scores of blocks that were not read are whatever memory held.
+        probs = jnp.where(bias[:, :, None] > -jnp.inf, jnp.exp(scores[0] - lse), 0.0)
+        result.append(probs.reshape(batch, heads, tokens, capacity).sum(axis=2))
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+def _block(rows: int, capacity: int, dim: int, itemsize: int) -> int:
+    """Slots per block: a power of two that keeps the memory busy for a step and fits VMEM."""
+    if measured := blocks("biased_attention", rows=rows, slots=capacity, dim=dim, itemsize=itemsize):
+        return measured["block"]
+    lanes = -(-dim // LANES) * LANES
+    read = 2 * lanes * itemsize
+    # Twice what is read (the next block arrives meanwhile), the scores in float32 and their exponentials.
+    held = 2 * read + (4 + 4 + 4 + itemsize) * max(rows, 8)
+    wanted = min(step_bytes() / read, vmem_budget() / held, 2**16)
+    return max(LANES, 2 ** int(math.log2(wanted)))
+
+
+def _call(q, keys, values, bias, ends, block, with_scores, interpret):
+    batch, kv_heads, rows, dim = q.shape
+    capacity = keys.shape[2]
+    count = -(-capacity // block)
+
+    def here(b, k, j, ends):
+        return jnp.minimum(j, jnp.maximum(-(-ends[b, k] // block) - 1, 0))
+
+    def of_head(*shape):
+        return pl.BlockSpec((None, None, *shape), lambda b, k, j, ends: (b, k, 0, 0))
+
+    rows_block = pl.BlockSpec((None, None, block, dim), lambda b, k, j, ends: (b, k, here(b, k, j, ends), 0))
+    lanes_block = lambda n: pl.BlockSpec((None, None, n, block), lambda b, k, j, ends: (b, k, 0, here(b, k, j, ends)))  # noqa: E731
+    out_shape = [
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, kv_heads, rows, 1), jnp.float32),
+    ]
+    out_specs = [of_head(rows, dim), of_head(rows, 1)]
+    if with_scores:
+        out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, rows, capacity), jnp.float32))
+        out_specs.append(lanes_block(rows))
+    return pl.pallas_call(
+        functools.partial(_kernel, block=block, scale=1 / math.sqrt(dim)),
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, kv_heads, count),
+            in_specs=[of_head(rows, dim), rows_block, rows_block, lanes_block(1)],
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, dim)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * batch * kv_heads * rows * capacity * dim,
+            bytes_accessed=2 * keys.size * keys.dtype.itemsize + bias.size * 4 + 2 * q.size * q.dtype.itemsize,
+            transcendentals=batch * kv_heads * rows * capacity,
+        ),
+        interpret=interpret,
+        name="biased_attention",
+    )(ends, q, keys, values, bias)
+
+
+def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
+    *scores, peak, total, mean = rest
+    precision = matmul_precision(q.dtype)
+    first = pl.program_id(2) * block
+    end = ends[pl.program_id(0), pl.program_id(1)]
+
+    @pl.when(first == 0)
+    def _():
+        peak[...] = jnp.full(peak.shape, -jnp.inf)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        mean[...] = jnp.zeros(mean.shape, jnp.float32)
+
+    @pl.when(first < end)
+    def _():
+        slot = first + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+        empty = (slot >= end) | (bias[...] == -jnp.inf)
+        score = jax.lax.dot_general(
+            q[...], keys[...], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        score = jnp.where(empty, -jnp.inf, score * scale + bias[...])
+        if scores:
+            scores[0][...] = score
+        new_peak = jnp.maximum(peak[...], jnp.max(score, axis=1, keepdims=True))
+        # A row that has seen nothing yet has peak -inf, and -inf - -inf is no number.
+        shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        weight = jnp.exp(score - shift)
+        old = jnp.exp(peak[...] - shift)
+        rows = _without_empty(values[...], empty)
+        part = jnp.dot(weight.astype(rows.dtype), rows, precision=precision, preferred_element_type=jnp.float32)
+        total[...] = old * total[...] + jnp.sum(weight, axis=1, keepdims=True)
+        mean[...] = old * mean[...] + part
+        peak[...] = new_peak
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        out[...] = (mean[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
+        lse[...] = peak[...] + jnp.log(total[...])
+
+
+def _without_empty(values, empty):
+    """Zeros for the rows of empty slots, which may hold NaN; only blocks that have some pay for turning the mask."""
+
+    def cleared(values):
+        column = jnp.broadcast_to(empty.astype(jnp.float32), (values.shape[1], values.shape[0])).T
+        return jnp.where(column > 0, 0.0, values.astype(jnp.float32)).astype(values.dtype)
+
+    return jax.lax.cond(jnp.max(empty.astype(jnp.float32)) > 0, cleared, lambda values: values, values)

@@ -1,0 +1,20 @@
+"""Rows by index: the recall of rows from a store of all keys or values."""
+
+from jaxtyping import Array, Int, Shaped
+
+from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.gather_rows import reference
+
+BACKENDS = {"xla": reference.gather_rows}
+
+
+def gather_rows(
+    source: Shaped[Array, "B K N D"], rows: Int[Array, "B K R"], *, backend: str | None = None
+) -> Shaped[Array, "B K R D"]:
+    """Row `rows[b, k, r]` of `source[b, k]`; zeros for -1, and for any other number that is no row of the source.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    return dispatch("gather_rows", BACKENDS, backend, source, rows)

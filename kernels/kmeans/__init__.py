@@ -1,0 +1,57 @@
+"""Cosine K-means, one step: the nearest centroid of every key, and the means of what each centroid got (ClusterKV).
+
+The loop over steps is `clusterkv_jax.kmeans.cluster`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.kmeans import pallas_tpu, reference
+
+BACKENDS = {"tpu": pallas_tpu.kmeans, "xla": reference.kmeans}
+
+
+def assign(
+    keys: Float[Array, "B K N D"],
+    centroids: Float[Array, "B K C D"],
+    length: Int[Array, "B K"] | None = None,
+    *,
+    backend: str | None = None,
+) -> Int[Array, "B K N"]:
+    """The centroid of highest cosine for every key, of equal ones the first; -1 for rows at or beyond `length`.
+
+    Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
+
+    Raises:
+        ValueError: if the backend is unknown or there is no centroid.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    return _kmeans(keys, centroids, length, with_sums=False, backend=backend)
+
+
+def lloyd(
+    keys: Float[Array, "B K N D"],
+    centroids: Float[Array, "B K C D"],
+    length: Int[Array, "B K"] | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
+    """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
+
+    Returns:
+        centroids: f32, the means of the keys as they are (not scaled to length 1); one without keys stays.
+        labels, sizes: by which the means were taken, those of the centroids given.
+
+    Raises:
+        as `assign`.
+    """
+    labels, sums, sizes = _kmeans(keys, centroids, length, with_sums=True, backend=backend)
+    means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[..., None]
+    return jnp.where(sizes[..., None] > 0, means, centroids.astype(jnp.float32)), labels, sizes
+
+
+def _kmeans(keys: Array, centroids: Array, length: Array | None, *, with_sums: bool, backend: str | None):
+    if not centroids.shape[2]:
+        raise ValueError("kmeans needs at least one centroid, got 0.")
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, with_sums=with_sums)

@@ -1,0 +1,53 @@
+"""A step of K-means in plain jnp: the definition, and the path of platforms without a kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Rows whose cosines with all centroids exist at once.
+TILE = 2048
+
+
+def unit_rows(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Rows scaled to length 1, in float32; zero rows stay zero."""
+    x = x.astype(jnp.float32)
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, jnp.finfo(jnp.float32).tiny))
+
+
+def kmeans(
+    keys: Float[Array, "B K N D"],
+    centroids: Float[Array, "B K C D"],
+    length: Int[Array, "B K"] | None,
+    *,
+    with_sums: bool,
+):
+    """Labels i32 [B,K,N] as in `clusterkv_jax.kernels.kmeans.assign`.
+
+    With `with_sums` also sums f32 [B,K,C,D] and sizes i32 [B,K,C] of the keys by their label.
+    """
+    batch, heads, rows, dim = keys.shape
+    count = centroids.shape[2]
+    tile = max(1, min(TILE, rows))
+    tiles = -(-rows // tile)
+    ends = jnp.full((batch, heads), rows, jnp.int32) if length is None else jnp.minimum(length, rows)
+    unit = unit_rows(centroids)
+    padded = jnp.pad(keys, ((0, 0), (0, 0), (0, tiles * tile - rows), (0, 0)))
+
+    def step(totals, i):
+        part = jax.lax.dynamic_slice_in_dim(padded, i * tile, tile, axis=2).astype(jnp.float32)
+        real = i * tile + jnp.arange(tile) < ends[..., None]
+        # The length of a key is no matter to which centroid is nearest.
+        cosine = jnp.einsum("bkcd,bknd->bkcn", unit, part, precision=jax.lax.Precision.HIGHEST)
+        labels = jnp.where(real, jnp.argmax(cosine, axis=2).astype(jnp.int32), -1)
+        if with_sums:
+            member = (labels[:, :, None] == jnp.arange(count)[:, None]).astype(jnp.float32)
+            part = jnp.where(real[..., None], part, 0.0)
+            sums = jnp.einsum("bkcn,bknd->bkcd", member, part, precision=jax.lax.Precision.HIGHEST)
+            totals = (totals[0] + sums, totals[1] + jnp.sum(member, axis=-1, dtype=jnp.float32).astype(jnp.int32))
+        return totals, labels
+
+    zeros = (jnp.zeros((batch, heads, count, dim), jnp.float32), jnp.zeros((batch, heads, count), jnp.int32))
+    totals, labels = jax.lax.scan(step, zeros, jnp.arange(tiles))
+    labels = jnp.moveaxis(labels, 0, 2).reshape(batch, heads, tiles * tile)[:, :, :rows]
+    return (labels, *totals) if with_sums else labels

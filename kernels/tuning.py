@@ -1,0 +1,46 @@
+"""Block sizes measured on a kind of device, as JSON in the op's folder.
+
+`kernels/<op>/<device kind>.json` ("NVIDIA H200" -> nvidia_h200.json) lists what was measured, best match first:
+
+    [{"where": {"dim": 128, "slots": [0, 16384]}, "blocks": {"block": 128, "warps": 4}}, ...]
+
+A number or string in `where` must be equal, a pair is a range with both ends.
+"""
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clusterkv_jax.kernels.dispatch import device_kind
+
+log = logging.getLogger(__name__)
+
+
+def blocks(op: str, **shape: int | str) -> dict[str, int]:
+    """Measured block sizes of `op` for this shape on the device that is compiled for.
+
+    Empty where nothing was measured: the kernel then takes what it computes itself, and one line of the log says so.
+
+    Raises:
+        ValueError: if an entry names a property that `shape` lacks.
+    """
+    return dict(_blocks(op, device_kind(), tuple(sorted(shape.items()))))
+
+
+@cache
+def _blocks(op: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> dict[str, int]:
+    path = Path(__file__).parent / op / f"{device.lower().replace(' ', '_')}.json"
+    given = dict(shape)
+    for entry in json.loads(path.read_text()) if path.exists() else []:
+        if unknown := entry["where"].keys() - given.keys():
+            raise ValueError(f"{path.name} of {op} names {', '.join(sorted(unknown))}; allowed: {', '.join(given)}.")
+        if all(_fits(given[name], wanted) for name, wanted in entry["where"].items()):
+            return entry["blocks"]
+    log.info("%s has no measured block sizes on %s for %s", op, device, given)
+    return {}
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
