@@ -20,7 +20,7 @@ from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
-from clusterkv_jax.kernels.row_merge import best_edges, row_merge
+from clusterkv_jax.kernels.row_merge import row_merge
 
 
 def merge_round(

@@ -16,6 +16,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows
 
 MOST_ROWS = 128  # A or B rows of a tile
 MOST_COLUMNS = 128
+WARPS = 8
 
 
 def chunked_matching(
@@ -62,7 +63,7 @@ def chunked_matching(
         count.reshape(-1),
         *optional,
         grid=(pl.cdiv(edges, chunk // 2) * blocks, batch * heads),
-        warps=4 if tile < 128 else 8,
+        warps=WARPS if tile == MOST_ROWS else 4,
         interpret=interpret,
     )
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)

@@ -1,7 +1,7 @@
 """Row merge: the best edges of a matching join their rows, in place (CentroidKV section 5.3).
 
-A head's cache is read through a list of the slots that it still holds, in positional order. A merge writes into the slot
-of its b row and takes its a row off the list, so that a round moves the rows that change and no others.
+A head's cache is read through a list of the slots that it still holds, in positional order. A merge writes into the
+slot of its b row and takes its a row off the list, so that a round moves the rows that change and no others.
 
     rows     0 1 2 3 4 5 6 7      list positions 0, 2 ... are A, 1, 3 ... are B
     edges    0>3 2>3 6>1          merged: slot 3 becomes the mean of 0, 2 and 3, slot 1 that of 1 and 6

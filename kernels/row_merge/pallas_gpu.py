@@ -22,6 +22,8 @@ from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, check_dtypes
 MOST_CHUNK = 512
 MOST_ROWS = 128  # A or B rows of a tile
 MOST_COLUMNS = 64
+WARPS = 8
+SCAN_WARPS = 32
 SCORES = 8192  # scores of a tile
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -41,7 +43,7 @@ def row_merge(
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     check_dtypes("row_merge", keys, values)
-    batch, heads, slots, width = keys.shape
+    batch, heads, _, width = keys.shape
     listed, edges = rows.shape[2], score.shape[2]
     chunk = min(chunk, listed + listed % 2)
     if chunk > MOST_CHUNK:
@@ -74,7 +76,7 @@ def row_merge(
         last,
         before,
         grid=(chunks * blocks, batch * heads),
-        warps=8 if tile > 64 else 4,
+        warps=WARPS if tile == MOST_ROWS else 4,
         aliases={0: 0, 1: 1, 2: 2},
         interpret=interpret,
     )
@@ -97,7 +99,7 @@ def _thresholds(
         wanted,
         length,
         grid=(heads,),
-        warps=min(32, max(4, power_of_two(edges) // 256)),
+        warps=min(SCAN_WARPS, max(4, power_of_two(edges) // 256)),
         interpret=interpret,
     )
 
@@ -152,9 +154,7 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         low, high, reached = state
         return (reached > k) & (low < high - 1)
 
-    low, _, reached = jax.lax.while_loop(
-        undecided, halve, (low, high, count(lambda edge, real, key: real))
-    )
+    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, real, key: real)))
 
     # Of the edges of exactly that key the first few; all of them where no more reach it than are wanted.
     room = k - count(lambda edge, real, key: real & (key > low))
