@@ -64,6 +64,7 @@ def chunked_matching(
         *optional,
         grid=(pl.cdiv(edges, chunk // 2) * blocks, batch * heads),
         warps=WARPS if tile == MOST_ROWS else 4,
+        stages=1 if features.dtype == jnp.float32 else 2,
         interpret=interpret,
     )
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
@@ -122,7 +123,9 @@ def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize,
 
 def _products(features, head, a_rows, a_inside, b_rows, b_inside, width):
     """Dot products of A and B rows, and the sums of squares of both, over tiles of columns."""
-    tile, step = a_rows.shape[0], min(power_of_two(width, 16), MOST_COLUMNS)
+    # tf32 products keep several copies of a float32 tile in shared memory.
+    most = MOST_COLUMNS // 2 if features.dtype == jnp.float32 else MOST_COLUMNS
+    tile, step = a_rows.shape[0], min(power_of_two(width, 16), most)
     value = jnp.zeros((tile, tile), jnp.float32)
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):
