@@ -14,11 +14,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.row_merge import row_merge
 
 
 def merge_round(
@@ -49,10 +51,10 @@ def merge_round(
         length=jnp.full((batch, heads), rows, jnp.int32),
         positions=jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows)),
     )
-    layer = merge_best(layer, jnp.full(batch, merges, jnp.int32), chunk=chunk)
-    kept = rows - merges
+    layer, held = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
+    layer = pick(layer, held, rows - merges)
     assert layer.positions is not None
-    return layer.keys[:, :, :kept], layer.values[:, :, :kept], layer.degree[:, :, :kept], layer.positions[:, :, :kept]
+    return layer.keys, layer.values, layer.degree, layer.positions
 
 
 def cluster(
@@ -64,6 +66,7 @@ def cluster(
     sinks: int,
     recent: int,
     chunk: int,
+    slots: int | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
 
@@ -79,6 +82,7 @@ def cluster(
         sinks: first rows that are never merged.
         recent: last rows that are never merged.
         chunk: rows per chunk.
+        slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -93,14 +97,15 @@ def cluster(
         return jnp.where(held > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
 
     def body(state):
-        layer, rounds, merges = state
-        layer = merge_best(layer, merges, sinks=sinks, recent=recent, chunk=chunk)
+        layer, held, rounds, merges = state
+        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk)
         rounds = rounds + (merges > 0).astype(jnp.int32)
-        return layer, rounds, merges_due(layer, rounds)
+        return layer, held, rounds, merges_due(layer, rounds)
 
-    state = (layer, rounds, merges_due(layer, rounds))
-    layer, rounds, _ = jax.lax.while_loop(lambda state: jnp.any(state[2] > 0), body, state)
-    return layer, rounds
+    everything = jnp.broadcast_to(jnp.arange(layer.capacity, dtype=jnp.int32), layer.degree.shape)
+    state = (layer, everything, rounds, merges_due(layer, rounds))
+    layer, held, rounds, _ = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), body, state)
+    return pick(layer, held, layer.capacity if slots is None else slots), rounds
 
 
 def merge_schedule(rows: int, chunk: int, ratios: tuple[float, ...], merge_of: str) -> np.ndarray:
@@ -121,87 +126,46 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
 
 @partial(jax.jit, static_argnames=("sinks", "recent", "chunk"))
 def merge_best(
-    layer: LayerCache, merges: Int[Array, " B"], *, sinks: int = 0, recent: int = 0, chunk: int
-) -> LayerCache:
-    """Match the middle rows, merge the `merges` best edges of every head and close the gaps."""
+    layer: LayerCache,
+    held: Int[Array, "B K C"],
+    merges: Int[Array, " B"],
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    chunk: int,
+) -> tuple[LayerCache, Int[Array, "B K C"]]:
+    """Match the middle rows and merge the `merges` best edges of every head, where they lie.
+
+    `held` lists the slots still in use, in positional order, the first `length` of them real.
+    """
     if layer.capacity <= sinks:
-        return layer
-    middle = layer.length - sinks - recent
-    match, score = chunked_matching(layer.keys[:, :, sinks:], chunk=chunk, length=middle)
-    merged = best_edges(score, merges)
-    return compact(merge_edges(layer, match + sinks, merged, sinks), merged, sinks)
+        return layer, held
+    rows, length = held[:, :, sinks:], layer.length - sinks
+    # Rows of a batch that are done are not even read.
+    middle = jnp.where(merges[:, None] > 0, length - recent, 0)
+    match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=rows)
+    keys, values, degree, rows = row_merge(
+        layer.keys, layer.values, layer.degree, rows, length, match, score, merges, chunk=chunk
+    )
+    layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
+    return layer, jnp.concatenate([held[:, :, :sinks], rows], axis=2)
 
 
-def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"]) -> Bool[Array, "B K A"]:
-    """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
-    wanted = count[:, None, None]
-    rank = _ordered_bits(score)
-    least = _kth_highest(rank, wanted)
-    edge = score > -jnp.inf
-    above = edge & (rank > least)
-    level = edge & (rank == least)
-    room = wanted - jnp.sum(above, axis=-1, keepdims=True)
-    return (above | (level & (jnp.cumsum(level, axis=-1) <= room))) & (wanted > 0)
-
-
-def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:
-    """float32 as integers of the same order: negative numbers flipped whole, the others in their sign bit; 0 = -0."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B 1 1"]) -> UInt32[Array, "B K 1"]:
-    """The k-th highest of every row, found bit by bit from the top: the largest t with at least k entries >= t.
-
-    A count per bit instead of a sort: no accelerator sorts fast, and a sort takes seconds to compile on a TPU.
-    """
-
-    def body(i, t):
-        trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(jnp.sum(x >= trial, axis=-1, keepdims=True) >= k, trial, t)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
-
-
-def merge_edges(layer: LayerCache, match: Int[Array, "B K A"], merged: Bool[Array, "B K A"], sinks: int) -> LayerCache:
-    """Fold the merged A rows (rows sinks, sinks + 2, ...) into their b rows: degree-weighted means, degrees summed.
-
-    The mean is taken as k_b + sum n_a (k_a - k_b) / n, so that equal rows merge without any error. The A rows
-    themselves are left for `compact` to remove.
-    """
-    b_row = jnp.where(merged, match, layer.capacity)  # beyond the end: dropped
-    weight = jnp.where(merged, layer.degree[:, :, sinks::2], 0.0)
-    add = jax.vmap(jax.vmap(lambda total, rows, x: total.at[rows].add(x, mode="drop")))
-    degree = add(layer.degree, b_row, weight)
-
-    def mean(x: Float[Array, "B K C D"]) -> Float[Array, "B K C D"]:
-        partner = jnp.take_along_axis(x, jnp.where(merged, match, 0)[..., None], axis=2)
-        change = weight[..., None] * (x[:, :, sinks::2].astype(jnp.float32) - partner.astype(jnp.float32))
-        total = add(jnp.zeros(x.shape, jnp.float32), b_row, change)
-        return (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
-
-    return replace(layer, keys=mean(layer.keys), values=mean(layer.values), degree=degree)
-
-
-def compact(layer: LayerCache, merged: Bool[Array, "B K A"], sinks: int) -> LayerCache:
-    """Remove the merged A rows; the rest moves up in positional order and the freed slots are emptied."""
-    slot = jnp.arange(layer.capacity)
-    gone = jnp.zeros(layer.degree.shape, bool).at[:, :, sinks::2].set(merged)
-    keep = (slot < layer.length[..., None]) & ~gone
-    target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, layer.capacity)
-    put = jax.vmap(jax.vmap(lambda to: jnp.zeros(layer.capacity, jnp.int32).at[to].set(slot, mode="drop")))
-    source = put(target)
-    length = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    filled = slot < length[..., None]
+def pick(layer: LayerCache, held: Int[Array, "B K C"], slots: int) -> LayerCache:
+    """The rows listed in `held`, moved up into the first of `slots` slots; the others are empty."""
+    held = held[:, :, :slots]
+    if slots > layer.capacity:
+        held = jnp.pad(held, [(0, 0), (0, 0), (0, slots - layer.capacity)])
+    filled = jnp.arange(slots) < layer.length[..., None]
+    index = jnp.where(filled, held, -1)
 
     def take(x: Array) -> Array:
-        index, mask = (source[..., None], filled[..., None]) if x.ndim == 4 else (source, filled)
-        return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
+        return jnp.where(filled, jnp.take_along_axis(x, held, axis=2), jnp.zeros((), x.dtype))
 
     return LayerCache(
-        keys=take(layer.keys),
-        values=take(layer.values),
+        keys=gather_rows(layer.keys, index),
+        values=gather_rows(layer.values, index),
         degree=take(layer.degree),
-        length=length,
+        length=layer.length,
         positions=None if layer.positions is None else take(layer.positions),
     )

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.calibration import outlier_share
-from clusterkv_jax.soft_matching import best_edges, edge_counts, merge_round
+from clusterkv_jax.kernels.row_merge import best_edges
+from clusterkv_jax.soft_matching import edge_counts, merge_round
 from tests.golden_files import golden, names
 
 # Few shapes: every one of them compiles.

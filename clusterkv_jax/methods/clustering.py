@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import HeadGroups, KVCache, Layer, LayerCache, from_tokens, groups, resize, select_heads
 from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import MOST_ROWS, LayerPlan, Method, Request, aligned, budget_rows
 from clusterkv_jax.sharding import over_heads
 
@@ -123,12 +125,13 @@ class Clustering(Method):
             group = layer if len(plan.heads) == 1 else select_heads(layer, heads)
             if not keep_all:
                 target = jnp.where(lengths >= rows + self.prefill_slack, rows, lengths)
-                group, rounds = over_heads(self._cluster, group, target, rounds)
+                cluster = partial(self._cluster, slots=min(capacity, group.capacity))
+                group, rounds = over_heads(cluster, group, target, rounds)
             made.append(resize(group, capacity))
         state = None if all(plan.keep_all) else Clustered(rows, rounds)
         return (made[0] if len(made) == 1 else HeadGroups(tuple(made), plan.heads)), state
 
-    def _cluster(self, group: LayerCache, budget: Int[Array, " B"], rounds: Int[Array, " B"]):
+    def _cluster(self, group: LayerCache, budget: Int[Array, " B"], rounds: Int[Array, " B"], slots: int | None = None):
         return soft_matching.cluster(
             group,
             budget,
@@ -137,6 +140,7 @@ class Clustering(Method):
             sinks=self.sinks,
             recent=self.recent,
             chunk=self.chunk,
+            slots=slots,
         )
 
     def due(self, cache: KVCache) -> Bool[Array, ""] | None:
@@ -159,7 +163,9 @@ class Clustering(Method):
         group = groups(layer)[-1]  # full heads, where there are any, come first
         held = group.length[:, 0]
         target = jnp.where(held >= state.budget + self.interval, state.budget, held)
-        clustered, rounds = over_heads(self._cluster_in_place, group, target, state.rounds)
+        # The GPU kernels work in place on all heads at once; elsewhere float32 copies are made, so one head at a time.
+        cluster = self._cluster if platform() == "gpu" else self._cluster_in_place
+        clustered, rounds = over_heads(cluster, group, target, state.rounds)
         if isinstance(layer, HeadGroups):
             clustered = replace(layer, groups=(*layer.groups[:-1], clustered))
         return clustered, replace(state, rounds=rounds)

@@ -2,11 +2,12 @@
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.biased_attention import pallas_tpu, reference
+from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.dispatch import dispatch
 
 BACKENDS = {
+    "gpu": differentiable(pallas_gpu.biased_attention),
     "tpu": differentiable(pallas_tpu.biased_attention),
     "xla": differentiable(reference.biased_attention),
 }

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.chunked_matching.reference import rows_from
+from clusterkv_jax.kernels.chunked_matching.reference import listed, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
@@ -36,10 +36,12 @@ def chunked_matching(
     normalize: bool,
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
+    rows: Int[Array, "B K R"] | None = None,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
+    features, bias = listed(features, bias, rows)
     batch, heads, rows, width = features.shape
     if features.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"features must be float32 or bfloat16, got {features.dtype}.")

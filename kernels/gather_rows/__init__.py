@@ -3,9 +3,9 @@
 from jaxtyping import Array, Int, Shaped
 
 from clusterkv_jax.kernels.dispatch import dispatch
-from clusterkv_jax.kernels.gather_rows import reference
+from clusterkv_jax.kernels.gather_rows import pallas_gpu, reference
 
-BACKENDS = {"xla": reference.gather_rows}
+BACKENDS = {"gpu": pallas_gpu.gather_rows, "xla": reference.gather_rows}
 
 
 def gather_rows(

@@ -1,0 +1,212 @@
+"""Biased attention on GPU: flash decoding, split over the slots.
+
+    grid (splits, B K, tiles of queries)     a program: `span` slots of one KV head, all query heads that share it
+    then (query rows, B K)                   combines the splits of one query row
+
+Bytes: keys, values and degree of the slots below `length`, once; a program beyond `length` ends at once. The queries of
+a KV head (G of them, times T) fill the rows of one matrix product, at least 16 as the matrix unit wants. Softmax runs
+online in base 2. Partial outputs are float32: 4 (D + 1) bytes per split and query, 2 % of the reading at span 512.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+
+MOST_QUERIES = 64  # query rows of a tile
+MOST_SPLITS = 128
+PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
+LOG2_E = math.log2(math.e)
+
+
+def biased_attention(
+    q: Float[Array, "B T H D"],
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    length: Int[Array, "B K"] | None,
+    *,
+    return_lse: bool,
+    return_probs: bool,
+    block: int = 64,
+    span: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+    interpret: bool = False,
+):
+    """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
+    check_dtypes("biased_attention", q, keys, values)
+    batch, tokens, heads, dim = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    if q.size == 0 or slots == 0:
+        raise NotImplementedError("the GPU kernel of biased_attention needs queries and slots.")
+    if power_of_two(dim) > 256:
+        raise NotImplementedError(f"the GPU kernel of biased_attention takes D up to 256, got {dim}.")
+    queries = tokens * heads // kv_heads
+    tile = min(power_of_two(queries, 16), MOST_QUERIES)
+    if q.dtype == jnp.float32:
+        block, stages = 32, 2
+    span = span or _span(slots, batch * kv_heads * pl.cdiv(queries, tile), block)
+    splits = pl.cdiv(slots, span)
+    end = jnp.full((batch * kv_heads,), slots, jnp.int32)
+    if length is not None:
+        end = jnp.minimum(length.reshape(-1).astype(jnp.int32), slots)
+    flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])  # noqa: E731
+    cache = (flat(keys), flat(values), flat(degree), end)
+
+    out, lse = call(
+        partial(_attend, tile=tile, block=block, span=span, kv_heads=kv_heads),
+        (
+            jax.ShapeDtypeStruct((batch * kv_heads, splits, queries, dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch * kv_heads, splits, queries), jnp.float32),
+        ),
+        q,
+        *cache,
+        grid=(splits, batch * kv_heads, pl.cdiv(queries, tile)),
+        warps=warps,
+        stages=stages,
+        interpret=interpret,
+    )
+    out, lse = call(
+        partial(_combine, kv_heads=kv_heads),
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
+        out,
+        lse,
+        grid=(queries, batch * kv_heads),
+        warps=4,
+        interpret=interpret,
+    )
+    result = [out]
+    if return_lse:
+        result.append(lse)
+    if return_probs:
+        probs = call(
+            partial(_probabilities, block=block, kv_heads=kv_heads),
+            jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32),
+            q,
+            *cache,
+            lse,
+            grid=(pl.cdiv(slots, block), batch * kv_heads),
+            warps=warps,
+            interpret=interpret,
+        )
+        result.append(probs)
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+def _span(slots: int, heads: int, block: int) -> int:
+    """Slots per program: enough programs to fill the device, few enough that combining them stays cheap."""
+    splits = min(MOST_SPLITS, max(1, PROGRAMS // heads), pl.cdiv(slots, block))
+    return min(max(pl.cdiv(pl.cdiv(slots, splits), block), 1) * block, max(block, 2048))
+
+
+def _query_rows(q, head, first, tile, kv_heads):
+    """One tile of the T G query rows of a KV head: batch row, token, query head, whether there is such a row."""
+    tokens, heads = q.shape[1:3]
+    group = heads // kv_heads
+    row = first + arange(tile)
+    return head // kv_heads, row // group, (head % kv_heads) * group + row % group, row < tokens * group
+
+
+def _load_queries(q, rows, columns):
+    b, token, head, inside = rows
+    mask = inside[:, None] & (columns < q.shape[3])[None, :]
+    return plgpu.load(q.at[b, token[:, None], head[:, None], columns[None, :]], mask=mask, other=0.0)
+
+
+def _scores(query, keys, degree, head, slot, inside, columns):
+    """Biased scores [queries, slots] in units of ln 2, -inf for empty slots, and which slots are not empty."""
+    width = keys.shape[2]
+    count = plgpu.load(degree.at[head, slot], mask=inside, other=0.0)
+    occupied = count > 0
+    key = load_rows(keys, head, slot, columns, inside, width)
+    bias = jnp.log2(jnp.where(occupied, count, 1.0))
+    score = dot(query, key, (1, 1)) * (LOG2_E / math.sqrt(width)) + bias[None, :]
+    return jnp.where(occupied[None, :], score, -jnp.inf), occupied
+
+
+def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads):
+    """Attention of one tile of queries over the slots of one split."""
+    split, head = pl.program_id(0), pl.program_id(1)
+    width = keys.shape[2]
+    columns = arange(power_of_two(width, 16))
+    row = pl.program_id(2) * tile + arange(tile)
+    query = _load_queries(q, _query_rows(q, head, pl.program_id(2) * tile, tile, kv_heads), columns)
+    first = split * span
+    last = jnp.minimum(end[head], first + span)
+
+    def body(i, state):
+        peak, total, mixed = state
+        slot = first + i * block + arange(block)
+        score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
+        value = load_rows(values, head, slot, columns, occupied, width)
+        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+
+    peak, total, mixed = jax.lax.fori_loop(
+        0,
+        pl.cdiv(jnp.maximum(last - first, 0), block),
+        body,
+        (
+            jnp.full((tile,), -jnp.inf, jnp.float32),
+            jnp.zeros((tile,), jnp.float32),
+            jnp.zeros((tile, columns.shape[0]), jnp.float32),
+        ),
+    )
+    mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+    inside = row < out.shape[2]
+    mask = inside[:, None] & (columns < width)[None, :]
+    plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
+    plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
+
+
+def _combine(parts, lses, out, lse, *, kv_heads):
+    """One query row: its splits weighted by their share of the whole sum."""
+    row, head = pl.program_id(0), pl.program_id(1)
+    splits, _, width = parts.shape[1:]
+    group = out.shape[2] // kv_heads
+    split, columns = arange(power_of_two(splits)), arange(power_of_two(width))
+    inside = split < splits
+    part_lse = plgpu.load(lses.at[head, split, row], mask=inside, other=-jnp.inf)
+    peak = jnp.max(part_lse)
+    base = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weight = jnp.exp2(part_lse - base)
+    total = jnp.sum(weight)
+    mask = inside[:, None] & (columns < width)[None, :]
+    part = plgpu.load(parts.at[head, split[:, None], row, columns[None, :]], mask=mask, other=0.0)
+    mixed = jnp.sum(part * weight[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
+    where = (head // kv_heads, row // group, (head % kv_heads) * group + row % group)
+    plgpu.store(out.at[(*where, columns)], mixed.astype(out.dtype), mask=columns < width)
+    lse[where] = (base + jnp.log2(total)) / LOG2_E
+
+
+def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads):
+    """Probabilities of one block of slots for the query heads of one KV head, summed over the tokens."""
+    del values
+    head, tokens, group = pl.program_id(1), q.shape[1], q.shape[2] // kv_heads
+    width, slots = keys.shape[2], probs.shape[2]
+    tile, columns = power_of_two(group, 16), arange(power_of_two(width, 16))
+    slot = pl.program_id(0) * block + arange(block)
+    b, first = head // kv_heads, (head % kv_heads) * group
+    member = arange(tile)
+    inside = member < group
+
+    def one_token(t, total):
+        token = jnp.full((tile,), t, jnp.int32)
+        query = _load_queries(q, (b, token, first + member, inside), columns)
+        score, _ = _scores(query, keys, degree, head, slot, slot < end[head], columns)
+        whole = plgpu.load(lse.at[b, token, first + member], mask=inside, other=0.0) * LOG2_E
+        return total + jnp.exp2(score - jnp.where(whole == -jnp.inf, 0.0, whole)[:, None])
+
+    total = jax.lax.fori_loop(0, tokens, one_token, jnp.zeros((tile, block), jnp.float32))
+    mask = inside[:, None] & (slot < slots)[None, :]
+    plgpu.store(probs.at[b, (first + member)[:, None], slot[None, :]], total, mask=mask)

@@ -1,0 +1,142 @@
+"""Chunked matching on GPU: a program per chunk reads its rows once and writes an edge per A row.
+
+Rows are gathered by number, so that rounds of clustering read what is left of a cache where it lies. Products are
+accumulated in float32 and scaled by the float32 norms afterwards, as in the reference.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+
+MOST_ROWS = 128  # A or B rows of a tile
+MOST_COLUMNS = 128
+WARPS = 8
+
+
+def chunked_matching(
+    features: Float[Array, "B K N E"],
+    *,
+    chunk: int,
+    bias: Float[Array, "B K N"] | None,
+    normalize: bool,
+    start: Int[Array, "B K"] | int | None,
+    length: Int[Array, "B K"] | int | None,
+    rows: Int[Array, "B K R"] | None = None,
+    interpret: bool = False,
+) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
+    check_dtypes("chunked_matching", features)
+    batch, heads, slots, width = features.shape
+    listed = slots if rows is None else rows.shape[2]
+    edges = (listed + 1) // 2
+    if batch * heads * edges == 0:
+        return jnp.zeros((batch, heads, edges), jnp.int32), jnp.zeros((batch, heads, edges), jnp.float32)
+    chunk = min(chunk, listed + listed % 2)
+    first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
+    count = listed - first if length is None else jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch, heads))
+    count = jnp.minimum(count, listed - first)
+
+    tile = min(power_of_two(chunk // 2, 16), MOST_ROWS)
+    blocks = pl.cdiv(chunk // 2, tile)
+    kernel = partial(
+        _kernel,
+        chunk=chunk,
+        tile=tile,
+        edges=edges,
+        width=width,
+        normalize=normalize,
+        names=("bias",) * (bias is not None) + ("rows",) * (rows is not None),
+    )
+    optional = [x.reshape(batch * heads, -1) for x in (bias, rows) if x is not None]
+    shape = (batch * heads, edges)
+    match, score = call(
+        kernel,
+        (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        features.reshape(batch * heads, slots, width),
+        first.reshape(-1),
+        count.reshape(-1),
+        *optional,
+        grid=(pl.cdiv(edges, chunk // 2) * blocks, batch * heads),
+        warps=WARPS if tile == MOST_ROWS else 4,
+        stages=1 if features.dtype == jnp.float32 else 2,
+        interpret=interpret,
+    )
+    return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
+
+
+def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize, names):
+    """Edges of one tile of A rows of one chunk of one head."""
+    optional, (match, score) = dict(zip(names, refs[:-2], strict=True)), refs[-2:]
+    half, blocks = chunk // 2, pl.cdiv(chunk // 2, tile)
+    head, number = pl.program_id(1), pl.program_id(0) // blocks
+    n, begin = count[head], first[head]
+
+    def locate(block: Array, parity: int) -> tuple[Array, Array, Array]:
+        """Of one tile of A or B rows: number within the side, whether there is such a row, and where it lies."""
+        k = block * tile + arange(tile)
+        offset = number * chunk + 2 * k + parity
+        inside = (k < half) & (offset < n)
+        slot = begin + offset
+        if "rows" in optional:
+            slot = plgpu.load(optional["rows"].at[head, slot], mask=inside, other=0)
+        return k, inside, slot
+
+    def row_bias(slot: Array, inside: Array) -> Array:
+        return plgpu.load(optional["bias"].at[head, slot], mask=inside, other=0.0).astype(jnp.float32)
+
+    a, a_inside, a_rows = locate(pl.program_id(0) % blocks, 0)
+    out = number * half + a
+    written = (a < half) & (out < edges)
+
+    @pl.when(number * chunk < n)
+    def _():
+        def best_of(block, best):
+            b, b_inside, b_rows = locate(block, 1)
+            value, a_square, b_square = _products(features, head, a_rows, a_inside, b_rows, b_inside, width)
+            if normalize:
+                value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
+            if "bias" in optional:
+                value = value + row_bias(a_rows, a_inside)[:, None] + row_bias(b_rows, b_inside)[None, :]
+            value = jnp.where(a_inside[:, None] & b_inside[None, :], value, -jnp.inf)
+            top = jnp.max(value, axis=1)
+            lowest = jnp.min(jnp.where(value == top[:, None], b[None, :], half), axis=1)
+            better = top > best[1]  # an earlier tile's b wins a tie
+            return jnp.where(better, lowest, best[0]), jnp.where(better, top, best[1])
+
+        best = (jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf, jnp.float32))
+        best = best_of(0, best) if blocks == 1 else jax.lax.fori_loop(0, blocks, best_of, best)
+        partner = jnp.where(best[1] > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
+        plgpu.store(match.at[head, out], partner, mask=written)
+        plgpu.store(score.at[head, out], best[1], mask=written)
+
+    @pl.when(number * chunk >= n)
+    def _():
+        plgpu.store(match.at[head, out], jnp.full((tile,), -1, jnp.int32), mask=written)
+        plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=written)
+
+
+def _products(features, head, a_rows, a_inside, b_rows, b_inside, width):
+    """Dot products of A and B rows, and the sums of squares of both, over tiles of columns."""
+    # tf32 products keep several copies of a float32 tile in shared memory.
+    most = MOST_COLUMNS // 2 if features.dtype == jnp.float32 else MOST_COLUMNS
+    tile, step = a_rows.shape[0], min(power_of_two(width, 16), most)
+    value = jnp.zeros((tile, tile), jnp.float32)
+    a_square = b_square = jnp.zeros((tile,), jnp.float32)
+    for start in range(0, width, step):
+        columns = arange(step, start)
+        x = load_rows(features, head, a_rows, columns, a_inside, width)
+        y = load_rows(features, head, b_rows, columns, b_inside, width)
+        value += dot(x, y, (1, 1))
+        a_square += jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+        b_square += jnp.sum(jnp.square(y.astype(jnp.float32)), axis=1)
+    return value, a_square, b_square
+
+
+def _scale(square: Array) -> Array:
+    return jax.lax.rsqrt(jnp.maximum(square, jnp.finfo(jnp.float32).tiny))

@@ -1,0 +1,94 @@
+"""What the GPU kernels share. They are Pallas kernels lowered through Triton.
+
+Every kernel gets whole arrays and computes its own addresses: rows are gathered by number, and a program's work is
+bounded by lengths that only the device knows. Triton wants tiles whose sides are powers of two, so tiles are rounded
+up and masked.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+from clusterkv_jax.kernels.dispatch import platform
+
+# What the kernels can read; other dtypes go to XLA.
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def call(
+    kernel: Callable[..., None],
+    out_shape: Any,
+    *args: Array,
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int = 2,
+    aliases: Mapping[int, int] | None = None,
+    interpret: bool = False,
+) -> Any:
+    """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory."""
+    whole = pl.BlockSpec()
+    run = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=grid,
+        in_specs=[whole] * len(args),
+        out_specs=jax.tree.map(lambda _: whole, out_shape),
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+    )
+    return run(*args)
+
+
+def check_dtypes(op: str, *arrays: Array) -> None:
+    """Raise NotImplementedError for dtypes that the kernels do not read."""
+    for x in arrays:
+        if x.dtype not in DTYPES:
+            raise NotImplementedError(f"the GPU kernel of {op} reads float32, bfloat16 and float16, got {x.dtype}.")
+    if len({x.dtype for x in arrays}) > 1:
+        raise NotImplementedError(f"the GPU kernel of {op} reads arrays of one dtype, got {[x.dtype for x in arrays]}.")
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and `least`."""
+    return max(least, 1 << math.ceil(math.log2(max(n, 1))))
+
+
+def arange(n: int, start: Any = 0) -> Array:
+    """start, start + 1, ... as i32 [n]."""
+    return jax.lax.iota(jnp.int32, n) + start
+
+
+def load_rows(ref: Any, head: Any, rows: Array, columns: Array, mask: Array, width: int) -> Array:
+    """The tile ref[head, rows, columns], zero where `mask` is false and in columns at or beyond `width`."""
+    inside = mask[:, None] if width % columns.shape[0] == 0 else mask[:, None] & (columns < width)[None, :]
+    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=0.0)
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    """a . b in float32: 16-bit operands as they are, float32 ones as three tf32 products (error about 2^-21)."""
+    precision = None
+    if a.dtype == jnp.float32:
+        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    if platform() == "cpu":  # which has no mixed products; those of float32 are exact enough
+        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    return jax.lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def bfloat16_parts(x: Array, count: int) -> list[Array]:
+    """`count` bf16 arrays that sum to x up to 2^(-8 count): x cut off after 8, 16 ... bits of its mantissa."""
+    parts = []
+    for _ in range(count):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        head = jax.lax.bitcast_convert_type(bits & jnp.int32(-65536), jnp.float32)
+        parts.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return parts

@@ -1,0 +1,78 @@
+"""Row merge in plain jnp: the definition, and the path of platforms without a kernel."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+def row_merge(
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    rows: Int[Array, "B K R"],
+    length: Int[Array, "B K"],
+    match: Int[Array, "B K A"],
+    score: Float[Array, "B K A"],
+    merges: Int[Array, " B"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
+    """See `clusterkv_jax.kernels.row_merge.row_merge`."""
+    del chunk
+    merged = best_edges(score, merges)
+    a_row = jnp.where(merged, rows[:, :, ::2], 0)
+    partner = jnp.where(merged, jnp.take_along_axis(rows, jnp.maximum(match, 0), axis=2), 0)
+    b_row = jnp.where(merged, partner, degree.shape[2])  # beyond the end: dropped
+    weight = jnp.where(merged, jnp.take_along_axis(degree, a_row, axis=2), 0.0)
+    add = jax.vmap(jax.vmap(lambda total, rows, x: total.at[rows].add(x, mode="drop")))
+    degree = add(degree, b_row, weight)
+
+    def mean(x: Float[Array, "B K C D"]) -> Float[Array, "B K C D"]:
+        a, b = (jnp.take_along_axis(x, row[..., None], axis=2).astype(jnp.float32) for row in (a_row, partner))
+        total = add(jnp.zeros(x.shape, jnp.float32), b_row, weight[..., None] * (a - b))
+        # Slots that are not on the list may hold anything; adding 0 to them keeps it.
+        return (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
+
+    return mean(keys), mean(values), degree, _close_gaps(rows, length, merged)
+
+
+def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"]) -> Bool[Array, "B K A"]:
+    """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
+    wanted = count[:, None, None]
+    rank = _ordered_bits(score)
+    least = _kth_highest(rank, wanted)
+    edge = score > -jnp.inf
+    above = edge & (rank > least)
+    level = edge & (rank == least)
+    room = wanted - jnp.sum(above, axis=-1, keepdims=True)
+    return (above | (level & (jnp.cumsum(level, axis=-1) <= room))) & (wanted > 0)
+
+
+def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:
+    """float32 as integers of the same order: negative numbers flipped whole, the others in their sign bit; 0 = -0."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B 1 1"]) -> UInt32[Array, "B K 1"]:
+    """The k-th highest of every row, found bit by bit from the top: the largest t with at least k entries >= t.
+
+    A count per bit instead of a sort: no accelerator sorts fast, and a sort takes seconds to compile on a TPU.
+    """
+
+    def body(i, t):
+        trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(jnp.sum(x >= trial, axis=-1, keepdims=True) >= k, trial, t)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
+
+
+def _close_gaps(
+    rows: Int[Array, "B K R"], length: Int[Array, "B K"], merged: Bool[Array, "B K A"]
+) -> Int[Array, "B K R"]:
+    """The list without the merged A rows."""
+    place = jnp.arange(rows.shape[2])
+    gone = jnp.zeros(rows.shape, bool).at[:, :, ::2].set(merged)
+    keep = (place < length[..., None]) & ~gone
+    target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, rows.shape[2])
+    return jax.vmap(jax.vmap(lambda to, x: jnp.zeros_like(x).at[to].set(x, mode="drop")))(target, rows)

@@ -1,0 +1,186 @@
+"""Times every kernel on this device and prints a table with the share of the bandwidth measured in the same run.
+
+    python scripts/benchmark_kernels.py              all of it, about two minutes on an H200
+    python scripts/benchmark_kernels.py attention    one section: attention, clustering, kmeans, gather
+
+Every number is the median of 20 timings after a warm-up, over several sets of inputs that together exceed the caches;
+a short kernel is repeated inside one program, each call taking the last one's output, so that no launch is measured
+twice and none overlaps. Correctness is checked first, against the reference in float32.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clusterkv_jax as ckv
+from clusterkv_jax import kmeans, soft_matching
+from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.gather_rows import gather_rows
+
+HEADS, GROUP, DIM = 8, 4, 128
+# Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/kernels.md).
+LAYERS, PREFILL_64K, PREFILL_32K = 32, 3.398, 1.215
+REPEATS, WARM_UP = 20, 3
+
+
+def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median time of `run`, until its results are there."""
+    times = []
+    for _ in range(WARM_UP + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def rows(seed: int, *shape: int) -> jax.Array:
+    """Random bf16 rows in which neighbours are alike, as keys are."""
+    noise, place = jax.random.split(jax.random.key(seed))
+    walk = jnp.cumsum(jax.random.normal(noise, (*shape[:-2], shape[-2] // 64, 64, shape[-1])), axis=-2) / 8
+    start = jax.random.normal(place, (*shape[:-2], shape[-2] // 64, 1, shape[-1]))
+    return (walk + start).reshape(shape).astype(jnp.bfloat16)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading two arrays of 1 GiB once, by XLA's maximum of them."""
+    arrays = [rows(i, 8, 2**19, 128) for i in range(2)]
+    biggest = jax.jit(lambda xs: [jnp.max(x) for x in xs])
+    return sum(x.nbytes for x in arrays) / seconds(lambda: biggest(arrays))
+
+
+def report(name: str, measured: float, target: str, note: str) -> None:
+    """One line of the table."""
+    print(f"| {name} | {measured * 1e6:.0f} µs | {note} | {target} |", flush=True)
+
+
+def caches(batch: int, slots: int, sets: int, fill: Sequence[int] | None = None) -> list[tuple[jax.Array, ...]]:
+    """Keys, values, degrees and lengths of `sets` caches."""
+    held = jnp.asarray([slots] * batch if fill is None else fill, jnp.int32)
+    length = jnp.broadcast_to(held[:, None], (batch, HEADS))
+    degree = jnp.where(jnp.arange(slots) < length[..., None], 3.0, 0.0)
+    made = jax.jit(partial(rows), static_argnums=(1, 2, 3, 4))
+    return [
+        (made(2 * i, batch, HEADS, slots, DIM), made(2 * i + 1, batch, HEADS, slots, DIM), degree, length)
+        for i in range(sets)
+    ]
+
+
+def attention_time(sets: list[tuple[jax.Array, ...]], backend: str | None) -> float:
+    """Seconds of one attention call, from a chain of them."""
+    loops = 4
+
+    @jax.jit
+    def chain(q, sets):
+        def body(_, q):
+            for cache in sets:
+                q = biased_attention(q, *cache, return_lse=True, backend=backend)[0]
+            return q
+
+        return jax.lax.fori_loop(0, loops, body, q)
+
+    q = jax.random.normal(jax.random.key(0), (sets[0][0].shape[0], 1, HEADS * GROUP, DIM), jnp.bfloat16)
+    return seconds(lambda: chain(q, sets)) / (loops * len(sets))
+
+
+def attention(bandwidth: float) -> None:
+    """Decode attention at one query, full caches and ragged ones."""
+    slot_bytes = HEADS * (4 * DIM + 4)
+    for slots, sets, target in ((13312, 8, "≥ 1.7 × XLA"), (65536, 3, "≥ 85 %"), (131072, 2, "≥ 85 %")):
+        given = caches(1, slots, sets)
+        q = jax.random.normal(jax.random.key(9), (1, 1, HEADS * GROUP, DIM), jnp.bfloat16)
+        exact = biased_attention(*(x.astype(jnp.float32) for x in (q, *given[0][:3])), given[0][3], backend="xla")
+        error = jnp.linalg.norm(biased_attention(q, *given[0]).astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+        assert error < 5e-3, error
+        kernel, xla = attention_time(given, None), attention_time(given, "xla")
+        share = slots * slot_bytes / kernel / bandwidth
+        report(f"attention, {slots} slots", kernel, target, f"{xla / kernel:.2f} × XLA, {share:.0%} of read bandwidth")
+    fill = [13312 * (i + 1) // 17 for i in range(16)]
+    whole, part = attention_time(caches(16, 13312, 2), None), attention_time(caches(16, 13312, 2, fill), None)
+    filled = sum(fill) / 16 / 13312
+    report("attention, batch 16, ragged", part, "1 ± 15 %", f"{part / whole / filled:.2f} × its share of the full time")
+
+
+def clustering(bandwidth: float) -> None:
+    """A 64k prompt to 20 %: what compressing one layer costs over keeping it, with CentroidKV's rounds."""
+    del bandwidth
+    tokens, method = 65536, ckv.CentroidKV(ckv.Budget(ratio=0.2))
+    keep = tokens // 5
+    schedule = soft_matching.merge_schedule(tokens, method.chunk, method.ratios, method.merge_of)
+    shape = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk, "slots": 13184}
+
+    def compress(keys, values):
+        layer = from_tokens(keys, values, jnp.asarray([tokens], jnp.int32))
+        return soft_matching.cluster(layer, jnp.asarray([keep], jnp.int32), jnp.zeros(1, jnp.int32), schedule, **shape)
+
+    layers = [(rows(2 * i, 1, HEADS, tokens, DIM), rows(2 * i + 1, 1, HEADS, tokens, DIM)) for i in range(4)]
+    keep_all = jax.jit(lambda k, v: from_tokens(k, v, jnp.asarray([tokens], jnp.int32)))
+    start = time.perf_counter()
+    clustered = jax.jit(compress)
+    made, done = jax.block_until_ready(clustered(*layers[0]))
+    compiled = time.perf_counter() - start
+    assert int(made.length[0, 0]) == keep
+    assert float(jnp.max(jnp.abs(made.degree.sum(-1) - tokens))) == 0
+    both, alone = (seconds(lambda f=f: [f(*kv) for kv in layers]) / len(layers) for f in (clustered, keep_all))
+    share = LAYERS * (both - alone) / PREFILL_64K
+    note = f"{share:.2%} of the prefill, {int(done[0])} rounds, compiled in {compiled:.1f} s"
+    report("clustering, 64k to 20 %, a layer", both - alone, "≤ 0.7 %", note)
+
+
+def k_means(bandwidth: float) -> None:
+    """20 Lloyd steps of 32k keys and 400 centroids."""
+    del bandwidth
+    tokens, centroids = 32768, 400
+    keys = [jax.random.normal(jax.random.key(i), (1, HEADS, tokens, DIM), jnp.bfloat16) for i in range(2)]
+    first = jnp.asarray(np.random.default_rng(0).choice(tokens, centroids, replace=False), jnp.int32)
+    run = jax.jit(kmeans.cluster)
+    taken = seconds(lambda: [run(x, first) for x in keys]) / len(keys)
+    note = f"{taken * LAYERS / PREFILL_32K:.1%} of the layer's prefill, one final assignment more than 20"
+    report("kmeans, 32k keys, 400 clusters, 20 steps", taken, "≤ 6 %", note)
+
+
+def gather(bandwidth: float) -> None:
+    """1,024 rows per head out of a store in host memory."""
+    del bandwidth
+    device = jax.devices()[0]
+    host, here = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("pinned_host", "device"))
+    store = jax.device_put(rows(0, 1, HEADS, 65536, DIM), host)
+    link = store.nbytes / seconds(lambda: jax.device_put(store, here))
+    rng = np.random.default_rng(0)
+    wanted = [jnp.asarray(rng.choice(65536, (1, HEADS, 1024)), jnp.int32) for _ in range(8)]
+    run = jax.jit(lambda store, wanted: [gather_rows(store, index) for index in wanted])
+    expected = gather_rows(jax.device_put(store, here), wanted[0], backend="xla")
+    assert bool((run(store, wanted)[0] == expected).all())
+    taken = seconds(lambda: run(store, wanted)) / len(wanted)
+    share = HEADS * 1024 * DIM * 2 / taken / link
+    report("gather_rows from pinned host, 8 x 1,024 rows", taken, "≥ 60 %", f"{share:.0%} of {link / 1e9:.1f} GB/s")
+
+
+SECTIONS = {"attention": attention, "clustering": clustering, "kmeans": k_means, "gather": gather}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
+    wanted = parser.parse_args().sections or list(SECTIONS)
+    if unknown := set(wanted) - set(SECTIONS):
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.")
+    if jax.default_backend() != "gpu":
+        parser.error(f"needs a GPU; jax {jax.__version__} sees {jax.devices()[0].device_kind}.")
+    bandwidth = read_bandwidth()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {bandwidth / 1e12:.2f} TB/s read\n")
+    print("| op | measured | share | target |\n|---|---|---|---|")
+    for name in wanted:
+        SECTIONS[name](bandwidth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
+
+Prints as JSON what each program holds: Triton kernels, bytes of temporaries, of arguments and of aliased arguments.
+A process of its own: the GPU's compiler reads its settings from the environment once.
+
+Usage: python tests/gpu_programs.py
+"""
+
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import clusterkv_jax as ckv
+from clusterkv_jax import soft_matching
+from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.kmeans import lloyd
+
+BATCH, HEADS, QUERY_HEADS, DIM, SLOTS = 1, 8, 32, 128, 13312
+PROMPT, CENTROIDS, RECALLED = 65536, 400, 1024
+
+
+def programs(array):
+    """Every op by name: the function, its arguments as `array(shape, dtype)` describes them, what it donates."""
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    cache = array((BATCH, HEADS, SLOTS, DIM), bf16)
+    degree, length = array((BATCH, HEADS, SLOTS), jnp.float32), array((BATCH, HEADS), i32)
+
+    def attention(dtype, tokens):
+        rows = array(cache.shape, dtype)
+        q = array((BATCH, tokens, QUERY_HEADS, DIM), dtype)
+        return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
+
+    def matching(dtype, width, chunk):
+        features = array((BATCH, HEADS, SLOTS, width), dtype)
+        match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, rows=rows, length=n)  # noqa: E731
+        return match, (features, degree, array(degree.shape, i32), length)
+
+    def cluster(layer, budget, rounds):
+        method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
+        schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
+        return soft_matching.cluster(
+            layer, budget, rounds, schedule, sinks=method.sinks, recent=method.recent, chunk=method.chunk, slots=SLOTS
+        )
+
+    prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
+    layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
+    centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
+    return {
+        "attention": (*attention(bf16, 1), ()),
+        "attention of a question": (*attention(bf16, 64), ()),
+        "attention float32": (*attention(jnp.float32, 1), ()),
+        "matching": (*matching(bf16, DIM, 256), ()),
+        "matching float32": (*matching(jnp.float32, DIM, 512), ()),
+        "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
+        "kmeans": (lloyd, (prompt, centroids), ()),
+        "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
+        "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
+    }
+
+
+def compile_all() -> dict[str, dict[str, int]]:
+    """Every program compiled for one H100."""
+    target = Path(__file__).with_name("h100.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1 x 1 x 1", target_config=target
+    )
+    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    found = {}
+    for name, (function, args, donated) in programs(array).items():
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+        memory = compiled.memory_analysis()
+        found[name] = {
+            "kernels": len(re.findall(r"triton", compiled.as_text())),
+            "temporary": memory.temp_size_in_bytes,
+            "arguments": memory.argument_size_in_bytes,
+            "alias": memory.alias_size_in_bytes,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
