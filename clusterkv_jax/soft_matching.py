@@ -8,6 +8,7 @@ One round over the middle rows of a head (sinks and recent rows stay out), chunk
     merged     . 1 . 3 4 5 6 7 | . 1 2 3 4 5 6 7        an a joins its b, which becomes the mean of all that joined
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+
+# From the middle rows and how many of each head are real: features and row biases for `chunked_matching`.
+EdgeFeatures = Callable[[LayerCache, Int[Array, "B K"]], tuple[Float[Array, "B K N E"], Float[Array, "B K N"]]]
 
 
 def merge_round(
@@ -64,6 +68,7 @@ def cluster(
     sinks: int,
     recent: int,
     chunk: int,
+    features: EdgeFeatures | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
 
@@ -79,6 +84,7 @@ def cluster(
         sinks: first rows that are never merged.
         recent: last rows that are never merged.
         chunk: rows per chunk.
+        features: what edges are scored by instead of the cosine of their keys; hashable.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -94,7 +100,7 @@ def cluster(
 
     def body(state):
         layer, rounds, merges = state
-        layer = merge_best(layer, merges, sinks=sinks, recent=recent, chunk=chunk)
+        layer = merge_best(layer, merges, sinks=sinks, recent=recent, chunk=chunk, features=features)
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, rounds, merges_due(layer, rounds)
 
@@ -119,17 +125,44 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
     return (middle // chunk * (chunk // 2) + np.where(tail >= 2, (tail + 1) // 2, 0)).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("sinks", "recent", "chunk"))
+@partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "features"))
 def merge_best(
-    layer: LayerCache, merges: Int[Array, " B"], *, sinks: int = 0, recent: int = 0, chunk: int
+    layer: LayerCache,
+    merges: Int[Array, " B"],
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    chunk: int,
+    features: EdgeFeatures | None = None,
 ) -> LayerCache:
     """Match the middle rows, merge the `merges` best edges of every head and close the gaps."""
     if layer.capacity <= sinks:
         return layer
     middle = layer.length - sinks - recent
-    match, score = chunked_matching(layer.keys[:, :, sinks:], chunk=chunk, length=middle)
+    if features is None:
+        match, score = chunked_matching(layer.keys[:, :, sinks:], chunk=chunk, length=middle)
+    else:
+        match, score = _match_features(layer, middle, sinks, chunk, features)
     merged = best_edges(score, merges)
     return compact(merge_edges(layer, match + sinks, merged, sinks), merged, sinks)
+
+
+def _match_features(
+    layer: LayerCache, middle: Int[Array, "B K"], sinks: int, chunk: int, features: EdgeFeatures
+) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """Matching by other features than keys, one head after the other: float32 features are twice to four times as large
+    as the keys and values they are made of, and must not exist for all heads at once.
+    """
+    rows = LayerCache(layer.keys[:, :, sinks:], layer.values[:, :, sinks:], layer.degree[:, :, sinks:], middle)
+
+    def one_head(head: LayerCache) -> tuple[Array, Array]:
+        head = jax.tree.map(lambda x: x[None, None], head)
+        made, bias = features(head, head.length)
+        match, score = chunked_matching(made, chunk=chunk, bias=bias, normalize=False, length=head.length)
+        return match[0, 0], score[0, 0]
+
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+    return jax.tree.map(lambda x: x.reshape(*middle.shape, -1), jax.lax.map(one_head, heads))
 
 
 def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"]) -> Bool[Array, "B K A"]:
