@@ -7,22 +7,42 @@ from clusterkv_jax.checkpoints import CheckpointError, Model, load
 from clusterkv_jax.compression import compress
 from clusterkv_jax.decoding import decode_step, prefill
 from clusterkv_jax.generation import Result, Stats, generate
-from clusterkv_jax.methods import CentroidKV, Chelsea, Full
+from clusterkv_jax.methods import (
+    H2O,
+    CaM,
+    CentroidKV,
+    Chelsea,
+    ChunkKV,
+    Composed,
+    Full,
+    GravityKV,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
 from clusterkv_jax.sampling import Sampling
 
 __all__ = [
+    "H2O",
     "Budget",
+    "CaM",
     "CentroidKV",
     "CheckpointError",
     "Chelsea",
+    "ChunkKV",
+    "Composed",
     "Full",
+    "GravityKV",
     "HeadGroups",
     "KVCache",
     "LayerCache",
     "Model",
+    "PyramidKV",
     "Result",
     "Sampling",
+    "SnapKV",
     "Stats",
+    "StreamingLLM",
     "attend",
     "compress",
     "decode_step",

@@ -1,5 +1,7 @@
 """Queries over a layer's cache, whatever groups its heads stand in."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -19,21 +21,30 @@ def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array,
     """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores."""
     if isinstance(layer, LayerCache):
         return _attend_rows(q, layer)
-    batch, tokens, heads, dim = q.shape
-    kv_heads = [head for group in layer.heads for head in group]
-    grouped = q.reshape(batch, tokens, len(kv_heads), -1, dim)
+    kv_heads = sum(map(len, layer.heads))
     parts = [
-        attend_cache(group, grouped[:, :, jnp.asarray(index)].reshape(batch, tokens, -1, dim))
+        attend_cache(group, query_heads(q, index, kv_heads, axis=2))
         for group, index in zip(layer.groups, layer.heads, strict=True)
     ]
-    # Group after group, then back to the order of the heads.
-    back = jnp.asarray(sorted(range(len(kv_heads)), key=kv_heads.__getitem__))
+    out, lse = zip(*parts, strict=True)
+    return join_heads(out, layer.heads), join_heads(lse, layer.heads)
 
-    def restore(pieces: list[Array]) -> Array:
-        by_head = [x.reshape(batch, tokens, -1, heads // len(kv_heads), *x.shape[3:]) for x in pieces]
-        return jnp.concatenate(by_head, axis=2)[:, :, back].reshape(batch, tokens, heads, *pieces[0].shape[3:])
 
-    return restore([out for out, _ in parts]), restore([lse for _, lse in parts])
+def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -> Array:
+    """The query heads, along `axis`, that read these of `kv_heads` KV heads."""
+    shape = x.shape
+    grouped = x.reshape(*shape[:axis], kv_heads, -1, *shape[axis + 1 :])
+    taken = jnp.take(grouped, jnp.asarray(heads), axis=axis)
+    return taken.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+
+
+def join_heads(pieces: Sequence[Float[Array, "B T heads ..."]], heads: tuple[tuple[int, ...], ...]) -> Array:
+    """Outputs of the query heads of each group of KV heads, in the order of the model's heads."""
+    order = [head for group in heads for head in group]
+    back = jnp.asarray(sorted(range(len(order)), key=order.__getitem__))
+    by_kv_head = [x.reshape(*x.shape[:2], len(group), -1, *x.shape[3:]) for x, group in zip(pieces, heads, strict=True)]
+    joined = jnp.take(jnp.concatenate(by_kv_head, axis=2), back, axis=2)
+    return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
 
 
 def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache) -> tuple[Array, Array]:

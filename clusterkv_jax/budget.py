@@ -11,38 +11,108 @@ from jaxtyping import Array, Int
 from clusterkv_jax.checks import check_fields, is_count, is_number
 
 Base = Literal["prompt", "prompt+new"]
+Shares = Literal["pyramid"] | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+
+# A budget that nothing reaches.
+MOST_ROWS = 2**30
+# A pyramid falls from (2 - 1 / beta) to 1 / beta of the mean budget, as PyramidKV prints it.
+PYRAMID_BETA = 20
 
 
 @dataclass(frozen=True)
 class Budget:
     """Rows kept per KV head, sinks, recent and window rows included.
 
-    Exactly one of `ratio` (share of the base, B = int(ratio * base)) and `tokens` (B itself).
+    Exactly one of `ratio` (share of the base, B = int(ratio * base)), `tokens` (B itself) and `bytes` (keys, values and
+    degrees of one prompt in all layers and heads; B is the most rows per head that fit).
     `base` is what the ratio is taken of: "prompt" (n), "prompt+new" (n + max new tokens), or None for what the method's
     paper uses: the prompt, and for Chelsea "prompt+new". A ratio of 1 or more never compresses.
+
+    `shares` spreads the rows unevenly, in proportion, so that B is the mean over all heads: one number per layer, or
+    per layer one number for each of its KV heads, or "pyramid", which falls linearly over the layers. None is evenly.
     """
 
     ratio: float | None = None
     tokens: int | None = None
     base: Base | None = None
+    bytes: int | None = None
+    shares: Shares = None
 
     def __post_init__(self) -> None:
-        if (self.ratio is None) == (self.tokens is None):
-            raise ValueError(f"Budget needs exactly one of ratio and tokens, got {self.ratio=} and {self.tokens=}.")
+        if sum(x is not None for x in (self.ratio, self.tokens, self.bytes)) != 1:
+            raise ValueError(
+                "Budget needs exactly one of ratio and tokens (or bytes), "
+                f"got {self.ratio=}, {self.tokens=} and {self.bytes=}."
+            )
         check_fields(
             self,
             ("ratio", self.ratio is None or (is_number(self.ratio) and self.ratio > 0), "a number above 0"),
             ("tokens", self.tokens is None or is_count(self.tokens, 1), "a whole number of at least 1"),
+            ("bytes", self.bytes is None or is_count(self.bytes, 1), "a whole number of at least 1"),
             ("base", self.base in (None, "prompt", "prompt+new"), '"prompt", "prompt+new" or None'),
+            ("shares", _are_shares(self.shares), '"pyramid", a tuple of numbers above 0 or of tuples of them, or None'),
         )
 
 
-def rows_for(budget: Budget, lengths: np.ndarray, max_new_tokens: int, default_base: Base = "prompt") -> np.ndarray:
-    """B of each prompt length, as Python computes it: int(ratio * base) in double precision."""
-    if budget.ratio is None:
-        return np.full(np.shape(lengths), budget.tokens, np.int64)
+def rows_for(
+    budget: Budget,
+    lengths: np.ndarray,
+    max_new_tokens: int,
+    default_base: Base = "prompt",
+    *,
+    bytes_per_row: int = 0,
+    layer: int = 0,
+    head: int = 0,
+    num_layers: int = 1,
+    num_heads: int = 1,
+) -> np.ndarray:
+    """B of each prompt length, as Python computes it: int(ratio * base) in double precision.
+
+    `bytes_per_row` are those of one row in all layers and heads; layer and head matter where there are shares.
+    """
+    if budget.ratio is not None and budget.ratio >= 1:
+        return np.full(np.shape(lengths), MOST_ROWS, np.int64)
     new = max_new_tokens if (budget.base or default_base) == "prompt+new" else 0
-    return np.floor(budget.ratio * (np.asarray(lengths, np.float64) + new)).astype(np.int64)
+    if budget.ratio is not None:
+        rows = np.floor(budget.ratio * (np.asarray(lengths, np.float64) + new)).astype(np.int64)
+    else:
+        rows = np.full(np.shape(lengths), budget.tokens or (budget.bytes or 0) // bytes_per_row, np.int64)
+    if budget.shares is None:
+        return rows
+    weight = share_table(budget.shares, num_layers, num_heads)[layer, head]
+    # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
+    return np.floor(np.round(rows * weight, 6)).astype(np.int64)
+
+
+def share_table(shares: Shares, num_layers: int, num_heads: int) -> np.ndarray:
+    """Rows of each (layer, head) in units of their mean, f64 [L, K].
+
+    Raises:
+        ValueError: if the shares are not those of this many layers and heads.
+    """
+    if shares is None:
+        return np.ones((num_layers, num_heads))
+    if shares == "pyramid":
+        falling = np.linspace(2 - 1 / PYRAMID_BETA, 1 / PYRAMID_BETA, num_layers) if num_layers > 1 else np.ones(1)
+        return np.repeat(falling[:, None], num_heads, axis=1)
+    per_layer = [row if isinstance(row, tuple) else (row,) * num_heads for row in shares]
+    if len(per_layer) != num_layers or {len(row) for row in per_layer} != {num_heads}:
+        raise ValueError(
+            f"Budget shares must be {num_layers} numbers, one per layer, or {num_layers} tuples of {num_heads}, one "
+            f"number per KV head, got {shares}."
+        )
+    table = np.asarray(per_layer, np.float64)
+    return table / table.mean()
+
+
+def _are_shares(shares: object) -> bool:
+    if shares is None or shares == "pyramid":
+        return True
+    if not isinstance(shares, tuple) or not shares:
+        return False
+    rows = [row if isinstance(row, tuple) else (row,) for row in shares]
+    alike = len({isinstance(row, tuple) for row in shares}) == 1
+    return alike and all(row and all(is_number(x) and x > 0 for x in row) for row in rows)
 
 
 def look_up(table: np.ndarray, index: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:

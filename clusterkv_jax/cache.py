@@ -12,6 +12,7 @@ One head of one layer, capacity C = 10, after clustering a 20-token prompt to 6 
 Empty slots hold zeros, so that probability 0 x value never makes a NaN. Shapes never change after prefill.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,59 @@ def select_heads(layer: LayerCache, heads: tuple[int, ...]) -> LayerCache:
     return jax.tree.map(lambda x: x[:, jnp.asarray(heads)], layer)
 
 
+def take_rows(
+    layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int
+) -> tuple[LayerCache, Int[Array, "B K slots"]]:
+    """The rows marked in `keep`, in their order, in `capacity` slots (at least as many); and the slots they had."""
+    slot = jnp.arange(layer.capacity, dtype=jnp.int32)
+    target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, capacity)
+    put = jax.vmap(jax.vmap(lambda to: jnp.zeros(capacity, jnp.int32).at[to].set(slot, mode="drop")))
+    source = put(target)
+    length = jnp.sum(keep, axis=-1, dtype=jnp.int32)
+    filled = jnp.arange(capacity) < length[..., None]
+
+    def take(x: Array) -> Array:
+        index, mask = (source[..., None], filled[..., None]) if x.ndim == 4 else (source, filled)
+        return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
+
+    taken = LayerCache(
+        keys=take(layer.keys),
+        values=take(layer.values),
+        degree=take(layer.degree),
+        length=length,
+        positions=None if layer.positions is None else take(layer.positions),
+    )
+    return taken, source
+
+
+def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
+    """The cache with one row per head written to a slot, in batch rows that are `real`."""
+    at = jnp.where(real[:, None], slots, layer.capacity)
+    one_head = lambda b, r, i: b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)  # noqa: E731
+    put = jax.vmap(jax.vmap(one_head))
+    # Numbers per row are written by a mask: a scatter would have them in another layout, and copied both ways.
+    here = jnp.arange(layer.capacity) == at[..., None]
+    return LayerCache(
+        keys=put(layer.keys, row.keys, at),
+        values=put(layer.values, row.values, at),
+        degree=jnp.where(here, row.degree, layer.degree),
+        length=layer.length,
+        positions=None if layer.positions is None else jnp.where(here, row.positions, layer.positions),
+    )
+
+
+def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
+    """One row of each head, as a cache of one slot."""
+
+    def take(x: Array) -> Array:
+        index = slots[..., None, None] if x.ndim == 4 else slots[..., None]
+        return jnp.take_along_axis(x, index, axis=2)
+
+    rows = (layer.keys, layer.values, layer.degree)
+    positions = None if layer.positions is None else take(layer.positions)
+    return LayerCache(*map(take, rows), length=jnp.ones_like(slots), positions=positions)
+
+
 def append(
     layer: LayerCache,
     keys: Float[Array, "B K T D"],
@@ -151,6 +205,33 @@ def append_layer(layer: Layer, keys: Array, values: Array, positions: Array, rea
         index = jnp.asarray(heads)
         new.append(append(group, keys[:, index], values[:, index], positions, real))
     return HeadGroups(tuple(new), layer.heads)
+
+
+def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to one head of one batch row after the other, in place: its temporaries are those of a head.
+
+    The tree holds arrays [B, K, ...], of which the function sees [1, 1, ...], and [B], of which it sees [1], the same
+    for each head of a row. It returns a tree of the same kind.
+    """
+    batch, heads = next(x.shape[:2] for x in jax.tree.leaves(tree) if x.ndim > 1)
+
+    def body(i, now):
+        row, head = i // heads, i % heads
+
+        def start(x: Array) -> tuple[Array, ...]:
+            return (row, head, *[jnp.int32(0)] * (x.ndim - 2))[: x.ndim]
+
+        def cut(given: Array, x: Array) -> Array:
+            # Every head of a row starts with the row's own number, not with what the head before it made of that.
+            x = given if x.ndim == 1 else x
+            return jax.lax.dynamic_slice(x, start(x), (1, 1, *x.shape[2:])[: x.ndim])
+
+        def put(x: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice(x, part, start(x))
+
+        return jax.tree.map(put, now, function(jax.tree.map(cut, tree, now)))
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
 
 
 def overflowed(cache: KVCache) -> Bool[Array, ""]:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.budget import concrete, look_up
+from clusterkv_jax.budget import MOST_ROWS, concrete, look_up
 from clusterkv_jax.cache import Layer
-from clusterkv_jax.methods.base import MOST_ROWS, Method, Request
+from clusterkv_jax.methods.base import Method, Request
+from clusterkv_jax.models.config import Rope
 
 
 def compress(
@@ -23,6 +24,8 @@ def compress(
 ) -> Layer:
     """Compress one layer's prompt as `prefill` does, with room for `max_new_tokens` more tokens.
 
+    Methods that rotate keys take them for those of the default RoPE (base 10,000, all of D, halves).
+
     Args:
         method: what to keep.
         queries: post-RoPE queries; methods without scores take None.
@@ -32,7 +35,7 @@ def compress(
         layer: number of this layer, 0 ... num_layers - 1.
         num_layers: layers of the model, for methods that treat them differently.
         max_new_tokens: tokens that will be appended; counts in budgets of base "prompt+new".
-        key: PRNG key of methods that draw.
+        key: PRNG key of methods that draw; that of seed 0 by default.
 
     Returns:
         the layer's cache with positions; HeadGroups where heads have different capacities.
@@ -53,9 +56,20 @@ def compress(
     known = concrete(counts)
     if known is not None and (known.shape != (batch,) or known.min() < 1 or known.max() > tokens):
         raise ValueError(f"lengths must be {batch} numbers between 1 and {tokens}, got {known.tolist()}.")
-    request = Request(occurring, num_layers, kv_heads, max_new_tokens, reserve=max_new_tokens)
-    rows = request_rows(method, counts, request)
+    row_bytes = keys.shape[-1] * (keys.dtype.itemsize + values.dtype.itemsize) + 4
+    request = Request(
+        occurring,
+        num_layers,
+        kv_heads,
+        max_new_tokens,
+        reserve=max_new_tokens,
+        row_bytes=row_bytes,
+        rope=Rope(1e4, keys.shape[-1]),
+    )
+    method.check(known.tolist() if known is not None else [], request)
     plan = method.plan(layer, request)
+    rows = request_rows(method, counts, layer, request)
+    key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
     return _compress(method, queries, keys, values, jnp.asarray(counts, jnp.int32), rows, plan, key)[0]
 
 
@@ -67,15 +81,15 @@ _compress = jax.jit(
 )
 
 
-def request_rows(method: Method, lengths: Int[Array, " B"] | np.ndarray, request: Request) -> Int[Array, " B"]:
-    """B of each prompt as device numbers, computed on the host; impossible budgets of known lengths are errors."""
+def request_rows(
+    method: Method, lengths: Int[Array, " B"] | np.ndarray, layer: int, request: Request
+) -> Int[Array, "B groups"]:
+    """B of each prompt and group of the layer's heads, as device numbers that were computed on the host."""
     known = concrete(lengths)
+    at = np.arange(request.longest + 1) if known is None else known
+    table = [method.rows(at, request, layer, heads[0]) for heads in method.head_groups(layer, request)]
+    rows = np.minimum(np.stack(table, axis=1), MOST_ROWS)  # beyond any cache, with room to add an interval
     if known is not None:
-        method.check(known.tolist(), request)
-        return jnp.asarray(_int32(method.rows(known, request)))
-    return look_up(_int32(method.rows(np.arange(request.longest + 1), request)), lengths)
-
-
-def _int32(rows: np.ndarray) -> np.ndarray:
-    """Row counts for the device; what is beyond any cache stays so, with room to add an interval."""
-    return np.minimum(rows, MOST_ROWS).astype(np.int32)
+        return jnp.asarray(rows, jnp.int32)
+    # Lengths that are traced cannot be checked: every head keeps at least what it must.
+    return look_up(np.maximum(rows, method.fewest_rows), lengths)

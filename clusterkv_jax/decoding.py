@@ -13,17 +13,17 @@ one scalar lax.cond around the clustering of all layers.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.budget import concrete
-from clusterkv_jax.cache import KVCache, append_layer, overflowed
+from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
-from clusterkv_jax.methods.base import LayerPlan, Method, Request
+from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention, query_block_attention
 from clusterkv_jax.models.config import ModelConfig
@@ -58,7 +58,7 @@ def prefill(
         reserve: tokens that will be appended in all, questions included; `max_new_tokens` by default.
         step_tokens: most tokens appended at once, as `extend` does.
         prefill_chunk: queries and MLP of this many tokens at a time, to bound activations; the result is the same.
-        key: PRNG key of methods that draw.
+        key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
 
@@ -75,15 +75,35 @@ def prefill(
         raise ValueError(f"a prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
     _check_lengths(lengths, batch, width)
     reserve = max_new_tokens if reserve is None else reserve
-    facts = Request(np.arange(1, width + 1), config.num_layers, config.num_kv_heads, reserve, reserve, step_tokens)
-    rows = request_rows(method, lengths, replace(facts, max_new_tokens=max_new_tokens))
+    row_bytes = 2 * config.head_dim * params["embed"].dtype.itemsize + 4
+    facts = Request(
+        np.arange(1, width + 1),
+        config.num_layers,
+        config.num_kv_heads,
+        max_new_tokens=reserve,
+        reserve=reserve,
+        step_tokens=step_tokens,
+        row_bytes=row_bytes,
+        rope=config.rope,
+    )
+    exact = replace(facts, max_new_tokens=max_new_tokens)
+    known = concrete(lengths)
+    method.check([] if known is None else known.tolist(), exact)
+    asked = lengths
+    key = jax.random.key(0) if key is None else key
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
     hidden = _embed(params, config, tokens)
-    layers, state = [], []
+    layers, state, handed = [], [], None
     for number, layer in enumerate(params["layers"]):
         plan = method.plan(number, facts)
-        hidden, made, kept = _prefill_layer(layer, config, method, plan, prefill_chunk, hidden, lengths, rows, key)
+        rows = request_rows(method, asked, number, exact)
+        draw = jax.random.fold_in(key, number)
+        hand = None if plan.scores else handed
+        hidden, made, kept, over = _prefill_layer(
+            layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
+        )
+        handed = over if plan.scores else handed
         layers.append(made)
         state.append(kept)
         if on_layer is not None:
@@ -116,17 +136,14 @@ def extend(
     real = jnp.arange(width) < counts[:, None]
     positions = cache.position[:, None] + jnp.arange(width, dtype=jnp.int32)
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
-    layers = []
-    for weights, layer in zip(params["layers"], cache.layers, strict=True):
-        q, k, v = transformer.qkv(weights, config, hidden, positions)
-        longer = append_layer(layer, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), positions, real)
-        if width == 1:
-            attended, _ = attend_cache(longer, q)
-        else:
-            attended = combine(attend_cache(layer, q), attend_new(q, k, v, real))
-        hidden = transformer.finish(weights, config, hidden, attended)
-        layers.append(longer)
-    cache = replace(cache, layers=constrain_cache(tuple(layers)), position=cache.position + counts)
+    layers, state, before = [], [], None
+    for weights, layer, kept in zip(params["layers"], cache.layers, cache.state, strict=True):
+        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, before, config.rope)
+        attended, layer, kept = method.step(layer, kept, new)
+        before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
+        layers.append(layer)
+        state.append(kept)
+    cache = replace(cache, layers=constrain_cache(tuple(layers)), state=tuple(state), position=cache.position + counts)
     lost = overflowed(cache)
     if (due := method.due(cache)) is not None:
         cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)
@@ -230,8 +247,9 @@ def _prefill_layer(
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
-    rows: Int[Array, " B"],
-    key: Key[Array, ""] | None,
+    rows: Int[Array, "B groups"],
+    key: Key[Array, ""],
+    handed: Any,
 ):
     """One layer over the whole prompt, then its compression."""
     positions = _positions(*hidden.shape[:2])
@@ -241,8 +259,8 @@ def _prefill_layer(
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    layer, state = method.compress(q, k, v, lengths, rows, plan, key)
-    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state)
+    layer, state, hand = method.compress(q, k, v, lengths, rows, plan, key, handed)
+    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), hand
 
 
 def _layer_in_chunks(

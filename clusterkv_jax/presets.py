@@ -24,7 +24,22 @@ from clusterkv_jax import methods
 from clusterkv_jax.budget import Budget
 
 _KEYS = ("method", "description", "source", "settings", "budget")
-_METHODS = {cls.__name__: cls for cls in (methods.Full, methods.CentroidKV, methods.Chelsea)}
+# In the order of the documentation; pairs of methods (`Composed`) are made in Python.
+_METHODS = {
+    cls.__name__: cls
+    for cls in (
+        methods.Full,
+        methods.CentroidKV,
+        methods.Chelsea,
+        methods.GravityKV,
+        methods.ChunkKV,
+        methods.SnapKV,
+        methods.PyramidKV,
+        methods.H2O,
+        methods.StreamingLLM,
+        methods.CaM,
+    )
+}
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,23 @@ One round over the middle rows of a head (sinks and recent rows stay out), chunk
     merged     . 1 . 3 4 5 6 7 | . 1 2 3 4 5 6 7        an a joins its b, which becomes the mean of all that joined
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.row_merge import row_merge
+
+# From the slots of some heads, and which of them are middle rows: features and row biases for `chunked_matching`.
+EdgeFeatures = Callable[[LayerCache, Bool[Array, "B K C"]], tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]]
 
 
 def merge_round(
@@ -67,6 +71,7 @@ def cluster(
     recent: int,
     chunk: int,
     slots: int | None = None,
+    features: EdgeFeatures | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
 
@@ -83,6 +88,7 @@ def cluster(
         recent: last rows that are never merged.
         chunk: rows per chunk.
         slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
+        features: what edges are scored by instead of the cosine of their keys; hashable.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -98,7 +104,7 @@ def cluster(
 
     def body(state):
         layer, held, rounds, merges = state
-        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk)
+        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, features=features)
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, held, rounds, merges_due(layer, rounds)
 
@@ -124,7 +130,7 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
     return (middle // chunk * (chunk // 2) + np.where(tail >= 2, (tail + 1) // 2, 0)).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("sinks", "recent", "chunk"))
+@partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "features"))
 def merge_best(
     layer: LayerCache,
     held: Int[Array, "B K C"],
@@ -133,6 +139,7 @@ def merge_best(
     sinks: int = 0,
     recent: int = 0,
     chunk: int,
+    features: EdgeFeatures | None = None,
 ) -> tuple[LayerCache, Int[Array, "B K C"]]:
     """Match the middle rows and merge the `merges` best edges of every head, where they lie.
 
@@ -143,12 +150,35 @@ def merge_best(
     rows, length = held[:, :, sinks:], layer.length - sinks
     # Rows of a batch that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, length - recent, 0)
-    match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=rows)
+    if features is None:
+        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=rows)
+    else:
+        match, score = _match_features(layer, rows, middle, chunk, features)
     keys, values, degree, rows = row_merge(
         layer.keys, layer.values, layer.degree, rows, length, match, score, merges, chunk=chunk
     )
     layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
     return layer, jnp.concatenate([held[:, :, :sinks], rows], axis=2)
+
+
+def _match_features(
+    layer: LayerCache, rows: Int[Array, "B K R"], middle: Int[Array, "B K"], chunk: int, features: EdgeFeatures
+) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """Matching by other features than keys, one head after the other: float32 features are twice to four times as large
+    as the keys and values they are made of, and must not exist for all heads at once.
+    """
+
+    def one_head(head: tuple[LayerCache, Array, Array]) -> tuple[Array, Array]:
+        slots, rows, middle = jax.tree.map(lambda x: x[None, None], head)
+        listed = jnp.where(jnp.arange(rows.shape[2]) < middle[..., None], rows, slots.capacity)
+        real = jnp.zeros(slots.degree.shape, bool).at[0, 0, listed[0, 0]].set(True, mode="drop")
+        made, bias = features(slots, real)
+        match, score = chunked_matching(made, chunk=chunk, bias=bias, normalize=False, length=middle, rows=rows)
+        return match[0, 0], score[0, 0]
+
+    slots = replace(layer, positions=None)
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (slots, rows, middle))
+    return jax.tree.map(lambda x: x.reshape(*middle.shape, -1), jax.lax.map(one_head, heads))
 
 
 def pick(layer: LayerCache, held: Int[Array, "B K C"], slots: int) -> LayerCache:

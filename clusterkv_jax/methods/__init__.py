@@ -1,8 +1,29 @@
 """Compression methods: one short file per paper."""
 
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.cam import CaM
 from clusterkv_jax.methods.centroidkv import CentroidKV
 from clusterkv_jax.methods.chelsea import Chelsea
+from clusterkv_jax.methods.chunkkv import ChunkKV
+from clusterkv_jax.methods.composed import Composed
 from clusterkv_jax.methods.full import Full
+from clusterkv_jax.methods.gravitykv import GravityKV
+from clusterkv_jax.methods.h2o import H2O
+from clusterkv_jax.methods.pyramidkv import PyramidKV
+from clusterkv_jax.methods.snapkv import SnapKV
+from clusterkv_jax.methods.streamingllm import StreamingLLM
 
-__all__ = ["CentroidKV", "Chelsea", "Full", "Method"]
+__all__ = [
+    "H2O",
+    "CaM",
+    "CentroidKV",
+    "Chelsea",
+    "ChunkKV",
+    "Composed",
+    "Full",
+    "GravityKV",
+    "Method",
+    "PyramidKV",
+    "SnapKV",
+    "StreamingLLM",
+]

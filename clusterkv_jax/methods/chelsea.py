@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from clusterkv_jax.budget import Base, Budget
+from clusterkv_jax.budget import MOST_ROWS, Base, Budget
 from clusterkv_jax.checks import check_fields, is_count, is_number
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.methods.clustering import Clustering
@@ -70,17 +70,20 @@ class Chelsea(Clustering):
                 )
         super().check(lengths, request)
 
-    def full_heads(self, layer: int, request: Request) -> tuple[int, ...]:
-        """The outlier heads of this layer."""
-        del request
-        return tuple(sorted(head for where, head in self.outlier_heads if where == layer))
+    def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
+        """The outlier heads of this layer first."""
+        full = tuple(sorted(head for where, head in self.outlier_heads if where == layer))
+        rest = (tuple(h for h in heads if h not in full) for heads in super().head_groups(layer, request))
+        return tuple(heads for heads in (full, *rest) if heads)
 
-    def rows(self, lengths: np.ndarray, request: Request) -> np.ndarray:
-        """B' of each prompt: what the budget leaves for a head that is no outlier."""
-        budget = super().rows(lengths, request)
+    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
+        """B' of each prompt: what the budget leaves for a head that is no outlier; those keep everything."""
+        if (layer, head) in self.outlier_heads:
+            return np.full(np.shape(lengths), MOST_ROWS, np.int64)
+        budget = super().rows(lengths, request, layer, head)
         heads = request.num_layers * request.num_kv_heads
         outliers = len(self.outlier_heads)
-        if not outliers or outliers == heads:
+        if not outliers:
             return budget
         # (B - p n) / (1 - p) with p = outliers / heads, in whole numbers; nothing is compressed where B >= n.
         shared = (budget * heads - outliers * np.asarray(lengths)) // (heads - outliers)

@@ -1,0 +1,186 @@
+"""CaM: StreamingLLM whose evicted values live on in the next ones (Zhang et al., "CaM: Cache Merging for
+Memory-efficient LLMs Inference").
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import LayerCache, take_rows
+from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.methods.base import LayerPlan, NewTokens, State, append_new, one_by_one
+from clusterkv_jax.methods.eviction import needed, replace_row
+from clusterkv_jax.methods.streamingllm import Streaming
+from clusterkv_jax.scores import group_mean, over_query_blocks
+
+
+@dataclass(frozen=True)
+class CaM(Streaming):
+    """Keep the first `sinks` rows and the B - sinks latest; a row that leaves adds its value to those after it.
+
+    When a token pushes row e out, each of the `merge_budget` values after e gets value_e / merge_budget more, with
+    probability p = attention to e / mean attention to the ring's other rows, at most 1, by the token's own query. Keys
+    stay. The draw is one per head; `stochastic=False` adds the expectation, p value_e / merge_budget. Prompts are read
+    as if they had been decoded.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    merge_budget: int = 32
+    stochastic: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(
+            self,
+            ("merge_budget", is_count(self.merge_budget, 1), "a whole number of at least 1"),
+            ("stochastic", isinstance(self.stochastic, bool), "True or False"),
+        )
+
+    def start(self, group: LayerCache, rows: Array, queries: Array | None, plan: LayerPlan, key: Any) -> State:
+        """The budget, and the key: every batch row's own copy, so that a row draws alike in any batch."""
+        del group, queries, plan
+        if not self.stochastic:
+            return {"budget": rows}
+        data = jax.random.key_data(key)
+        return {"budget": rows, "key": jnp.broadcast_to(data, (*rows.shape, *data.shape))}
+
+    def compress_group(
+        self,
+        prompt: LayerCache,
+        queries: Float[Array, "B H N D"] | None,
+        rows: Int[Array, " B"],
+        capacity: int,
+        plan: LayerPlan,
+        key: Array | None,
+        handed: Any,
+    ) -> tuple[LayerCache, State, None]:
+        """Let the prompt's rows leave one after the other."""
+        del handed
+        ring = rows - self.sinks
+        number = jnp.arange(prompt.capacity)
+        chance = _chances(needed(self, queries), prompt, ring, self.sinks)
+        if self.stochastic:
+            draw = jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n), (chance.shape[1],)))
+            chance = (chance > draw(number).T).astype(jnp.float32)
+        leaves = (number >= self.sinks) & (number < prompt.length[..., None] - ring[:, None, None])
+        weight = jnp.where(leaves, chance, 0.0) / self.merge_budget
+        values = _pass_on(prompt.values.astype(jnp.float32), weight, ring, self.merge_budget)
+        values = jnp.where(
+            (prompt.length[:, 0] > rows)[:, None, None, None], values.astype(prompt.values.dtype), prompt.values
+        )
+        layer, _ = take_rows(replace(prompt, values=values), self.stay(prompt, rows), capacity)
+        return layer, self.start(layer, rows, queries, plan, key), None
+
+    def step_group(
+        self, group: LayerCache, state: Any, new: NewTokens
+    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+        """Append, attend, merge the oldest row's value into the next and drop it, token after token."""
+        return one_by_one(self._step, group, state, new)
+
+    def _step(self, group: LayerCache, state: Any, new: NewTokens) -> tuple[Array, LayerCache, State]:
+        group = append_new(group, new)
+        attended, probs = biased_attention(
+            new.q, group.keys, group.values, group.degree, group.length, return_probs=True
+        )
+        batch, kv_heads, slots = group.degree.shape
+        slot = self.oldest(group)
+        weight = self._weight(group_mean(probs.reshape(batch, kv_heads, -1, slots)), group, slot, state)
+        gone = jnp.take_along_axis(group.values, slot[..., None, None], axis=2).astype(jnp.float32)
+        drop = new.real[:, 0] & (group.length[:, 0] > state["budget"])
+        group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
+
+        ring = jnp.maximum(group.length - self.sinks, 1)[..., None]
+        after = 1 + jnp.arange(self.merge_budget, dtype=jnp.int32)
+        place = self.sinks + (slot[..., None] - self.sinks + after) % ring
+        place = jnp.where(drop[:, None, None] & (after <= ring), place, slots)
+        values = jnp.take_along_axis(group.values, jnp.minimum(place, slots - 1)[..., None], axis=2)
+        values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
+        put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
+        return attended, replace(group, values=put(group.values, place, values)), state
+
+    def _weight(
+        self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], state: Any
+    ) -> Float[Array, "B K"]:
+        """What share of the leaving row's value is passed on: 0 or 1, or the probability of 1."""
+        number = jnp.arange(group.capacity)
+        others = (group.degree > 0) & (number >= self.sinks) & (number != slot[..., None])
+        mean = _mean(attention, others)
+        leaving = jnp.take_along_axis(attention, slot[..., None], axis=2)[..., 0]
+        chance = _ratio(leaving, mean)
+        if not self.stochastic:
+            return chance
+        assert group.positions is not None
+        position = jnp.take_along_axis(group.positions, slot[..., None], axis=2)[:, 0, 0]
+
+        def draw(data: Array, position: Int[Array, ""]) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), position), (slot.shape[1],))
+
+        return (jax.vmap(draw)(state["key"], position) < chance).astype(jnp.float32)
+
+
+def _ratio(leaving: Array, mean: Array) -> Array:
+    return jnp.clip(leaving / jnp.where(mean > 0, mean, 1.0), 0.0, 1.0)
+
+
+def _mean(x: Float[Array, "... C"], rows: Bool[Array, "... C"]) -> Float[Array, "..."]:
+    return jnp.sum(jnp.where(rows, x, 0.0), axis=-1) / jnp.maximum(jnp.sum(rows, axis=-1, dtype=jnp.float32), 1.0)
+
+
+def _chances(
+    queries: Float[Array, "B H N D"], prompt: LayerCache, ring: Int[Array, " B"], sinks: int
+) -> Float[Array, "B K N"]:
+    """For each row that leaves the prompt's ring: the probability that its value is passed on."""
+    width = ring[:, None, None, None]
+
+    def sees(query: Array, row: Array) -> Array:
+        return (row <= query) & ((row < sinks) | (row >= query - width))
+
+    def block(_: None, probs: Array, real: Array, numbers: Array) -> tuple[None, Float[Array, "B K T"]]:
+        del real
+        attention = group_mean(probs)
+        row, leaves = jnp.arange(prompt.capacity), numbers - ring[:, None]  # [B, T]
+        others = (row >= sinks) & (row > leaves[..., None]) & (row <= numbers[:, None])
+        mean = _mean(attention, others[:, None])
+        at = jnp.broadcast_to(jnp.maximum(leaves, 0)[:, None, :, None], (*attention.shape[:3], 1))
+        return None, _ratio(jnp.take_along_axis(attention, at, axis=-1)[..., 0], mean)
+
+    by_query = jnp.moveaxis(over_query_blocks(queries, prompt, sees, block, None)[1], 0, 2)
+    by_query = by_query.reshape(*by_query.shape[:2], -1)
+    pushed_by = jnp.minimum(jnp.arange(prompt.capacity) + ring[:, None, None], by_query.shape[-1] - 1)
+    return jnp.take_along_axis(by_query, jnp.broadcast_to(pushed_by, prompt.degree.shape), axis=-1)
+
+
+def _pass_on(
+    values: Float[Array, "B K N D"], weight: Float[Array, "B K N"], ring: Int[Array, " B"], span: int
+) -> Float[Array, "B K N D"]:
+    """x_j = values_j + sum of weight_i x_i over the rows i that j follows within `span` rows and the ring.
+
+    A recurrence over rows, solved `span` rows at a time: within a block it is a triangular system.
+    """
+    batch, heads, rows, dim = values.shape
+    count = -(-rows // span)
+    place = jnp.arange(span)
+    distance = place[:, None] - place
+    reach = jnp.minimum(ring, span)[:, None, None]
+    inside = ((distance > 0) & (distance <= reach)).astype(jnp.float32)
+    across = (distance + span <= reach).astype(jnp.float32)
+
+    def split(x: Array) -> Array:  # [B, K, N, ...] -> [count, B, K, span, ...]
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, count * span - rows)] + [(0, 0)] * (x.ndim - 3))
+        return jnp.moveaxis(x.reshape(batch, heads, count, span, *x.shape[3:]), 2, 0)
+
+    def block(before: Float[Array, "B K span D"], now: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, w = now
+        right = x + jnp.einsum("bji,bkid->bkjd", across, before, precision=jax.lax.Precision.HIGHEST)
+        system = jnp.eye(span) - inside[:, None] * w[:, :, None]
+        x = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
+        return x * w[..., None], x
+
+    _, out = jax.lax.scan(block, jnp.zeros((batch, heads, span, dim)), (split(values), split(weight)))
+    return jnp.moveaxis(out, 0, 2).reshape(batch, heads, count * span, dim)[:, :, :rows]

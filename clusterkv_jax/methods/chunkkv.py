@@ -1,0 +1,144 @@
+"""ChunkKV: keep whole runs of tokens, the same ones for all heads of a layer, and share them between layers (Liu et
+al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference").
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.budget import MOST_ROWS, Budget
+from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.eviction import Windowed
+from clusterkv_jax.methods.snapkv import snap_scores
+from clusterkv_jax.scores import chunk_sums, group_mean, window_scores
+
+# What kvpress pools its window scores with.
+KVPRESS_KERNEL = 5
+
+
+@dataclass(frozen=True)
+class ChunkKV(Windowed):
+    """Keep the last `window` rows and the runs of `chunk` rows that they attend to most, one set for all KV heads.
+
+    mode "exact": runs tile the rows before the window, the best ones are kept whole, and the first rows of the next
+    one fill the budget. mode "kvpress": runs tile all rows, scores are SnapKV's (pooled), a run counts by its mean, and
+    only whole runs are kept: int(ceil(n / chunk) * ratio) of them, at least one.
+    With `reuse_layers` = N only every N-th layer chooses; the others keep the same rows. `decode_interval` is as in
+    `SnapKV`.
+    """
+
+    budget: Budget
+    window: int = 32
+    chunk: int = 10
+    mode: Literal["exact", "kvpress"] = "exact"
+    reuse_layers: int = 1
+    decode_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(
+            self,
+            ("chunk", is_count(self.chunk, 1), "a whole number of at least 1"),
+            ("mode", self.mode in ("exact", "kvpress"), '"exact" or "kvpress"'),
+            ("reuse_layers", is_count(self.reuse_layers, 1), "a whole number of at least 1"),
+            (
+                "budget",
+                self.reuse_layers == 1 or self.budget.shares is None,
+                "one without shares where layers reuse what others keep",
+            ),
+        )
+
+    @property
+    def fewest_rows(self) -> int:
+        """kvpress keeps a single run if it must."""
+        return 1 if self.mode == "kvpress" else super().fewest_rows
+
+    def makes_scores(self, layer: int) -> bool:
+        """Every `reuse_layers`-th layer."""
+        return layer % self.reuse_layers == 0
+
+    def check(self, lengths: Iterable[int], request: Request) -> None:
+        """As for all methods; kvpress needs rows before the window."""
+        lengths = np.asarray(tuple(lengths))
+        if self.mode == "kvpress":
+            for n, b in zip(lengths, self.rows(lengths, request), strict=True):
+                if b < n <= self.window:
+                    raise ValueError(f"ChunkKV: a prompt of {n} tokens must be longer than window = {self.window}.")
+        super().check(lengths, request)
+
+    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
+        """B of each prompt; in mode "kvpress" the rows of whole runs, of which a short last one may lack some."""
+        rows = super().rows(lengths, request, layer, head)
+        if self.mode == "exact" or np.min(rows) >= MOST_ROWS:
+            return rows
+        lengths = np.asarray(lengths)
+        runs = -(-lengths // self.chunk)
+        ratio = self.budget.ratio
+        if ratio is None:
+            kept = rows // self.chunk
+        else:
+            # kvpress is given the share to drop, and takes 1 - that of the runs: 40 runs at 0.1 are 3, not 4.
+            share = 1 - (1 - ratio) if self.budget.base != "prompt+new" else rows / np.maximum(lengths, 1)
+            kept = np.floor(runs * share).astype(np.int64)
+        return np.maximum(kept, 1) * self.chunk
+
+    def keep(
+        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
+    ) -> Bool[Array, "B 1 C"]:
+        """One set of rows for all heads."""
+        slot, length = jnp.arange(layer.capacity), layer.length[:, :1, None]
+        before = slot < length - self.window
+        if self.mode == "exact":
+            scores = jnp.sum(group_mean(window_scores(queries, positions, layer)), axis=1, keepdims=True)
+            sums = chunk_sums(jnp.where(before, scores, 0.0), self.chunk)
+            best = _fill(sums, length[..., 0] - self.window, rows - self.window, self.chunk, layer.capacity)
+            return best | (~before & (slot < length))
+        scores = snap_scores(layer, queries, positions, KVPRESS_KERNEL, "avg", True)
+        top = jnp.max(jnp.where(before, scores, 0.0), axis=(1, 2), keepdims=True) + 1
+        scores = jnp.where(before, scores, jnp.where(slot < length, top, 0.0))
+        sums = chunk_sums(jnp.sum(scores, axis=1, keepdims=True), self.chunk)
+        sizes = _sizes(length[..., 0], self.chunk, sums.shape[-1])
+        return _fill(
+            sums / jnp.maximum(sizes, 1).astype(jnp.float32),
+            length[..., 0],
+            rows,
+            self.chunk,
+            layer.capacity,
+            whole=True,
+        )
+
+
+def _sizes(rows: Int[Array, "B 1"], chunk: int, count: int) -> Int[Array, "B 1 count"]:
+    """Rows in each of `count` runs that tile the first `rows` rows."""
+    return jnp.clip(rows[..., None] - chunk * jnp.arange(count), 0, chunk)
+
+
+def _fill(
+    scores: Float[Array, "B 1 count"],
+    rows: Int[Array, "B 1"],
+    wanted: Int[Array, " B"],
+    chunk: int,
+    capacity: int,
+    whole: bool = False,
+) -> Bool[Array, "B 1 C"]:
+    """The first rows of runs in the order of their scores, until `wanted` of the `rows` tiled are taken.
+
+    `whole` counts a short run as a full one, so that it takes a full one's place.
+    """
+    count = scores.shape[-1]
+    sizes = _sizes(rows, chunk, count)
+    order = jnp.argsort(jnp.where(sizes > 0, -scores, jnp.inf), axis=-1, stable=True)
+    cost = jnp.full_like(sizes, chunk) if whole else sizes
+    behind = jnp.cumsum(jnp.take_along_axis(cost, order, axis=-1), axis=-1)
+    ahead = behind - jnp.take_along_axis(cost, order, axis=-1)
+    # Back from the order of scores to that of the rows.
+    ahead = jnp.take_along_axis(ahead, jnp.argsort(order, axis=-1), axis=-1)
+    take = jnp.minimum(jnp.clip(wanted[:, None, None] - ahead, 0, chunk), sizes)
+    taken = jnp.arange(chunk) < take[..., None]
+    return taken.reshape(*scores.shape[:2], count * chunk)[..., :capacity]
