@@ -21,7 +21,10 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 Pair = Callable[[str, str], float]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_CHINESE_MARKS = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+_CHINESE_MARKS = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
+    "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _MARKS = str.maketrans("", "", string.punctuation)
 _ALL_MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
 _CONTROL = re.compile(r"[\x00-\x1f]")
