@@ -115,9 +115,12 @@ def niah(
     questions: int = 1,
     split: Split = "all",
     keys: Sequence[str] = (),
+    depths: Sequence[float] | None = None,
     task: str = "niah",
 ) -> tuple[Example, ...]:
     """Needles at uniform depths of a haystack, and questions for their values; `keys` overrides the first random keys.
+
+    `depths`, one per needle from 0 to 1 in rising order, replaces the random ones.
 
     The context has `length` tokens. Questions ask different keys as long as there are enough.
     """
@@ -125,7 +128,9 @@ def niah(
     needles = _shuffle_in_order(rng, [[_needle(spec, key, one) for one in values] for key, values in hidden.items()])
     single = spec.queries * spec.values == 1
     intro = _number(_INTRO, spec.value_kind, single) if spec.intro else ""
-    text = _hide(rng, length, count, spec, book, intro, needles, split)
+    if depths is not None and (len(depths) != len(needles) or list(depths) != sorted(depths)):
+        raise ValueError(f"depths must be {len(needles)} rising numbers, one per needle, got {depths!r}")
+    text = _hide(rng, length, count, spec, book, intro, needles, split, depths)
     asked = _draw(rng, list(hidden), spec.queries, questions)
     return tuple(_needle_example(text, spec, names, [hidden[name] for name in names], task) for names in asked)
 
@@ -219,6 +224,7 @@ def _hide(
     intro: str,
     needles: list[str],
     split: Split,
+    depths: Sequence[float] | None = None,
 ) -> str:
     """The intro, then the haystack with the needles among it, cut so that the whole has `length` tokens."""
     room = length - count(intro)
@@ -227,11 +233,11 @@ def _hide(
     if sum(lengths) + 1 > room:
         raise ValueError(f"{len(needles)} needles of {sum(lengths)} tokens do not fit into length = {length} tokens")
     hay = _hay(rng, room - sum(lengths), count, spec, source, split)
-    depths = np.sort(rng.random(len(needles)))
+    places = np.sort(rng.random(len(needles))) if depths is None else np.asarray(depths, np.float64)
 
     def assemble(target: int) -> str:
         kept = cut(hay, target - count(intro) - sum(lengths), count, between)
-        return intro + between.join(insert(kept, needles, depths)) + "\n"
+        return intro + between.join(insert(kept, needles, places)) + "\n"
 
     return fit(assemble, length, count)
 

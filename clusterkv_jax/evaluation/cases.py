@@ -1,0 +1,116 @@
+"""What every suite is made of: cases, and how a case becomes the tokens that a model reads."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Tokens = tuple[int, ...]
+# Between a context and what the chat template puts behind it; no text contains it.
+_SEPARATOR = "\n" + "#" * 64 + "\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example of a suite.
+
+    The context is read and compressed; question and answer prefix are fed afterwards, at their true positions. A case
+    whose question and prefix are empty is compressed whole. Instead of texts a case may hold `reading`, the tokens of
+    a context and of its true continuation; its score is the cross-entropy of the continuation (metric "nll").
+    """
+
+    id: str
+    task: str
+    context: str = ""
+    question: str = ""
+    answer_prefix: str = ""
+    answers: tuple[str, ...] = ()
+    metric: str = "string_match_all"
+    max_new_tokens: int = 64
+    classes: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    chat: bool = True
+    truncate: bool = False
+    reading: tuple[Tokens, Tokens] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a case: what is compressed, what is fed afterwards, what is scored; `cut` counts those left out."""
+
+    context: Tokens
+    question: Tokens = ()
+    continuation: Tokens = ()
+    cut: int = 0
+
+    @property
+    def sha(self) -> str:
+        """Identifies the tokens and where they are divided."""
+        text = "|".join(",".join(map(str, part)) for part in (self.context, self.question, self.continuation))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def query_aware(case: Case) -> Case:
+    """The same case with its question inside the context, so that a method may look at it before it compresses."""
+    return replace(case, context=case.context + case.question, question="")
+
+
+def counter(tokenizer: Any) -> Callable[[str], int]:
+    """A function that counts the tokens of a text, without special ones."""
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
+    """The tokens of a case, inside the chat template where the tokenizer has one and the case wants it.
+
+    The template goes around context + separator, and what it puts behind the separator stands between question and
+    answer prefix (kvpress's protocol). Without a template the parts follow each other as they are, after the
+    tokenizer's special tokens.
+
+    Args:
+        case: what to ask.
+        tokenizer: of Hugging Face's interface.
+        limit: the model's positions. A context that leaves no room for question and answer within them loses tokens
+            in its middle if the case allows `truncate`, and is an error otherwise.
+
+    Raises:
+        ValueError: naming the case and the numbers, if it does not fit.
+    """
+    if case.reading is not None:
+        prompt = Prompt(case.reading[0], (), case.reading[1])
+    else:
+        before, after, special = _wrap(case, tokenizer)
+        rest = case.question + after + case.answer_prefix
+        if not (case.question or case.answer_prefix):
+            before, rest = before + after, ""
+        encode = tokenizer.encode
+        prompt = Prompt(
+            tuple(encode(before, add_special_tokens=special)), tuple(encode(rest, add_special_tokens=False))
+        )
+    new = len(prompt.continuation) or case.max_new_tokens
+    room = limit - len(prompt.question) - new
+    if len(prompt.context) <= room:
+        return prompt
+    if not case.truncate or room < 2:
+        raise ValueError(
+            f"case {case.id} has {len(prompt.context)} tokens of context, {len(prompt.question)} of question and "
+            f"{new} new tokens, which exceed the model's {limit} positions."
+        )
+    return replace(prompt, context=middle_cut(prompt.context, room), cut=len(prompt.context) - room // 2 * 2)
+
+
+def middle_cut(tokens: Tokens, room: int) -> Tokens:
+    """The first and the last `room // 2` tokens."""
+    return tokens[: room // 2] + tokens[len(tokens) - room // 2 :]
+
+
+def _wrap(case: Case, tokenizer: Any) -> tuple[str, str, bool]:
+    """The context in its template, what follows question, and whether special tokens are still to be added."""
+    if not case.chat or not getattr(tokenizer, "chat_template", None):
+        return case.context, "", True
+    messages = [{"role": "user", "content": case.context + _SEPARATOR}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # A template may strip what ends a message.
+    before, after = text.split(_SEPARATOR.rstrip(), 1)
+    return before, after.removeprefix("\n") if _SEPARATOR in text else after, False

@@ -1,0 +1,92 @@
+"""RULER's question answering: a document that answers a question among documents that do not.
+
+qa_1 takes paragraphs and questions from SQuAD, qa_2 from HotpotQA, in the layouts they are published in.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clusterkv_jax.evaluation.haystack import Count, longest
+from clusterkv_jax.evaluation.synthetic import Example
+
+_ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its right answers, and the numbers of the documents that are needed for it."""
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Library:
+    """All documents of a data set once, and the questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+def from_squad(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Library:
+    """SQuAD's JSON file, or the hub's rows (context, question, answers); unanswerable questions are left out."""
+    if isinstance(content, Mapping):
+        paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
+        triples = [
+            (paragraph["context"], qa["question"], [answer["text"] for answer in qa["answers"]])
+            for paragraph in paragraphs
+            for qa in paragraph["qas"]
+        ]
+    else:
+        triples = [(row["context"], row["question"], list(row["answers"]["text"])) for row in content]
+    return _library([([context], question, answers) for context, question, answers in triples if answers])
+
+
+def from_hotpot(content: Sequence[Mapping[str, Any]]) -> Library:
+    """HotpotQA's distractor JSON file, or the hub's rows, whose context holds titles and sentences apart."""
+    triples = []
+    for row in content:
+        context = row["context"]
+        pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+        documents = [f"{title}\n{''.join(sentences)}" for title, sentences in pairs]
+        triples.append((documents, row["question"], [row["answer"]]))
+    return _library(triples)
+
+
+def _library(triples: Sequence[tuple[Sequence[str], str, Sequence[str]]]) -> Library:
+    numbers = {text: i for i, text in enumerate(dict.fromkeys(d for documents, _, _ in triples for d in documents))}
+    questions = tuple(
+        Question(question, tuple(dict.fromkeys(answers)), tuple(numbers[d] for d in documents))
+        for documents, question, answers in triples
+    )
+    return Library(tuple(numbers), questions)
+
+
+def question(rng: np.random.Generator, length: int, count: Count, source: Library, number: int, task: str) -> Example:
+    """Question `number` over as many documents, in random order, as fit into `length` tokens.
+
+    Raises ValueError where not even the documents that the question needs fit.
+    """
+    asked = source.questions[number % len(source.questions)]
+    others = [int(i) for i in rng.permutation(len(source.documents)) if int(i) not in asked.documents]
+    seed = int(rng.integers(2**32))
+
+    def assemble(extra: int) -> tuple[list[str], str]:
+        chosen = [*asked.documents, *others[:extra]]
+        order = np.random.default_rng(seed).permutation(chosen)
+        listed = [f"Document {place}:\n{source.documents[i]}" for place, i in enumerate(order, 1)]
+        return listed, f"{_ORDER}\n\nThe following are given documents.\n\n" + "\n\n".join(listed) + "\n\n"
+
+    if count(assemble(0)[1]) > length:
+        raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}")
+    # The bare minimum may be all that fits, which `longest` never tries.
+    text = assemble(0)[1] if not others or count(assemble(1)[1]) > length else _fill(assemble, others, length, count)
+    return Example(text, f"{_ORDER}\n\nQuestion: {asked.text}", " Answer:", asked.answers, f" {asked.answers[0]}", task)
+
+
+def _fill(assemble, others: Sequence[int], length: int, count: Count) -> str:
+    return longest(assemble, len(others), length, count)[1]

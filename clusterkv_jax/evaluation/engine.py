@@ -1,0 +1,152 @@
+"""What a model answers: batches of prompts through a method, by generation or by the likelihood of a continuation."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.cache import KVCache, gather_rows, occupancy
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.decoding import extend, prefill
+from clusterkv_jax.evaluation.cases import Prompt
+from clusterkv_jax.generation import bucket, generate
+from clusterkv_jax.methods import Method
+from clusterkv_jax.methods.base import Request
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+
+# A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
+_SLACK = 256
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came out: a text, or the log-likelihood of each token of a continuation and whether greedy decoding, too,
+    would have written it; rows held per head after the prompt (mean over layers and heads), and seconds.
+    """
+
+    text: str = ""
+    logprobs: tuple[float, ...] = ()
+    greedy: bool = False
+    rows: float = 0.0
+    seconds: float = 0.0
+
+
+Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], list[Answer]]
+
+
+def responder(model: Model) -> Respond:
+    """respond(method, prompts, max_new_tokens, stop): answers of a batch, all generated or all continuations."""
+
+    def respond(method: Method, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]) -> list[Answer]:
+        if prompts[0].continuation:
+            return likelihoods(model, method, prompts)
+        return generations(model, method, prompts, max_new_tokens, stop)
+
+    return respond
+
+
+def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
+    """Whether the method's budget is possible for a prompt; of short ones too few rows may remain."""
+    config, tokens = model.config, len(prompt.context)
+    reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
+    request = Request(np.asarray([tokens]), config.num_layers, config.num_kv_heads, max_new_tokens, reserve, 64)
+    with contextlib.suppress(ValueError):
+        method.check([tokens], request)
+        return True
+    return False
+
+
+def generations(
+    model: Model, method: Method, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]
+) -> list[Answer]:
+    """Greedy answers; equal contexts are read once. All prompts have a question, or none has."""
+    asked = [list(prompt.question) for prompt in prompts] if prompts[0].question else None
+    contexts = [list(prompt.context) for prompt in prompts]
+    begin = time.perf_counter()
+    made = generate(model, contexts, method=method, questions=asked, max_new_tokens=max_new_tokens, stop=tuple(stop))
+    seconds = (time.perf_counter() - begin - made.stats.compile_s) / len(prompts)
+    rows = _rows_each(made.stats.kept_rows, prompts)
+    return [Answer(text, rows=kept, seconds=seconds) for text, kept in zip(made.texts, rows, strict=True)]
+
+
+def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
+    """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts."""
+    begin = time.perf_counter()
+    unique = list(dict.fromkeys(prompt.context for prompt in prompts))
+    width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)
+    counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
+    steps = bucket(int(counts.max()), 16)
+    with contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh):
+        cache, logits = prefill(
+            model.params,
+            model.config,
+            method,
+            _padded(unique, width),
+            jnp.asarray([len(context) for context in unique], jnp.int32),
+            max_new_tokens=steps,
+            key=jax.random.key(0),
+        )
+        rows = _rows_each(occupancy(cache), prompts)
+        if len(unique) != len(prompts):
+            chosen = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
+            cache, logits = gather_rows(cache, chosen), logits[chosen]
+        tokens = _padded([prompt.continuation for prompt in prompts], steps)
+        scores, hits = jax.device_get(
+            _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
+        )
+    seconds = (time.perf_counter() - begin) / len(prompts)
+    return [
+        Answer(
+            logprobs=tuple(float(x) for x in scores[i, :count]),
+            greedy=bool(hits[i, :count].all()),
+            rows=rows[i],
+            seconds=seconds,
+        )
+        for i, count in enumerate(counts)
+    ]
+
+
+@partial(jax.jit, static_argnames=("config", "method"), donate_argnames=("cache",))
+def _follow(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Log-likelihood of every token after those before it, and whether it was the likeliest; beyond `counts` anything."""
+
+    def step(state: tuple[KVCache, Array], place: Array):
+        cache, logits = state
+        token = tokens[:, place]
+        scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+        found = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0], jnp.argmax(scores, axis=1) == token
+        more = (place + 1 < counts).astype(jnp.int32)
+        cache, latest = extend(params, config, method, cache, token[:, None], more)
+        return (cache, jnp.where(more[:, None] > 0, latest.astype(logits.dtype), logits)), found
+
+    _, (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
+    return scores.T, hits.T
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B N"]:
+    padded = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return jnp.asarray(padded)
+
+
+def _rows_each(kept: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:
+    """Mean rows per head of each prompt, from rows [layer][different context][head]."""
+    unique = list(dict.fromkeys(prompt.context for prompt in prompts))
+    each = [float(np.mean([head for layer in kept for head in layer[i]])) for i in range(len(unique))]
+    return [each[unique.index(prompt.context)] for prompt in prompts]

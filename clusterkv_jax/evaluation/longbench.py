@@ -1,0 +1,118 @@
+"""LongBench (Bai et al., 2024): 21 tasks by two protocols, from the hub or from local jsonl files.
+
+official: the whole prompt in the official template, longer ones cut in the middle, inside the chat template except
+for few-shot and code tasks; compressed whole, question included.
+kvpress: the same template divided into context, question and answer prefix; 20 new tokens more; the context is
+compressed before the question is seen. The papers after 2024 use it; numbers of the two cannot be compared.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from clusterkv_jax.evaluation.cases import Case, middle_cut
+
+ENGLISH = (
+    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
+    *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
+)
+KVPRESS_NEW_TOKENS = 20  # more than the official number
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's official template and length, its metric, and where kvpress divides the template."""
+
+    template: str
+    question: str
+    answer_prefix: str
+    metric: str
+    max_new_tokens: int
+    chat: bool = True
+
+    def fill(self, template: str, row: Mapping[str, Any]) -> str:
+        """A part of the template with the row's texts in it; braces in the texts stay what they are."""
+        return template.format(context=row["context"], input=row["input"])
+
+
+def _read_tasks() -> dict[str, Task]:
+    text = (resources.files("clusterkv_jax.configs") / "evaluation" / "longbench.yaml").read_text(encoding="utf-8")
+    return {name: Task(**fields) for name, fields in yaml.safe_load(text).items()}
+
+
+TASKS = _read_tasks()
+
+
+def official_prompt(task: str, row: Mapping[str, Any], tokenizer: Any, most: int) -> tuple[str, int]:
+    """The official prompt before any chat template, and how many tokens were cut from its middle.
+
+    A prompt of more than `most` tokens is put together from the texts of its first and last most // 2 tokens.
+    """
+    text = TASKS[task].fill(TASKS[task].template, row)
+    tokens = tuple(tokenizer.encode(text))
+    if len(tokens) <= most:
+        return text, 0
+    kept = middle_cut(tokens, most)
+    halves = kept[: most // 2], kept[most // 2 :]
+    return "".join(tokenizer.decode(list(half), skip_special_tokens=True) for half in halves), len(tokens) - len(kept)
+
+
+def official_case(task: str, number: int, row: Mapping[str, Any], tokenizer: Any, limit: int) -> Case:
+    """A case of the official protocol; `limit` is the model's positions, of which the prompt takes 500 less."""
+    spec = TASKS[task]
+    text, cut = official_prompt(task, row, tokenizer, limit - max(500, spec.max_new_tokens + 64))
+    return Case(
+        id=f"{task}/{number}",
+        task=task,
+        context=text,
+        answers=tuple(row["answers"]),
+        metric=spec.metric,
+        max_new_tokens=spec.max_new_tokens,
+        classes=tuple(row["all_classes"] or ()),
+        chat=spec.chat,
+        facts={"length": row["length"], "cut": cut},
+    )
+
+
+def kvpress_case(task: str, number: int, row: Mapping[str, Any]) -> Case:
+    """A case of kvpress's protocol. Rows of its hub data set come divided; official rows are divided here."""
+    spec = TASKS[task]
+    context, question, prefix = parts(task, row) if "input" in row else (row["context"], row["question"], None)
+    return Case(
+        id=f"{task}/{number}",
+        task=task,
+        context=context,
+        question=question,
+        answer_prefix=row["answer_prefix"] if prefix is None else prefix,
+        answers=tuple(row["answers"]),
+        metric=spec.metric,
+        max_new_tokens=spec.max_new_tokens + KVPRESS_NEW_TOKENS,
+        classes=tuple(row["all_classes"] if row["all_classes"] is not None else ()),
+        truncate=True,
+        facts={"length": row["length"]},
+    )
+
+
+def parts(task: str, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Context, question and answer prefix, which together are the official prompt."""
+    spec = TASKS[task]
+    at = spec.template.rindex(spec.question)
+    question = spec.fill(spec.template[at:], row)
+    # Some rows end in spaces or a line break behind it.
+    end = question.rindex(spec.answer_prefix) if question.rstrip().endswith(spec.answer_prefix.rstrip()) else None
+    return spec.fill(spec.template[:at], row), question[:end], "" if end is None else question[end:]
+
+
+def by_length(scores: Iterable[float], lengths: Iterable[int]) -> dict[str, float]:
+    """LongBench-E: the mean of each range of lengths in words, in per cent; NaN where there is none."""
+    ranges: dict[str, list[float]] = {"0-4k": [], "4-8k": [], "8k+": []}
+    for score, length in zip(scores, lengths, strict=True):
+        ranges["0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"].append(score)
+    return {name: _mean(found) for name, found in ranges.items()}
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return round(100 * sum(scores) / len(scores), 2) if scores else float("nan")

@@ -1,0 +1,130 @@
+"""RULER (Hsieh et al., 2024): 13 tasks generated at any length, or its published rows.
+
+A case's context has the length asked for, less its new tokens and room for its question, as RULER counts. Metrics and
+new tokens are RULER's.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from clusterkv_jax.evaluation import documents, synthetic
+from clusterkv_jax.evaluation.cases import Case
+from clusterkv_jax.evaluation.haystack import Book, Count
+from clusterkv_jax.evaluation.synthetic import Example
+
+QUESTIONS = ("qa_1", "qa_2")
+TASKS = (*synthetic.TASKS, *QUESTIONS)
+QUESTION_ROOM = 128
+# Where the question and the answer prefix of an original row begin; the last place counts.
+_ASKS = (
+    "What is the special magic ",
+    "What are all the special magic ",
+    "Question: Find all variables ",
+    "Question: What are the 10 most common words",
+    "Question: Do not provide any explanation.",
+    "Answer the question based on the given documents.",
+)
+_PREFIXES = (" The special magic ", " Answer:")
+
+
+def new_tokens(task: str) -> int:
+    """Tokens generated for a task."""
+    return {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}.get(task, 128)
+
+
+def metric(task: str) -> str:
+    """RULER's match for a task."""
+    return "string_match_part" if task in QUESTIONS else "string_match_all"
+
+
+def generated(
+    task: str,
+    numbers: range,
+    length: int,
+    count: Count,
+    books: Sequence[Book],
+    library: documents.Library | None,
+    seed: int,
+) -> Iterator[Case]:
+    """Cases of a task by their numbers; each depends on seed, length and number alone.
+
+    Needle keys and values are those that no training of this project has used.
+    """
+    room = length - new_tokens(task) - QUESTION_ROOM
+    for number in numbers:
+        rng = np.random.default_rng([seed, TASKS.index(task), length, number])
+        book = books[number % len(books)] if books else None
+        if task in QUESTIONS:
+            if library is None:
+                raise ValueError(f"task {task} needs questions with documents")
+            example = documents.question(rng, room, count, library, number, task)
+        else:
+            example = synthetic.generate(task, rng, room, count, book, split="valid")
+        yield from_example(example, f"{task}/{length}/{number}", {"length": length})
+
+
+def from_example(example: Example, name: str, facts: Mapping[str, Any]) -> Case:
+    """The case of a generated example; where it asks for one value, its depth is a fact."""
+    (first, *others) = example.answers
+    at = example.context.find(first)
+    depth = {} if others or at < 0 else {"depth": round(at / len(example.context), 3)}
+    return Case(
+        id=name,
+        task=example.task,
+        context=example.context,
+        question=example.question,
+        answer_prefix=example.answer_prefix,
+        answers=example.answers,
+        metric=metric(example.task),
+        max_new_tokens=new_tokens(example.task),
+        facts={**depth, **facts},
+    )
+
+
+# --- published rows ---
+
+
+def published(rows: Sequence[Mapping[str, Any]], length: int, task: str | None = None) -> list[Case]:
+    """Cases of rows divided as in `simonjegou/ruler` or whole as RULER writes them; `task` where rows do not say it."""
+    return [_published(row, number, length, row.get("task", task)) for number, row in enumerate(rows)]
+
+
+def _published(row: Mapping[str, Any], number: int, length: int, task: Any) -> Case:
+    if task not in TASKS:
+        raise ValueError(f"row {number} is of task {task!r}; allowed: {', '.join(TASKS)}")
+    if "input" in row:
+        context, question, prefix = divide(row["input"])
+        answers = row["outputs"]
+    else:
+        context, question, prefix = row["context"], row["question"], row["answer_prefix"]
+        answers = row["answer"]
+    answers = ast.literal_eval(answers) if isinstance(answers, str) else answers
+    return Case(
+        id=f"{task}/{length}/{row.get('index', number)}",
+        task=task,
+        context=context,
+        question=question,
+        answer_prefix=prefix,
+        answers=tuple(map(str, answers)),
+        metric=metric(task),
+        max_new_tokens=int(row.get("max_new_tokens", new_tokens(task))),
+        facts={"length": length},
+    )
+
+
+def divide(text: str) -> tuple[str, str, str]:
+    """Context, question and answer prefix of an original prompt; joined they are the prompt."""
+    start = max(text.rfind(ask) for ask in _ASKS)
+    ends = [at for at in (text.find(prefix, max(start, 0)) for prefix in _PREFIXES) if at >= 0]
+    if start < 0 or not ends:
+        raise ValueError(f"a prompt that ends in {text[-60:]!r} holds no question of RULER's wording")
+    return text[:start], text[start : min(ends)], text[min(ends) :]
+
+
+def papers_subset(size: int, share: float = 0.2) -> list[int]:
+    """The rows that the CentroidKV paper evaluates: what pandas' `sample(frac=share, random_state=42)` takes."""
+    legacy = np.random.RandomState(42)
+    return legacy.choice(size, round(share * size), replace=False).tolist()

@@ -1,0 +1,225 @@
+"""Runs a suite through methods and budgets, and writes down every answer so that a kill loses nothing.
+
+    results.jsonl   one line per example, appended and synced batch by batch; a torn last line is dropped and redone
+    run.json        what was run: replaced whole, never half written
+
+The batches of a run depend on its configuration alone, so a resumed run computes what an unbroken one would have.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterkv_jax.evaluation.cases import Case, Prompt
+from clusterkv_jax.evaluation.engine import Answer, Respond
+from clusterkv_jax.evaluation.scoring import score
+from clusterkv_jax.generation import bucket
+from clusterkv_jax.methods import Full, Method
+
+RESULTS, RUN = "results.jsonl", "run.json"
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: a method by its preset's name, its budget as given (a share or a number of rows)."""
+
+    name: str
+    budget: str
+    method: Method
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, the tokens it became, and its number in the suite."""
+
+    number: int
+    case: Case
+    prompt: Prompt
+
+
+def run(
+    folder: Path,
+    config: Mapping[str, Any],
+    about: Mapping[str, Any],
+    jobs: Sequence[Job],
+    entries: Sequence[Entry],
+    respond: Respond,
+    *,
+    batch_size: int = 16,
+    possible: Callable[[Method, Prompt, int], bool] = lambda method, prompt, new: True,
+    on_lines: Callable[[int], None] = lambda done: None,
+) -> list[Line]:
+    """Answer what is not answered yet; all lines, in the order of the file.
+
+    Args:
+        folder: of results.jsonl and run.json; made if it is not there.
+        config: what decides the results; a folder that holds another configuration is refused.
+        about: command, versions, commit: added to run.json's list of sessions.
+        jobs: cases with their prompts.
+        entries: methods with budgets.
+        respond: what answers a batch (`engine.responder`).
+        batch_size: most examples answered together.
+        possible: whether a budget is possible for a prompt; where it is not, the full cache answers, and the line says
+            so by `compressed` false.
+        on_lines: called with the number of lines there are.
+
+    Raises:
+        ValueError: another configuration, a damaged file, or an entry whose budget is possible for no prompt.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
+    _open_run(folder, {**config, "cases": _digest(jobs)}, about)
+    lines = read_lines(folder / RESULTS)
+    known = {_key(line) for line in lines}
+    if len(known) != len(lines):
+        raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
+    on_lines(len(lines))
+    with (folder / RESULTS).open("ab") as file:
+        for entry, (method, batch) in plan:
+            missing = [job for job in batch if (entry.name, entry.budget, job.case.id) not in known]
+            if not missing:
+                continue
+            first = batch[0].case
+            answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
+            fresh = [
+                _line(entry, job, answer, method == entry.method)
+                for job, answer in zip(batch, answers, strict=True)
+                if job in missing
+            ]
+            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            lines += fresh
+            on_lines(len(lines))
+    return lines
+
+
+# --- batches ---
+
+
+def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
+    """Jobs that share programs and contexts, `size` at a time: of equal buckets, new tokens and stops."""
+
+    def kind(job: Job):
+        prompt, case = job.prompt, job.case
+        return (
+            bool(prompt.continuation),
+            case.max_new_tokens,
+            case.stop,
+            bucket(len(prompt.context), 64),
+            bucket(len(prompt.question), 16) if prompt.question else 0,
+            bucket(len(prompt.continuation), 16) if prompt.continuation else 0,
+        )
+
+    first: dict[tuple[int, ...], int] = {}
+    for job in jobs:
+        first.setdefault(job.prompt.context, job.number)
+    ordered = sorted(jobs, key=lambda job: (kind(job), first[job.prompt.context], job.number))
+    start = 0
+    for end in range(1, len(ordered) + 1):
+        if end == len(ordered) or end - start == size or kind(ordered[end]) != kind(ordered[start]):
+            yield ordered[start:end]
+            start = end
+
+
+def _split(
+    entry: Entry, jobs: Sequence[Job], size: int, possible: Callable[[Method, Prompt, int], bool]
+) -> Iterator[tuple[Method, list[Job]]]:
+    """The entry's batches, those that its budget is impossible for with the full cache."""
+    fits = [possible(entry.method, job.prompt, job.case.max_new_tokens) for job in jobs]
+    if not any(fits):
+        lengths = [len(job.prompt.context) for job in jobs]
+        raise ValueError(
+            f"{entry.name} with budget {entry.budget} is impossible for every prompt; they have {min(lengths)} to "
+            f"{max(lengths)} tokens."
+        )
+    for method, chosen in ((entry.method, True), (Full(), False)):
+        for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is chosen], size):
+            yield method, batch
+
+
+# --- files ---
+
+
+def read_lines(file: Path) -> list[Line]:
+    """The lines of a results file; a torn last one is cut off the file."""
+    if not file.exists():
+        return []
+    raw = file.read_bytes()
+    whole = raw.rfind(b"\n") + 1
+    if whole < len(raw):
+        with file.open("rb+") as opened:
+            opened.truncate(whole)
+    lines = []
+    for number, text in enumerate(raw[:whole].decode("utf-8").split("\n")[:-1], 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of {file} is damaged ({error}); remove it and run again.") from error
+    return lines
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file at once: whoever reads it sees the old or the new text."""
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    temporary.replace(file)
+
+
+def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Write run.json, or add this session to it; another configuration is refused."""
+    file = folder / RUN
+    wanted = json.loads(json.dumps(config))
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"config": wanted, "sessions": []}
+    if not file.exists() and (folder / RESULTS).exists():
+        raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
+    for key in {**found["config"], **wanted}:
+        if found["config"].get(key) != wanted.get(key):
+            raise ValueError(
+                f"{folder} holds a run with {key} = {found['config'].get(key)!r}, not {wanted.get(key)!r}; "
+                "choose another folder, or give the same options."
+            )
+    sessions = [*found["sessions"], dict(about)]
+    write_whole(file, json.dumps({"config": wanted, "sessions": sessions}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _digest(jobs: Sequence[Job]) -> str:
+    """Identifies all cases and their tokens."""
+    text = "\n".join(f"{job.case.id} {job.prompt.sha} {job.case.max_new_tokens} {job.case.answers}" for job in jobs)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _key(line: Line) -> tuple[str, str, str]:
+    return line["method"], line["budget"], line["id"]
+
+
+def _line(entry: Entry, job: Job, answer: Answer, compressed: bool) -> Line:
+    case = job.case
+    if job.prompt.continuation:
+        points = -sum(answer.logprobs) / len(answer.logprobs)
+    else:
+        points = score(case.metric, answer.text, case.answers, case.classes)
+    return {
+        "method": entry.name,
+        "budget": entry.budget,
+        "task": case.task,
+        "id": case.id,
+        "prompt": job.prompt.sha,
+        "output": answer.text,
+        "metric": case.metric,
+        "score": points,
+        "rows": round(answer.rows, 2),
+        "tokens": len(job.prompt.context),
+        "cut": job.prompt.cut,
+        "compressed": compressed,
+        "seconds": round(answer.seconds, 4),
+        "facts": dict(case.facts),
+    }

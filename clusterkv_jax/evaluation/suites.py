@@ -1,0 +1,232 @@
+"""The suites by name: what `clusterkv evaluate --suite` takes, each a function from options to cases."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from clusterkv_jax.evaluation import documents, gsm8k, longbench, reading, retrieval, ruler, sources
+from clusterkv_jax.evaluation.cases import Case, counter
+from clusterkv_jax.evaluation.haystack import Book, book
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a suite may be told.
+
+    Attributes:
+        tasks: of the suite's; all by default.
+        lengths: tokens of a generated example, question and answer included.
+        limit: most examples of each task (and length, depth or book); the suite's own number by default.
+        data: a local file or folder instead of the hub.
+        books: a local book or folder of books to hide things in, or to read; PG19's test books by default.
+        seed: of everything generated.
+    """
+
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (4096,)
+    limit: int | None = None
+    data: str | None = None
+    books: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite's tasks and its cases: build(options, chosen tasks, tokenizer, the model's positions)."""
+
+    description: str
+    tasks: tuple[str, ...]
+    build: Callable[[Options, tuple[str, ...], Any, int], list[Case]]
+
+
+def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[Case]:
+    """All cases of a suite, in a fixed order.
+
+    Raises ValueError for an unknown suite or task, a length beyond the model, and data that is not there.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite {name!r} is unknown; allowed: {', '.join(SUITES)}.")
+    suite = SUITES[name]
+    for task in options.tasks:
+        if suite.tasks and task not in suite.tasks:
+            raise ValueError(f"task {task!r} is not in suite {name}; allowed: {', '.join(suite.tasks)}.")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"limit must be at least 1, got {options.limit}.")
+    made = suite.build(options, options.tasks or suite.tasks, tokenizer, positions)
+    if not made:
+        raise ValueError(f"suite {name} has no cases with these options.")
+    return made
+
+
+def _limited(found: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    return found if limit is None else found[:limit]
+
+
+def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
+    count_all = lambda texts: [len(row) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]  # noqa: E731
+    return [book(text, count_all) for text in sources.books(options.books).values()]
+
+
+# --- generated ---
+
+
+def _ruler(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del positions
+    count = counter(tokenizer)
+    prose = {name for name, spec in ruler.synthetic.NEEDLE_TASKS.items() if spec.haystack == "book"}
+    books = _haystacks(options, tokenizer) if prose & set(tasks) else []
+    numbers = range(options.limit or 100)
+    return [
+        case
+        for length in options.lengths
+        for task in tasks
+        for case in ruler.generated(task, numbers, length, count, books, _library(task, options.data), options.seed)
+    ]
+
+
+@cache
+def _library(task: str, data: str | None) -> documents.Library | None:
+    """The documents of a question task: a file of its name in a local folder, or the hub's data set."""
+    if task not in ruler.QUESTIONS:
+        return None
+    squad = task == "qa_1"
+    if data is None:
+        hub = ("rajpurkar/squad_v2", None) if squad else ("hotpotqa/hotpot_qa", "distractor")
+        content = sources.rows(None, task, (*hub, "validation"))
+    else:
+        content = sources.read_rows(sources.local(data, ["*squad*.json*" if squad else "*hotpot*.json*"]))
+    return documents.from_squad(content) if squad else documents.from_hotpot(content)
+
+
+def _niah(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tasks, positions
+    books = tuple(_haystacks(options, tokenizer))
+    count = counter(tokenizer)
+    return [
+        retrieval.needle(depth, number, length, count, books, options.seed)
+        for length in options.lengths
+        for depth in retrieval.DEPTHS
+        for number in range(options.limit or 5)
+    ]
+
+
+def _lines(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tasks, positions
+    return [
+        case
+        for length in options.lengths
+        for number in range(options.limit or 25)
+        for case in retrieval.lines(number, length, counter(tokenizer), options.seed)
+    ]
+
+
+# --- read from data sets ---
+
+
+def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tokenizer, positions
+    found = []
+    for length in options.lengths:
+        if options.data is not None:
+            file = sources.local(options.data, [f"*{length}*.jsonl", f"*{length}*.jsonl.gz"])
+            named = next(
+                (task for task in sorted(ruler.TASKS, key=len, reverse=True) if file.name.startswith(task)), None
+            )
+            made = ruler.published(sources.read_rows(file), length, named)
+        else:
+            made = ruler.published(sources.rows(None, "ruler", ("simonjegou/ruler", str(length), "test")), length)
+        found += [case for task in tasks for case in _limited([c for c in made if c.task == task], options.limit)]
+    return found
+
+
+def _ruler_subset(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tokenizer, positions
+    (length,) = options.lengths
+    made = ruler.published(
+        sources.rows(options.data, f"ruler_{length}", ("simonjegou/ruler", str(length), "test")), length
+    )
+    chosen = [made[i] for i in ruler.papers_subset(len(made))]
+    return [case for task in tasks for case in _limited([c for c in chosen if c.task == task], options.limit)]
+
+
+def _longbench(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tokenizer, positions
+    return [
+        longbench.kvpress_case(task, number, row)
+        for task in _present(options, tasks)
+        for number, row in enumerate(_longbench_rows(task, "Xnhyacinth/LongBench", options))
+    ]
+
+
+def _longbench_official(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    return [
+        longbench.official_case(task, number, row, tokenizer, positions)
+        for task in _present(options, tasks)
+        for number, row in enumerate(_longbench_rows(task, "THUDM/LongBench", options))
+    ]
+
+
+def _longbench_rows(task: str, hub: str, options: Options) -> Sequence[dict[str, Any]]:
+    return _limited(sources.rows(options.data, task, (hub, task, "test")), options.limit)
+
+
+def _present(options: Options, tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """The tasks asked for, or all that a local folder holds."""
+    if options.tasks or options.data is None or not Path(options.data).is_dir():
+        return tasks
+    return tuple(task for task in tasks if any(Path(options.data).glob(f"{task}.json*")))
+
+
+def _gsm8k(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del tasks, tokenizer, positions
+    return gsm8k.cases(gsm8k.shots(options.data), _limited(gsm8k.questions(options.data), options.limit))
+
+
+def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del positions
+    return _read(sources.books(options.books), options, tasks, tokenizer)
+
+
+def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del positions
+    if options.data is not None:
+        texts = sources.books(options.data)
+    else:
+        found = sources.rows(None, "wikitext", ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"))
+        texts = {"wikitext": "".join(row["text"] for row in found)}
+    return _read(texts, options, tasks, tokenizer)
+
+
+def _read(texts: dict[str, str], options: Options, tasks: tuple[str, ...], tokenizer: Any) -> list[Case]:
+    """Every book, or those named as tasks."""
+    if missing := [task for task in tasks if task not in texts]:
+        raise ValueError(f"there is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
+    return [
+        case
+        for length in options.lengths
+        for name, text in texts.items()
+        if not tasks or name in tasks
+        for case in reading.segments(
+            name,
+            tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False)),
+            options.limit or 8,
+            length,
+            options.seed,
+        )
+    ]
+
+
+SUITES = {
+    "ruler": Suite("RULER's 13 tasks, generated at any length (100 examples each)", ruler.TASKS, _ruler),
+    "ruler-rows": Suite("RULER's published rows (simonjegou/ruler, or a local file)", ruler.TASKS, _ruler_rows),
+    "ruler-papers": Suite("the fifth of those rows that CentroidKV's paper evaluates", ruler.TASKS, _ruler_subset),
+    "longbench": Suite("LongBench by kvpress's protocol", tuple(longbench.TASKS), _longbench),
+    "longbench-official": Suite("LongBench by its authors' protocol", tuple(longbench.TASKS), _longbench_official),
+    "niah": Suite("a needle at 11 depths of texts of several lengths (5 each)", ("niah",), _niah),
+    "gsm8k": Suite("GSM8K with eight worked examples in the cache", ("gsm8k",), _gsm8k),
+    "pg19": Suite("perplexity of books by position (8 segments each)", (), _pg19),
+    "wikitext": Suite("perplexity of WikiText-2 by position (8 segments)", (), _wikitext),
+    "longeval": Suite("LongEval's line retrieval (25 records, 4 questions each)", ("lines",), _lines),
+}
