@@ -12,10 +12,10 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, take_rows
 from clusterkv_jax.checks import check_fields, is_count
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.row_merge import best_edges
 from clusterkv_jax.methods.base import LayerPlan, NewTokens, State, append_new, one_by_one
 from clusterkv_jax.methods.eviction import EveryStep, needed, replace_row
 from clusterkv_jax.scores import accumulated_scores, group_mean
-from clusterkv_jax.soft_matching import best_edges
 
 
 @dataclass(frozen=True)
