@@ -23,6 +23,9 @@ from clusterkv_jax.kernels.kmeans import pallas_tpu as kmeans_tpu
 from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
 from tests import kernel_base as base
 
+# Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
+STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
+
 ATTENTION = {
     "xla": attention_reference.biased_attention,
     "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
@@ -50,10 +53,6 @@ def test_the_op_is_its_definition(check, op):
     check(op)
 
 
-# Memory that nothing wrote holds NaN, reads out of bounds raise, and what two cores do is checked for races. Slow.
-STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
-
-
 @pytest.mark.parametrize(
     ("check", "op", "shape"),
     [
@@ -63,8 +62,8 @@ STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, nu
     ],
     ids=["attention", "matching", "kmeans"],
 )
-def test_tpu_kernels_read_what_was_written_and_race_no_one(check, op, shape, capfd):
-    check(partial(op, interpret=STRICT), shapes=[shape], examples=2)
+def test_tpu_kernels_race_no_one(check, op, shape, capfd):
+    check(partial(op, interpret=STRICT), shapes=[shape], examples=1)
     assert "RACE" not in capfd.readouterr().out  # jax before 0.12 prints races instead of raising
 
 
