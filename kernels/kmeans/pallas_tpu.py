@@ -72,7 +72,8 @@ def _block(count: int, dim: int, itemsize: int) -> int:
     room = (vmem_budget() - 4 * count * lanes * 4) / (2 * lanes * itemsize + 16 * count)
     if room < LANES:
         raise NotImplementedError(f"{count} centroids leave VMEM no room for a tile of {LANES} keys.")
-    return 2 ** int(math.log2(min(room, max(LANES, step_flops() / (8 * count * lanes)))))
+    # Three products of cosines and one of sums, and as long again for the vector unit to rank the cosines.
+    return 2 ** int(math.log2(min(room, max(LANES, step_flops() / (2 * 8 * count * lanes)))))
 
 
 def _call(keys, parts, ends, block, with_sums, interpret):
