@@ -21,6 +21,8 @@ from clusterkv_jax.methods import (
     StreamingLLM,
 )
 from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.saving import load as load_cache
+from clusterkv_jax.saving import save as save_cache
 
 __all__ = [
     "H2O",
@@ -48,5 +50,7 @@ __all__ = [
     "decode_step",
     "generate",
     "load",
+    "load_cache",
     "prefill",
+    "save_cache",
 ]

@@ -13,6 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import decode_loop, extend
 from clusterkv_jax.models import transformer
+from tests.test_methods import every_method, named
 from tests.tiny import VOCAB, prompt, tiny
 
 # One interval, step count and set of prompts, so that tests share their programs. The interval is short enough to
@@ -23,6 +24,8 @@ CHELSEA = ckv.Chelsea(
     ckv.Budget(ratio=0.5, base="prompt"), sinks=2, recent=4, chunk=16, interval=INTERVAL, outlier_heads=((1, 0),)
 )
 STEPS = 3 * INTERVAL
+HALF = ckv.Budget(ratio=0.5)
+SNAPKV = ckv.SnapKV(HALF, window=4, kernel=3, decode_interval=INTERVAL)
 METHODS = [ckv.Full(), CENTROID, CHELSEA]
 PROMPTS = [prompt(1, 48), prompt(2, 33), prompt(3, 40)]
 
@@ -162,6 +165,45 @@ def test_a_ratio_of_one_is_bit_for_bit_the_full_cache(method):
         np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.parametrize("method", every_method(ckv.Budget(ratio=0.5)), ids=named)
+def test_every_method_keeps_its_budget_at_every_step(method):
+    cache, _ = prefill(method, prompt(1, 48), prompt(2, 36))
+    alone, _ = prefill(method, prompt(2, 36))
+    shapes = [x.shape for x in jax.tree.leaves(cache)]
+    every = 4 if method.due(cache) is not None else 1
+    for i in range(9):
+        cache, logits = step(method, cache, [i, i + 1])
+        alone, expected = step(method, alone, [i + 1])
+        assert_close(logits[1], expected[0])
+        assert [x.shape for x in jax.tree.leaves(cache)] == shapes
+        for number, (layer, rows) in enumerate(zip(cache.layers, occupancy(cache), strict=True)):
+            pyramid = (5 / 3, 1 / 3)[number] if isinstance(method, ckv.PyramidKV) else 1
+            assert rows == [[round(pyramid * n / 2) + (i + 1) % every] * 2 for n in (48, 36)]
+            degree, length = np.asarray(layer.degree), np.asarray(layer.length)
+            assert ((degree > 0) == (np.arange(layer.capacity) < length[..., None])).all()
+            if isinstance(method, ckv.GravityKV):
+                assert (degree.sum(-1) == np.asarray(cache.position)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    "method", [ckv.StreamingLLM(HALF), ckv.StreamingLLM(HALF, rerotate=True), ckv.H2O(HALF), ckv.CaM(HALF)], ids=named
+)
+def test_dropping_at_every_token_does_not_depend_on_how_many_come_at_once(method):
+    question = prompt(4, 7)
+    cache, _ = prefill(method, prompt(1, 40), prompt(2, 30))
+    tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
+    once, logits = jax.jit(extend, static_argnums=(1, 2))(
+        tiny().params, tiny().config, method, cache, tokens, jnp.asarray([7, 3])
+    )
+    for i, token in enumerate(question):
+        cache, expected = step(method, cache, [token, token])
+        if i == 2:
+            assert_close(logits[1], expected[1])
+    assert_close(logits[0], expected[0])
+    for whole, part in zip(jax.tree.leaves(once.layers), jax.tree.leaves(cache.layers), strict=True):
+        assert_close(whole[0], part[0])
+
+
 def loop_arguments(method, limit, model=None):
     model = model or tiny()
     cache, _ = prefill(method, prompt(1, 48), prompt(2, 33), model=model)
@@ -199,7 +241,9 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
     assert compiled == []
 
 
-@pytest.mark.parametrize(("method", "expected"), [(ckv.Full(), 0), (CENTROID, 1), (CHELSEA, 1)])
+@pytest.mark.parametrize(
+    ("method", "expected"), [(ckv.Full(), 0), (CENTROID, 1), (CHELSEA, 1), (SNAPKV, 1), (ckv.H2O(HALF), 0)]
+)
 def test_the_loop_holds_exactly_one_conditional_for_all_layers(method, expected):
     first, second, static = loop_arguments(method, 3)
     lowered = decode_loop.lower(*first, *second, **static)

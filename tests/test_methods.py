@@ -24,6 +24,26 @@ def chelsea(interval=8, outlier_heads=(), **budget):
     return ckv.Chelsea(ckv.Budget(**budget), interval=interval, outlier_heads=outlier_heads, **SHAPE)
 
 
+def every_method(budget, interval=4):
+    """One of each, in a size for small prompts; those that the papers leave alone while decoding compress again."""
+    return [
+        dataclasses.replace(ckv.CentroidKV(budget, **SHAPE), interval=interval),
+        dataclasses.replace(ckv.GravityKV(budget, **SHAPE), interval=interval),
+        ckv.SnapKV(budget, window=4, kernel=3, decode_interval=interval),
+        ckv.PyramidKV(budget, window=4, kernel=3, beta=3, decode_interval=interval),
+        ckv.ChunkKV(budget, window=4, chunk=5, reuse_layers=2, decode_interval=interval),
+        ckv.StreamingLLM(budget),
+        ckv.H2O(budget),
+        ckv.CaM(budget, merge_budget=8),
+        ckv.Composed(ckv.SnapKV(budget, window=4), ckv.H2O(budget, recent=4)),
+    ]
+
+
+def named(method):
+    """Name of a method in the report of the tests."""
+    return type(method).__name__
+
+
 def tensors(seed=0, batch=2, heads=2, tokens=96, dim=8, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.normal(size=(batch, heads, tokens, dim)), dtype) for _ in range(2))
@@ -74,11 +94,15 @@ def test_the_budget_is_met_exactly_and_every_token_is_counted(seed, kept, length
         chelsea(ratio=1.5),
         dataclasses.replace(centroid(ratio=0.5), merge_ratio=0),
         ckv.Full(),
+        *every_method(ckv.Budget(ratio=1.0)),
+        *every_method(ckv.Budget(tokens=96)),
     ],
+    ids=named,
 )
 def test_no_compression_is_the_full_cache_bit_for_bit(method):
     keys, values = tensors(3, dtype=jnp.bfloat16)
-    layer = ckv.compress(method, None, keys, values, jnp.asarray([96, 50]))
+    queries = tensors(4, heads=4, dtype=jnp.bfloat16)[0]
+    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 50]))
     for b, n in enumerate((96, 50)):
         k, v, degree, positions = rows(layer, b, 1)
         np.testing.assert_array_equal(k, np.asarray(keys)[b, 1, :n])
@@ -87,21 +111,41 @@ def test_no_compression_is_the_full_cache_bit_for_bit(method):
         np.testing.assert_array_equal(positions, np.arange(n))
 
 
-@pytest.mark.parametrize("method", [ckv.Full(), centroid(ratio=0.3), chelsea(ratio=0.4, outlier_heads=((0, 1),))])
+@pytest.mark.parametrize(
+    "method", [ckv.Full(), chelsea(ratio=0.4, outlier_heads=((0, 1),)), *every_method(ckv.Budget(ratio=0.3))], ids=named
+)
 def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
     keys, values = tensors(5)
+    queries = tensors(6, heads=4)[0]
     lengths = jnp.asarray([96, 70])
     padding = (jnp.arange(96) >= lengths[:, None])[:, None, :, None]
-    dirty = ckv.compress(
-        method, None, jnp.where(padding, jnp.nan, keys), jnp.where(padding, jnp.nan, values), lengths, num_layers=4
-    )
+    poisoned = (jnp.where(padding, jnp.nan, x) for x in (queries, keys, values))
+    dirty = ckv.compress(method, *poisoned, lengths, num_layers=4)
     for b, n in enumerate((96, 70)):
-        alone = ckv.compress(method, None, keys[b : b + 1, :, :n], values[b : b + 1, :, :n], num_layers=4)
+        alone = ckv.compress(method, *(x[b : b + 1, :, :n] for x in (queries, keys, values)), num_layers=4)
         for head in range(2):
             for found, expected in zip(rows(dirty, b, head), rows(alone, 0, head), strict=True):
                 np.testing.assert_allclose(found, expected, atol=1e-6)
+            assert (np.diff(rows(dirty, b, head)[3]) > 0).all()
     for leaf in jax.tree.leaves(dirty):
         assert bool(jnp.isfinite(leaf).all())
+
+
+@pytest.mark.parametrize("method", every_method(ckv.Budget(ratio=0.25)), ids=named)
+def test_every_budget_is_met_and_attention_ignores_the_order_of_slots(method):
+    keys, values = tensors(11)
+    queries = tensors(12, heads=4)[0]
+    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 80]), num_layers=2)
+    first = 5 / 3 if isinstance(method, ckv.PyramidKV) else 1
+    assert layer.length.tolist() == [[round(first * n / 4)] * 2 for n in (96, 80)]
+    assert layer.capacity == int(layer.length.max())
+    if not isinstance(method, ckv.CentroidKV | ckv.GravityKV):
+        np.testing.assert_array_equal(layer.degree, (jnp.arange(layer.capacity) < layer.length[..., None]) * 1.0)
+    order = np.random.default_rng(0).permutation(layer.capacity)
+    shuffled = jax.tree.map(lambda x: x[:, :, order] if x.ndim > 2 else x, layer)
+    shuffled = dataclasses.replace(shuffled, length=jnp.full_like(layer.length, layer.capacity))
+    query = queries[:, :, -1]
+    np.testing.assert_allclose(ckv.attend(shuffled, query), ckv.attend(layer, query), atol=1e-5)
 
 
 def test_outlier_heads_keep_everything_and_the_others_pay_for_it():
@@ -198,6 +242,25 @@ def test_a_full_cache_says_so():
         (lambda: ckv.Budget(tokens=2.5), "tokens must be a whole number of at least 1, got 2.5"),
         (lambda: ckv.Budget(ratio=0.5, base="context"), "'context'"),
         (lambda: ckv.CentroidKV(0.2), "budget must be a Budget, got 0.2"),
+        (lambda: ckv.Budget(bytes=10, tokens=3), "exactly one of ratio and tokens"),
+        (lambda: ckv.Budget(ratio=0.5, shares=(1, 0)), "shares must be"),
+        (lambda: ckv.SnapKV(ckv.Budget(tokens=9), kernel=4), "kernel must be an odd number of rows, got 4"),
+        (lambda: ckv.SnapKV(ckv.Budget(tokens=9), decode_interval=0), "decode_interval must be a whole number"),
+        (lambda: ckv.H2O(ckv.Budget(tokens=9), recent=-1), "recent must be a whole number of at least 0 or None"),
+        (lambda: ckv.Composed(ckv.Full(), ckv.SnapKV(ckv.Budget(tokens=9))), "compresses while decoding"),
+        (lambda: ckv.compress(ckv.SnapKV(ckv.Budget(tokens=50)), None, *tensors()), "queries must be"),
+        (
+            lambda: ckv.compress(ckv.SnapKV(ckv.Budget(tokens=32)), None, *tensors()),
+            "a prompt of 96 tokens has a budget of 32 rows, which must be more than window = 32",
+        ),
+        (
+            lambda: ckv.compress(ckv.PyramidKV(ckv.Budget(tokens=32)), None, *tensors()),
+            "a prompt of 96 tokens has a budget of 32 rows, which must be more than window = 32",
+        ),
+        (
+            lambda: ckv.compress(ckv.Chelsea(ckv.Budget(tokens=90, shares=(1.0, 1.0))), None, *tensors()),
+            "shares must be 1 numbers, one per layer",
+        ),
         (lambda: dataclasses.replace(centroid(ratio=0.5), chunk=7), "chunk must be an even number"),
         (lambda: dataclasses.replace(centroid(ratio=0.5), merge_ratio=-0.1), "merge_ratio must be between 0 and 1"),
         (

@@ -3,7 +3,18 @@
 import pytest
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.methods import CentroidKV, Chelsea, Full
+from clusterkv_jax.methods import (
+    H2O,
+    CaM,
+    CentroidKV,
+    Chelsea,
+    ChunkKV,
+    Full,
+    GravityKV,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
 from clusterkv_jax.presets import list_presets, preset, read_preset
 
 HALF = Budget(ratio=0.5)
@@ -17,6 +28,15 @@ HALF = Budget(ratio=0.5)
         ("chelsea", Chelsea(HALF)),
         ("chelsea-llama2", Chelsea(HALF, r_init=0.45, r_decay=0.05, r_steps=3, r_min=0.05)),
         ("chelsea-llama3", Chelsea(HALF, r_init=0.35, r_decay=0.1, r_steps=2, r_min=0.05)),
+        ("gravitykv", GravityKV(HALF)),
+        ("snapkv", SnapKV(HALF)),
+        ("snapkv-kvpress", SnapKV(HALF, window=64, kernel=5, pooling="avg", pool_before_group=True)),
+        ("pyramidkv-kvpress", PyramidKV(HALF, window=64, kernel=5, pooling="avg")),
+        ("chunkkv", ChunkKV(HALF)),
+        ("chunkkv-kvpress", ChunkKV(HALF, window=64, chunk=20, mode="kvpress")),
+        ("h2o", H2O(HALF)),
+        ("streamingllm", StreamingLLM(HALF)),
+        ("cam", CaM(HALF)),
         ("chelsea-qwen", Chelsea(HALF, r_init=0.2, r_decay=0.1, r_steps=2, r_min=0.05)),
     ],
 )
@@ -63,8 +83,14 @@ def test_a_file_of_ones_own(tmp_path):
             {"settings": "settings: {merge_of: C}", "method": "CentroidKV"},
             r"'merge_of' .*one of 'A', 'middle', got 'C'",
         ),
-        ({"method": "Chelsae"}, r"Key 'method' .*must be one of Full, CentroidKV, Chelsea, got 'Chelsae'"),
-        ({"budget": "budget: {share: 0.5}"}, r"Unknown key 'share' in 'budget' .*allowed: ratio, tokens, base"),
+        (
+            {"method": "Chelsae"},
+            r"Key 'method' .*must be one of Full, CentroidKV, Chelsea, GravityKV, .*, got 'Chelsae'",
+        ),
+        (
+            {"budget": "budget: {share: 0.5}"},
+            r"Unknown key 'share' in 'budget' .*allowed: ratio, tokens, base, bytes, shares",
+        ),
         ({"budget": "budget: {ratio: half}"}, r"Key 'ratio' .*must be a number or null, got 'half'"),
         ({"budget": "budget: {ratio: -1}"}, r"Budget ratio must be a number above 0, got -1"),
         ({"settings": "settings: {"}, r"is not YAML text"),
@@ -77,7 +103,7 @@ def test_mistakes_in_a_file_are_named(tmp_path, content, sentence):
 
 
 def test_mistakes_in_a_call_are_named():
-    with pytest.raises(ValueError, match=r"Unknown method or preset 'chelsea-gpt'; known: centroidkv, chelsea, "):
+    with pytest.raises(ValueError, match=r"Unknown method or preset 'chelsea-gpt'; known: cam, centroidkv, chelsea, "):
         preset("chelsea-gpt", HALF)
     with pytest.raises(ValueError, match=r"CentroidKV needs a budget and preset 'centroidkv' leaves it open"):
         preset("centroidkv")

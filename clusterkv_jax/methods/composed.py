@@ -10,29 +10,43 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.attention import query_heads
 from clusterkv_jax.cache import KVCache, Layer, LayerCache, groups
 from clusterkv_jax.checks import check_fields
-from clusterkv_jax.methods.base import Budgeted, LayerPlan, Method, NewTokens, Request, State, aligned
+from clusterkv_jax.methods.base import (
+    Budgeted,
+    LayerPlan,
+    Method,
+    NewTokens,
+    Request,
+    State,
+    aligned,
+    append_and_attend,
+)
+from clusterkv_jax.methods.full import Full
+from clusterkv_jax.methods.streamingllm import StreamingLLM, moved_back
 
 
 @dataclass(frozen=True)
 class Composed(Method):
     """`prefill` compresses the prompt, `decode` takes the cache over; each has its own budget.
 
-    `Full()` as prefill leaves the prompt whole until `decode` compresses it. Both must treat a layer's heads alike,
-    and a decoding budget smaller than what the prompt was left with is an error, unless it is the prompt whole.
+    `Full()` as prefill leaves the prompt whole until `decode` compresses it; `Full()` as decode appends for ever. Both
+    must treat a layer's heads alike, and decode may not have a smaller budget than prefill.
     """
 
     prefill: Method
-    decode: Budgeted
+    decode: Full | Budgeted
 
     def __post_init__(self) -> None:
-        keys_stay = not any(getattr(method, "rerotate", False) for method in (self.prefill, self.decode))
-        known = isinstance(self.decode, Budgeted)
+        known = isinstance(self.decode, Full | Budgeted)
+        again = isinstance(self.decode, Full) or (known and self.decode.decode_rows is not None)
+        moved = getattr(self.decode, "rerotate", False) or (
+            getattr(self.prefill, "rerotate", False) and not isinstance(self.decode, Full)
+        )
         check_fields(
             self,
-            ("prefill", isinstance(self.prefill, Method) and not isinstance(self.prefill, Composed), "a method"),
-            ("decode", known, "a method with a budget"),
-            ("decode", known and self.decode.decode_rows is not None, "one that compresses while decoding"),
-            ("prefill", keys_stay, "without rerotate, as decode: neither knows how the other moved keys"),
+            ("prefill", isinstance(self.prefill, Full | Budgeted), "a method"),
+            ("decode", known, "a method"),
+            ("decode", again, "Full() or one that compresses while decoding"),
+            ("decode", not moved, "Full() where keys are rerotated: no other method knows how they were moved"),
         )
 
     @property
@@ -49,6 +63,8 @@ class Composed(Method):
         """Both budgets must be possible, and the decoding one not the smaller."""
         lengths = np.asarray(tuple(lengths))
         self.prefill.check(lengths, replace(request, reserve=0))
+        if isinstance(self.decode, Full):
+            return
         self.decode.check(lengths, request)
         for layer in range(request.num_layers):
             for n, (first, then) in zip(lengths, self.rows(lengths, request, layer), strict=True):
@@ -60,7 +76,8 @@ class Composed(Method):
 
     def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
         """Those of both methods."""
-        first, then = (method.head_groups(layer, request) for method in (self.prefill, self.decode))
+        first = self.prefill.head_groups(layer, request)
+        then = first if isinstance(self.decode, Full) else self.decode.head_groups(layer, request)
         if first != then:
             raise ValueError(f"Composed methods must group the heads of layer {layer} alike, got {first} and {then}.")
         return first
@@ -77,7 +94,9 @@ class Composed(Method):
         for heads in self.head_groups(layer, request):
             first, then = np.maximum(self.rows(lengths, request, layer, heads[0]), self.fewest_rows).T
             kept = np.minimum(lengths, self.prefill.slots(lengths, first, replace(request, reserve=0)))
-            most = np.minimum(self.decode.slots_after(kept, then, request), lengths + request.reserve)
+            most = kept + request.reserve
+            if isinstance(self.decode, Budgeted):
+                most = np.minimum(self.decode.slots_after(kept, then, request), lengths + request.reserve)
             slots.append(aligned(int(np.max(most))))
         return replace(plan, capacities=tuple(slots))
 
@@ -93,17 +112,26 @@ class Composed(Method):
         handed: Any = None,
     ) -> tuple[Layer, tuple[State, ...], Any]:
         """The prefill method's cache, with the decoding method's state."""
-        layer, _, handed = self.prefill.compress(queries, keys, values, lengths, rows[..., 0], plan, key, handed)
+        layer, before, handed = self.prefill.compress(queries, keys, values, lengths, rows[..., 0], plan, key, handed)
         state = []
-        for i, (group, heads) in enumerate(zip(groups(layer), plan.heads, strict=True)):
-            asked = None if queries is None else query_heads(queries, heads, keys.shape[1], axis=1)
-            state.append(self.decode.start(group, rows[:, i, 1], asked, plan, key))
+        for i, (group, heads, kept) in enumerate(zip(groups(layer), plan.heads, before, strict=True)):
+            if isinstance(self.decode, Full):
+                state.append(kept if self._moves_keys and kept is not None else None)
+            else:
+                asked = None if queries is None else query_heads(queries, heads, keys.shape[1], axis=1)
+                state.append(self.decode.start(group, rows[:, i, 1], asked, plan, key))
         return layer, tuple(state), handed
+
+    @property
+    def _moves_keys(self) -> bool:
+        return isinstance(self.prefill, StreamingLLM) and self.prefill.rerotate
 
     def step_group(
         self, group: LayerCache, state: State, new: NewTokens
     ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
-        """As the decoding method does."""
+        """As the decoding method does; where keys were moved, new ones stand as far back."""
+        if self._moves_keys:
+            return append_and_attend(group, state, moved_back(new, state))
         return self.decode.step_group(group, state, new)
 
     def due(self, cache: KVCache) -> Bool[Array, ""] | None:

@@ -137,14 +137,19 @@ class StreamingLLM(Streaming):
         They are turned from what they were, not from what they became: errors must not add up.
         """
         assert new.rope is not None
-        back = -state["moved"][:, None]
         dropped = jnp.maximum(new.positions[:, 0] + 1 - state["budget"], 0) - state["moved"]
         turned = _turned(state["sinks"], jnp.repeat(dropped[:, None], self.sinks, axis=1), new.rope)
         held = group.keys[:, :, : self.sinks]
         turned = jnp.where((new.real[:, 0] & (dropped > 0))[:, None, None, None], turned, held)
         keys = jax.lax.dynamic_update_slice_in_dim(group.keys, turned, 0, axis=2)
-        new = replace(new, q=rotate(new.q, back, new.rope), k=rotate(new.k, back, new.rope))
-        return new, replace(group, keys=keys)
+        return moved_back(new, state), replace(group, keys=keys)
+
+
+def moved_back(new: NewTokens, state: Any) -> NewTokens:
+    """The tokens at positions as much smaller as the cached rows were moved."""
+    assert new.rope is not None
+    back = jnp.broadcast_to(-state["moved"][:, None], new.positions.shape)
+    return replace(new, q=rotate(new.q, back, new.rope), k=rotate(new.k, back, new.rope))
 
 
 def _turned(keys: Float[Array, "B K C D"], by: Int[Array, "B C"], rope: Rope) -> Float[Array, "B K C D"]:
