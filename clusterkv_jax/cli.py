@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.evaluation import command
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -155,6 +157,10 @@ def methods(
         for found in list_presets().values():
             table.add_row(found.name, found.description, found.source)
         Console().print(table)
+
+
+app.command()(command.evaluate)
+app.command(context_settings=command.PASS_ON)(command.lm_eval)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 Tokens = tuple[int, ...]
 # Between a context and what the chat template puts behind it; no text contains it.
-_SEPARATOR = "\n" + "#" * 64 + "\n"
+_SEPARATOR = "\u241e"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def query_aware(case: Case) -> Case:
 
 def counter(tokenizer: Any) -> Callable[[str], int]:
     """A function that counts the tokens of a text, without special ones."""
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
@@ -80,14 +80,11 @@ def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
     if case.reading is not None:
         prompt = Prompt(case.reading[0], (), case.reading[1])
     else:
-        before, after, special = _wrap(case, tokenizer)
+        whole = not (case.question or case.answer_prefix)
+        before, after, special = _wrap(case, tokenizer, whole)
         rest = case.question + after + case.answer_prefix
-        if not (case.question or case.answer_prefix):
-            before, rest = before + after, ""
-        encode = tokenizer.encode
-        prompt = Prompt(
-            tuple(encode(before, add_special_tokens=special)), tuple(encode(rest, add_special_tokens=False))
-        )
+        context = tokenizer.encode(before, add_special_tokens=special, verbose=False)
+        prompt = Prompt(tuple(context), tuple(tokenizer.encode(rest, add_special_tokens=False, verbose=False)))
     new = len(prompt.continuation) or case.max_new_tokens
     room = limit - len(prompt.question) - new
     if len(prompt.context) <= room:
@@ -105,12 +102,11 @@ def middle_cut(tokens: Tokens, room: int) -> Tokens:
     return tokens[: room // 2] + tokens[len(tokens) - room // 2 :]
 
 
-def _wrap(case: Case, tokenizer: Any) -> tuple[str, str, bool]:
+def _wrap(case: Case, tokenizer: Any, whole: bool) -> tuple[str, str, bool]:
     """The context in its template, what follows question, and whether special tokens are still to be added."""
     if not case.chat or not getattr(tokenizer, "chat_template", None):
         return case.context, "", True
-    messages = [{"role": "user", "content": case.context + _SEPARATOR}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # A template may strip what ends a message.
-    before, after = text.split(_SEPARATOR.rstrip(), 1)
-    return before, after.removeprefix("\n") if _SEPARATOR in text else after, False
+    turn = [{"role": "user", "content": case.context if whole else case.context + _SEPARATOR}]
+    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    before, after = (text, "") if whole else text.rsplit(_SEPARATOR, 1)
+    return before, after, False

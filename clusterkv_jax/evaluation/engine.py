@@ -98,9 +98,8 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
             chosen = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
             cache, logits = gather_rows(cache, chosen), logits[chosen]
         tokens = _padded([prompt.continuation for prompt in prompts], steps)
-        scores, hits = jax.device_get(
-            _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
-        )
+        _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
+        scores, hits = jax.device_get((scores, hits))
     seconds = (time.perf_counter() - begin) / len(prompts)
     return [
         Answer(
@@ -122,8 +121,11 @@ def _follow(
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Log-likelihood of every token after those before it, and whether it was the likeliest; beyond `counts` anything."""
+) -> tuple[KVCache, Float[Array, "B T"], Bool[Array, "B T"]]:
+    """The cache, returned because it is donated; each token's log-likelihood, and whether it was the likeliest.
+
+    What lies beyond `counts` means nothing.
+    """
 
     def step(state: tuple[KVCache, Array], place: Array):
         cache, logits = state
@@ -134,8 +136,8 @@ def _follow(
         cache, latest = extend(params, config, method, cache, token[:, None], more)
         return (cache, jnp.where(more[:, None] > 0, latest.astype(logits.dtype), logits)), found
 
-    _, (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
-    return scores.T, hits.T
+    (cache, _), (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
+    return cache, scores.T, hits.T
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B N"]:

@@ -52,7 +52,7 @@ def official_prompt(task: str, row: Mapping[str, Any], tokenizer: Any, most: int
     A prompt of more than `most` tokens is put together from the texts of its first and last most // 2 tokens.
     """
     text = TASKS[task].fill(TASKS[task].template, row)
-    tokens = tuple(tokenizer.encode(text))
+    tokens = tuple(tokenizer.encode(text, verbose=False))
     if len(tokens) <= most:
         return text, 0
     kept = middle_cut(tokens, most)

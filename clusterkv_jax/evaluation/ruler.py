@@ -67,10 +67,10 @@ def generated(
 
 
 def from_example(example: Example, name: str, facts: Mapping[str, Any]) -> Case:
-    """The case of a generated example; where it asks for one value, its depth is a fact."""
-    (first, *others) = example.answers
-    at = example.context.find(first)
-    depth = {} if others or at < 0 else {"depth": round(at / len(example.context), 3)}
+    """The case of a generated example; the depth of a single needle is a fact."""
+    at = example.context.find(example.answers[0])
+    single = example.task.startswith("niah") and len(example.answers) == 1
+    depth = {"depth": round(at / len(example.context), 3)} if single else {}
     return Case(
         id=name,
         task=example.task,

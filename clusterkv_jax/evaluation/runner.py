@@ -81,7 +81,7 @@ def run(
     on_lines(len(lines))
     with (folder / RESULTS).open("ab") as file:
         for entry, (method, batch) in plan:
-            missing = [job for job in batch if (entry.name, entry.budget, job.case.id) not in known]
+            missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in known}
             if not missing:
                 continue
             first = batch[0].case
@@ -89,7 +89,7 @@ def run(
             fresh = [
                 _line(entry, job, answer, method == entry.method)
                 for job, answer in zip(batch, answers, strict=True)
-                if job in missing
+                if job.number in missing
             ]
             file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh).encode())
             file.flush()

@@ -65,9 +65,8 @@ def books(data: str | None) -> dict[str, str]:
         found = rows(None, "pg19", ("emozilla/pg19", None, "test"))
         return {row["short_book_title"]: row["text"] for row in found}
     place = Path(data)
-    files = (
-        [place] if place.is_file() else sorted([*place.glob("*.txt"), *place.glob("*.txt.gz"), *place.glob("*.raw")])
-    )
+    found = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
+    files = [place] if place.is_file() else sorted(found)
     if not files:
         raise ValueError(f"there are no .txt or .txt.gz books in {data}.")
     return {file.name.split(".")[0]: body(read_text(file)) for file in files}

@@ -1,0 +1,240 @@
+"""`clusterkv evaluate`: a suite through methods and budgets, as results.jsonl, run.json, table.md and report.html."""
+
+import hashlib
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_what = partial(typer.Option, rich_help_panel="What is asked")
+_packages = ("clusterkv-jax", "jax", "jaxlib", "numpy", "transformers", "tokenizers")
+
+
+def evaluate(
+    suite: Annotated[str, typer.Option(help="ruler, longbench, niah, gsm8k, pg19 ...; 'list' shows all of them.")],
+    model: Annotated[str, typer.Option(help="'demo', a folder or a hub id in Hugging Face format.")] = "demo",
+    methods: Annotated[str, typer.Option(help="Methods, presets or preset files, between commas.")] = "full",
+    budgets: Annotated[str, typer.Option(help="Shares of the cache (0.25) or rows (1024), between commas.")] = "1.0",
+    output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
+        "results"
+    ),
+    tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
+    lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
+    limit: Annotated[int | None, _what(help="Most examples of each task.", show_default="the suite's")] = None,
+    query_aware: Annotated[
+        bool, _what("--query-aware", help="Let methods see the question before they compress.")
+    ] = False,
+    data: Annotated[str | None, _what(help="Local file or folder instead of the hub.")] = None,
+    books: Annotated[str | None, _what(help="Local book or folder of books.", show_default="PG19, test")] = None,
+    seed: Annotated[int, _what(help="Of everything that is generated.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Most examples read together.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
+    published: Annotated[
+        str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Answer a suite's questions with compressed caches and make a table of the scores."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        if suite == "list":
+            _list_suites()
+            return
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation import cases as building
+        from clusterkv_jax.evaluation import engine, runner, suites
+
+        entries = parse_entries(_split(methods), _split(budgets))
+        loaded = ckv.load(model, dtype=dtype)
+        if loaded.tokenizer is None:
+            raise ValueError(f"model {model} has no tokenizer, which evaluation needs.")
+        options = suites.Options(_split(tasks), tuple(map(_whole, _split(lengths))), limit, data, books, seed)
+        positions = loaded.config.max_positions
+        with Console(stderr=True).status(f"Building the cases of {suite} ..."):
+            found = suites.cases(suite, options, loaded.tokenizer, positions)
+            found = [building.query_aware(case) for case in found] if query_aware else found
+            jobs = [
+                runner.Job(i, case, building.build_prompt(case, loaded.tokenizer, positions))
+                for i, case in enumerate(found)
+            ]
+        config = {
+            "suite": suite,
+            "model": model,
+            "parameters": fingerprint(loaded.params),
+            "dtype": str(loaded.params["embed"].dtype),
+            "methods": {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries},
+            "query_aware": query_aware,
+            "batch_size": batch_size,
+        }
+        with _bar(len(jobs) * len(entries)) as on_lines:
+            lines = runner.run(
+                output,
+                config,
+                about(),
+                jobs,
+                entries,
+                engine.responder(loaded),
+                batch_size=batch_size,
+                possible=partial(engine.possible, loaded),
+                on_lines=on_lines,
+            )
+        _write(output, suite, model, lines, None if published is None else _split(published))
+
+
+def lm_eval(context: typer.Context) -> None:
+    """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
+    from clusterkv_jax.cli import _one_sentence_errors
+    from clusterkv_jax.evaluation.scoring import library
+
+    with _one_sentence_errors(False):
+        library("lm_eval", "clusterkv lm-eval")
+        from clusterkv_jax.evaluation import harness
+
+        harness.main(context.args)
+
+
+# What the harness's command is told goes to it as it is, --help too.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tuple[str, ...] | None) -> None:
+    """table.md and report.html from the lines, and the table on the screen."""
+    from clusterkv_jax.evaluation import report, runner, table
+
+    chosen = table.matching(suite, model) if names is None else names
+    summary = table.beside(table.summarize(lines), [table.published(name) for name in chosen])
+    run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
+    runner.write_whole(output / "table.md", table.markdown(summary))
+    runner.write_whole(output / "report.html", report.report(summary, lines, run))
+    console = Console()
+    console.print(_screen(summary))
+    for note in table.notes(summary):
+        console.print(note, style="dim")
+    console.print(f"Written to {output}: results.jsonl, run.json, table.md, report.html", highlight=False)
+
+
+def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
+    """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0."""
+    from clusterkv_jax.evaluation.runner import Entry
+    from clusterkv_jax.methods import Full
+    from clusterkv_jax.presets import find_preset, preset
+
+    if not names or not budgets:
+        raise ValueError("--methods and --budgets must each name at least one.")
+    if len(set(names)) != len(names) or len(set(budgets)) != len(budgets):
+        raise ValueError("--methods and --budgets must not name anything twice.")
+    takes = {name: find_preset(name).takes_budget for name in names}
+    whole = [budget for budget in budgets if _budget(budget).ratio is not None and _budget(budget).ratio >= 1]
+    entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
+    for name in names:
+        if takes[name]:
+            entries += [Entry(name, text, preset(name, _budget(text))) for text in budgets if text not in whole]
+    return entries
+
+
+def _budget(text: str):
+    from clusterkv_jax.budget import Budget
+
+    try:
+        return Budget(tokens=int(text)) if text.isdigit() and text != "1" else Budget(ratio=float(text))
+    except ValueError as error:
+        raise ValueError(f"--budgets takes shares such as 0.25 and rows such as 1024, got {text!r}.") from error
+
+
+def fingerprint(params: Any) -> str:
+    """Tells one checkpoint from another by a few numbers of every parameter."""
+    import jax
+    import numpy as np
+
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf[tuple(slice(0, 4) for _ in leaf.shape)]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def about() -> dict[str, Any]:
+    """The command, when and where it ran, and the versions of what it ran with."""
+    import jax
+
+    return {
+        "command": shlex.join(["clusterkv", *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _packages}},
+        "commit": _commit(),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked where files differ from it; None outside of a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("-changed" if changed.stdout.strip() else "")
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    """A bar with an estimate on standard error; called with the number of lines there are."""
+    console = Console(stderr=True)
+    columns = (TextColumn("examples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("examples", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _screen(summary: Any) -> Table:
+    """The table without the intervals of single tasks, which table.md has."""
+    from clusterkv_jax.evaluation.table import budget_name, cell_text
+
+    found = Table(box=SIMPLE_HEAD)
+    for name in ("method", "kept", *summary.columns, "average"):
+        found.add_column(name, justify="left" if name in ("method", "kept") else "right", overflow="fold")
+    for row in summary.rows:
+        measured = row.source == "measured"
+        cells = [row.cells.get(name) for name in summary.columns]
+        values = [cell_text(cell, summary.perplexity).split(" ")[0] for cell in cells]
+        name = row.method if measured else f"{row.method}, {row.source}"
+        average = cell_text(row.average, summary.perplexity)
+        found.add_row(name, budget_name(row.budget), *values, average, style=None if measured else "dim italic")
+    return found
+
+
+def _list_suites() -> None:
+    from clusterkv_jax.evaluation.suites import SUITES
+
+    listed = Table(box=None, pad_edge=False)
+    for name in ("suite", "what it is", "tasks"):
+        listed.add_column(name)
+    for name, suite in SUITES.items():
+        listed.add_row(name, suite.description, ", ".join(suite.tasks) or "a book each")
+    Console().print(listed)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError(f"--lengths takes whole numbers such as 4096, got {text!r}.")
+    return int(text)

@@ -1,0 +1,202 @@
+"""lm-evaluation-harness with a compressed cache: its model `clusterkv`.
+
+    clusterkv lm-eval --model clusterkv --model_args model=demo,method=centroidkv,cache_ratio=0.2 --tasks gsm8k
+
+The harness finds models by imports of its own, so this project's command registers the model and then calls the
+harness's. What stands before an answer or a continuation, question included, is the context that is compressed.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import model_registry
+
+import clusterkv_jax as ckv
+from clusterkv_jax.evaluation import engine
+from clusterkv_jax.evaluation.cases import Case, Prompt
+from clusterkv_jax.evaluation.engine import Answer
+from clusterkv_jax.evaluation.runner import Job, batches
+from clusterkv_jax.methods import Full
+from clusterkv_jax.presets import preset
+
+NAME = "clusterkv"
+# Tokens of a long text that are read from one compressed cache before it is compressed afresh.
+BLOCK = 256
+_log = logging.getLogger(__name__)
+
+
+class CompressedLM(TemplateLM):
+    """The harness's interface to a model whose caches a method compresses.
+
+    Args:
+        model: "demo", a folder or a hub id.
+        method: a method or preset; the full cache by default.
+        cache_ratio, cache_tokens: its budget, one of them.
+        dtype: of the parameters.
+        max_length: most tokens of context and answer, at most the model's positions.
+        batch_size: most examples read together.
+        max_batch_size, device: given by the harness and not used.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        method: str = "full",
+        cache_ratio: float | None = None,
+        cache_tokens: int | None = None,
+        dtype: str | None = None,
+        max_length: int | None = None,
+        batch_size: int | str = 16,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        del max_batch_size, device
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+        if cache_ratio is not None and cache_tokens is not None:
+            raise ValueError(f"give cache_ratio or cache_tokens, not both (got {cache_ratio} and {cache_tokens}).")
+        whole = cache_ratio is None and cache_tokens is None
+        budget = None if whole else ckv.Budget(ratio=cache_ratio, tokens=cache_tokens)
+        self.loaded = ckv.load(model, dtype=dtype)
+        if self.loaded.tokenizer is None:
+            raise ValueError(f"model {model} has no tokenizer, which the harness needs.")
+        self.method = preset(method, budget)
+        self.tokenizer = self.loaded.tokenizer
+        self.batch_size = int(batch_size)
+        positions = self.loaded.config.max_positions
+        if max_length is not None and not 1 < max_length <= positions:
+            raise ValueError(f"max_length must be between 2 and the model's {positions} positions, got {max_length}.")
+        self.max_length = max_length or positions
+
+    # --- what the harness asks about the tokenizer ---
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Distinguishes cached requests."""
+        return self.loaded.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Tokens of a text; a text that begins with the first token of texts gets no second one."""
+        del kwargs
+        if add_special_tokens is None:
+            first = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not (first and string.startswith(first))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Few-shot examples and a question as the model's chat."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # --- its three requests ---
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to a stop text; sampled where the task asks for a temperature above 0."""
+        del disable_tqdm
+        jobs = [self._generation(number, *request.args) for number, request in enumerate(requests)]
+        return [answer.text for answer in self._answers(jobs)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows of max_length; within one, every 256 tokens the cache of all that
+        stands before is compressed afresh, so that the budget holds everywhere.
+        """
+        del disable_tqdm
+        jobs, owners = [], []
+        for owner, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            for context, continuation in map(utils.make_disjoint_window, windows):
+                step = len(continuation) if isinstance(self.method, Full) else BLOCK
+                for at in range(0, len(continuation), step):
+                    jobs.append(_job(len(jobs), [*context, *continuation[:at]], continuation[at : at + step]))
+                    owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, answer in zip(owners, self._answers(jobs), strict=True):
+            totals[owner] += sum(answer.logprobs)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        del disable_tqdm, kwargs
+        jobs = []
+        for number, (_, context, continuation) in enumerate(requests):
+            kept = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
+            jobs.append(_job(number, kept, continuation))
+        return [(sum(answer.logprobs), answer.greedy) for answer in self._answers(jobs)]
+
+    # --- how they are answered ---
+
+    def _generation(self, number: int, text: str, wanted: dict[str, Any]) -> Job:
+        until = wanted.get("until") or []
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        new = int(wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or 256)
+        if wanted.get("do_sample") and float(wanted.get("temperature") or 0) > 0:
+            raise ValueError("the harness's model clusterkv is greedy; the task asks for sampling (do_sample).")
+        context = self._fit(self.tok_encode(text), new)
+        case = Case(str(number), NAME, max_new_tokens=new, stop=tuple(part for part in stop if part))
+        return Job(number, case, Prompt(tuple(context)))
+
+    def _fit(self, context: list[int], new: int) -> list[int]:
+        """The end of a context that is too long, as the harness's other models do, with a warning."""
+        room = self.max_length - new
+        if room < 1:
+            raise ValueError(f"{new} new tokens leave no room for a context within max_length = {self.max_length}.")
+        if len(context) > room:
+            _log.warning("A context of %d tokens loses its first %d to fit.", len(context), len(context) - room)
+        return context[-room:]
+
+    def _answers(self, jobs: Sequence[Job]) -> list[Answer]:
+        """Answers in the order of the jobs; prompts that are too short for the budget get the full cache."""
+        respond = engine.responder(self.loaded)
+        fits = [engine.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
+        if not all(fits):
+            _log.warning(
+                "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
+            )
+        found: dict[int, Answer] = {}
+        for method, chosen in ((self.method, True), (Full(), False)):
+            for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is chosen], self.batch_size):
+                case = batch[0].case
+                answers = respond(method, [job.prompt for job in batch], case.max_new_tokens, case.stop)
+                found.update((job.number, answer) for job, answer in zip(batch, answers, strict=True))
+        return [found[job.number] for job in jobs]
+
+
+def _job(number: int, context: Sequence[int], continuation: Sequence[int]) -> Job:
+    return Job(number, Case(str(number), NAME, metric="nll"), Prompt(tuple(context), (), tuple(continuation)))
+
+
+def register() -> None:
+    """Make the model known to the harness under its name."""
+    if NAME not in model_registry:
+        model_registry.register(NAME)(CompressedLM)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The harness's own command, with the model registered."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()

@@ -1,0 +1,212 @@
+"""From lines to a table: methods x budgets by tasks, with intervals, beside what papers print."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+Z95 = 1.959964
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean in per cent (for "nll": a perplexity) of `count` examples, and half of its 95 % interval's width."""
+
+    value: float
+    half: float = 0.0
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method and budget: a cell per column that it has, their average, and where the numbers are from."""
+
+    method: str
+    budget: str
+    cells: Mapping[str, Cell]
+    average: Cell
+    source: str = "measured"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table: columns in order of first appearance, rows in order of the run; `metric` "nll" means perplexities."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    perplexity: bool
+    uncompressed: int = 0
+    cut: int = 0
+
+
+def summarize(lines: Sequence[Line]) -> Summary:
+    """Means and 95 % intervals of every method, budget and column.
+
+    Wilson's interval for scores from 0 to 1 (for shares between them it is wider than need be), the normal one for
+    cross-entropies. The average of the columns counts each equally.
+    """
+    if not lines:
+        raise ValueError("there are no results to sum up.")
+    perplexity = lines[0]["metric"] == "nll"
+    several = len({line["facts"].get("length") for line in lines}) > 1
+    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for line in lines:
+        found = groups.setdefault((line["method"], line["budget"]), {})
+        found.setdefault(column(line, several), []).append(line["score"])
+    columns = tuple(dict.fromkeys(name for found in groups.values() for name in found))
+    rows = tuple(
+        _row(method, budget, {name: _cell(scores, perplexity) for name, scores in found.items()}, perplexity)
+        for (method, budget), found in groups.items()
+    )
+    return Summary(
+        columns,
+        rows,
+        perplexity,
+        uncompressed=sum(not line["compressed"] for line in lines),
+        cut=sum(line["cut"] > 0 for line in lines),
+    )
+
+
+def column(line: Line, several_lengths: bool) -> str:
+    """A task, with its length or position where there are several."""
+    facts = line["facts"]
+    if "position" in facts:
+        return f"{line['task']}@{facts['position']}"
+    return f"{line['task']}@{facts['length']}" if several_lengths else line["task"]
+
+
+def wilson(scores: Sequence[float]) -> tuple[float, float]:
+    """Wilson's 95 % interval of a mean of numbers from 0 to 1."""
+    n, p = len(scores), float(np.mean(scores))
+    middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    return middle - half, middle + half
+
+
+def _cell(scores: Sequence[float], perplexity: bool) -> Cell:
+    n, mean = len(scores), float(np.mean(scores))
+    if not perplexity:
+        low, high = wilson(scores)
+        return Cell(100 * mean, 50 * (high - low), n)
+    half = Z95 * float(np.std(scores, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    return Cell(math.exp(mean), math.exp(mean) * half, n)
+
+
+def _row(method: str, budget: str, cells: Mapping[str, Cell], perplexity: bool, source: str = "measured") -> Row:
+    values = [cell.value for cell in cells.values()]
+    mean = math.exp(float(np.mean(np.log(values)))) if perplexity else float(np.mean(values))
+    half = math.sqrt(sum(cell.half**2 for cell in cells.values())) / len(cells)
+    return Row(method, budget, cells, Cell(mean, half, sum(cell.count for cell in cells.values())), source)
+
+
+# --- what papers print ---
+
+
+@dataclass(frozen=True)
+class Published:
+    """A table of a paper, from `configs/evaluation/published/`."""
+
+    name: str
+    source: str
+    suite: str
+    model: str
+    protocol: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def published(name: str) -> Published:
+    """One table by the name of its file. Raises ValueError for an unknown one."""
+    folder = resources.files("clusterkv_jax.configs") / "evaluation" / "published"
+    known = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+    if name not in known:
+        raise ValueError(f"published table {name!r} is unknown; known: {', '.join(known)}.")
+    content = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    columns, source = tuple(content["columns"]), content["source"]
+    label = f"{source}, {content['model'].split('/')[-1]}"
+    rows = tuple(_published_row(row, columns, label) for row in content["rows"])
+    return Published(name, source, content["suite"], content["model"], content["protocol"], columns, rows)
+
+
+def _published_row(row: Mapping[str, Any], columns: Sequence[str], source: str) -> Row:
+    """A row of scores, null where one is not printed, or of an average alone."""
+    if "average" in row:
+        return Row(row["method"], row["budget"], {}, Cell(row["average"]), source)
+    pairs = zip(columns, row["scores"], strict=True)
+    return _row(row["method"], row["budget"], {task: Cell(x) for task, x in pairs if x is not None}, False, source)
+
+
+def published_names() -> list[str]:
+    """Names of all tables."""
+    folder = resources.files("clusterkv_jax.configs") / "evaluation" / "published"
+    return sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def matching(suite: str, model: str) -> list[str]:
+    """The published tables of a suite and model; those of RULER stand beside generated and published rows."""
+    wanted, last = ("ruler" if suite.startswith("ruler") else suite), model.rstrip("/").split("/")[-1].lower()
+    tables = map(published, published_names())
+    return [t.name for t in tables if t.suite == wanted and t.model.split("/")[-1].lower() == last]
+
+
+def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
+    """The summary with the tables' rows, as far as they have its columns, behind the measured ones.
+
+    Their averages are those of the columns shown. A row of an average alone stands there only if its tasks are shown.
+    """
+    extra = []
+    for table in tables:
+        for row in table.rows:
+            shared = {name: row.cells[name] for name in summary.columns if name in row.cells}
+            if shared:
+                extra.append(_row(row.method, row.budget, shared, False, row.source))
+            elif not row.cells and set(table.columns) == set(summary.columns):
+                extra.append(row)
+    return Summary(summary.columns, (*summary.rows, *extra), summary.perplexity, summary.uncompressed, summary.cut)
+
+
+# --- text ---
+
+
+def budget_name(budget: str) -> str:
+    """A share as per cent, a number of rows as it is."""
+    return f"{budget} rows" if budget.isdigit() and budget != "1" else f"{float(budget):.1%}".replace(".0%", "%")
+
+
+def cell_text(cell: Cell | None, perplexity: bool) -> str:
+    """A number with its half interval where there is one."""
+    if cell is None:
+        return "-"
+    digits = 2 if perplexity else 1
+    return f"{cell.value:.{digits}f}" + (f" ±{cell.half:.{digits}f}" if cell.count else "")
+
+
+def markdown(summary: Summary) -> str:
+    """The table as Markdown, ending in notes on what its numbers are."""
+    head = ["method", "kept", *summary.columns, "average"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+    for row in summary.rows:
+        name = row.method if row.source == "measured" else f"*{row.method}, {row.source}*"
+        cells = [cell_text(row.cells.get(column), summary.perplexity) for column in summary.columns]
+        average = cell_text(row.average, summary.perplexity)
+        lines.append("| " + " | ".join([name, budget_name(row.budget), *cells, average]) + " |")
+    return "\n".join([*lines, "", *notes(summary)]) + "\n"
+
+
+def notes(summary: Summary) -> list[str]:
+    """What a reader must know about the numbers."""
+    what = "Perplexities" if summary.perplexity else "Scores in per cent"
+    found = [f"{what} with half of their 95 % intervals."]
+    if summary.uncompressed:
+        found.append(
+            f"{summary.uncompressed} answers come from the full cache: their prompts are too short for the budget."
+        )
+    if summary.cut:
+        found.append(f"{summary.cut} prompts lost tokens in their middle to fit into the model's positions.")
+    return found

@@ -1,0 +1,379 @@
+"""Suites, their prompts, and the engine that answers them."""
+
+import gzip
+import json
+import re
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import clusterkv_jax as ckv
+from clusterkv_jax import cli
+from clusterkv_jax.evaluation import documents, engine, longbench, reading, ruler, sources, suites, synthetic
+from clusterkv_jax.evaluation.cases import Case, Prompt, build_prompt, counter, query_aware
+from clusterkv_jax.evaluation.command import parse_entries
+from clusterkv_jax.evaluation.suites import Options
+from clusterkv_jax.models import transformer
+from tests.shared_data import shared
+from tests.tiny import prompt, tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The demo's tokenizer, which has no chat template."""
+    return AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
+
+
+@pytest.fixture(scope="module")
+def chatting(tokenizer):
+    other = AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
+    other.chat_template = TEMPLATE
+    return other
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> PreTrainedTokenizerFast:
+    """Qwen2's published tokenizer, with its chat template."""
+    folder, packed = tmp_path_factory.mktemp("qwen2"), shared("data/hub/tokenizers/qwen2")
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes(gzip.decompress((packed / f"{name}.gz").read_bytes()))
+    (folder / "tokenizer_config.json").write_bytes((packed / "tokenizer_config.json").read_bytes())
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def prose(tmp_path_factory):
+    """A book of made-up sentences."""
+    rng = np.random.default_rng(0)
+    listed = synthetic.words("nouns")
+    text = " ".join(" ".join(rng.choice(listed, rng.integers(4, 24))).capitalize() + "." for _ in range(500))
+    file = tmp_path_factory.mktemp("books") / "made_up.txt"
+    file.write_text(
+        "*** START OF THE PROJECT GUTENBERG EBOOK X ***\n"
+        + text
+        + "\n*** END OF THE PROJECT GUTENBERG EBOOK X ***\nLicence"
+    )
+    return str(file)
+
+
+# --- prompts ---
+
+
+def test_parts_become_tokens_and_the_template_goes_around_the_context(tokenizer, chatting):
+    case = Case("x", "t", "Some context.\n", "What is it?", " It is", max_new_tokens=8)
+    plain = build_prompt(case, tokenizer, 512)
+    assert tokenizer.decode(plain.context, skip_special_tokens=True) == "Some context.\n"
+    assert tokenizer.decode(plain.question) == "What is it? It is"
+    chat = build_prompt(case, chatting, 512)
+    assert chatting.decode(chat.context) == "<user>Some context.\n"
+    assert chatting.decode(chat.question) == "What is it?</user><bot> It is"
+    aware = build_prompt(query_aware(case), chatting, 512)
+    assert chatting.decode(aware.context) == "<user>Some context.\nWhat is it?"
+    assert chatting.decode(aware.question) == "</user><bot> It is"
+    whole = build_prompt(Case("x", "t", "All of it."), chatting, 512)
+    assert chatting.decode(whole.context) == "<user>All of it.</user><bot>"
+    assert whole.question == ()
+
+
+def test_what_does_not_fit_is_cut_in_the_middle_or_refused(tokenizer):
+    case = Case("x/1", "t", " ".join(map(str, range(400))), "Why?", " So", max_new_tokens=10, truncate=True)
+    whole = build_prompt(case, tokenizer, 10_000).context
+    room = 200 - 10 - len(build_prompt(case, tokenizer, 10_000).question)
+    cut = build_prompt(case, tokenizer, 200)
+    assert cut.context == whole[: room // 2] + whole[-(room // 2) :]
+    assert cut.cut == len(whole) - room // 2 * 2
+    with pytest.raises(
+        ValueError, match=r"case x/1 has \d+ tokens of context, .* which exceed the model's 200 positions"
+    ):
+        build_prompt(Case("x/1", "t", case.context, "Why?"), tokenizer, 200)
+
+
+def longbench_rows(task):
+    return sources.read_rows(shared(f"data/longbench/examples/{task}.jsonl.gz"))
+
+
+@pytest.mark.parametrize("task", ["hotpotqa", "trec", "samsum", "lsht", "lcc", "gov_report"])
+def test_longbench_prompts_are_the_official_ones(task, qwen):
+    template = json.loads(shared("data/longbench/config/dataset2prompt.json").read_text(encoding="utf-8"))[task]
+    lengths = json.loads(shared("data/longbench/config/dataset2maxlen.json").read_text())
+    row = longbench_rows(task)[0]
+    text = template.format(**row)
+    assert "".join(longbench.parts(task, row)) == text
+    # The official way to cut: halves of the limit from both ends, as text, then the chat template.
+    ids = qwen(text).input_ids
+    limit = len(ids) // 2 + 600
+    case = longbench.official_case(task, 0, row, qwen, limit)
+    room = limit - max(500, lengths[task] + 64)
+    expected = "".join(qwen.decode(part, skip_special_tokens=True) for part in (ids[: room // 2], ids[-(room // 2) :]))
+    assert case.context == (expected if len(ids) > room else text)
+    assert case.max_new_tokens == lengths[task]
+    if task in ("hotpotqa", "gov_report"):
+        turn = [{"role": "user", "content": case.context}]
+        expected = qwen.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    else:
+        expected = case.context
+    assert qwen.decode(build_prompt(case, qwen, 10**6).context) == expected
+
+
+def test_longbench_is_divided_as_kvpress_does(qwen):
+    row = longbench_rows("hotpotqa")[0]
+    case = longbench.kvpress_case("hotpotqa", 0, row)
+    assert case.question == f"Question: {row['input']}\n"
+    assert case.answer_prefix == "Answer:"
+    assert case.max_new_tokens == 32 + 20
+    assert case.context.endswith("only give me the answer and do not output any other words.\n\n".capitalize())
+    divided = {
+        **{k: row[k] for k in ("answers", "all_classes", "length")},
+        "context": "C",
+        "question": "Q",
+        "answer_prefix": "A",
+    }
+    assert longbench.kvpress_case("hotpotqa", 0, divided).context == "C"
+    made = build_prompt(case, qwen, 10**6)
+    assert qwen.decode(made.question).endswith("<|im_end|>\n<|im_start|>assistant\nAnswer:")
+
+
+def test_genuine_rows_of_ruler_keep_their_text(qwen):
+    rows = sources.read_rows(shared("data/ruler/niah_multikey_3_4096_first60.jsonl.gz"))
+    cases = ruler.published(rows, 4096, "niah_multikey_3")
+    assert len(cases) == 60
+    for row, case in list(zip(rows, cases, strict=True))[:5]:
+        assert case.context + case.question + case.answer_prefix == row["input"]
+        assert case.question.startswith("What is the special magic uuid for ")
+        assert case.question.endswith("provided text?")
+        assert case.answers[0] in case.context
+        made = build_prompt(case, qwen, 32768)
+        turn = [{"role": "user", "content": case.context + case.question}]
+        text = qwen.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + case.answer_prefix
+        assert qwen.decode(made.context) + qwen.decode(made.question) == text
+        # The generator's wording is the published one: the same frame around other needles.
+        mine = synthetic.niah(np.random.default_rng(0), 900, counter(qwen), synthetic.NEEDLE_TASKS["niah_multikey_3"])[
+            0
+        ]
+        frame = lambda text: re.sub(r"[0-9a-f-]{36}", "U", text).replace(
+            "\nOne of the special magic uuids for U is: U.", ""
+        )
+        assert frame(mine.prompt) == frame(row["input"])
+
+
+def test_the_papers_subset_is_the_one_they_count():
+    chosen = ruler.papers_subset(6500)
+    counts = [122, 109, 89, 104, 88, 88, 99, 108, 88, 102, 111, 102, 90]  # of the 13 tasks, 500 rows each
+    assert len(chosen) == len(set(chosen)) == 1300
+    assert sorted(np.bincount(np.asarray(chosen) // 500).tolist()) == sorted(counts)
+
+
+# --- suites ---
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Question files in SQuAD's and HotpotQA's layouts."""
+    folder = tmp_path_factory.mktemp("questions")
+    paragraphs = [
+        {
+            "context": f"The colour of thing {i} is shade {i}. " + "It is so. " * 20,
+            "qas": [
+                {
+                    "question": f"What is the colour of thing {i}?",
+                    "answers": [{"text": f"shade {i}"}, {"text": f"shade {i}"}],
+                },
+                {"question": "Unanswerable?", "answers": []},
+            ],
+        }
+        for i in range(40)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    hotpot = [
+        {
+            "question": f"Which is {i}?",
+            "answer": f"answer {i}",
+            "context": [
+                [f"Title {i} {j}", [f"Fact {j} of {i} is answer {i}.", " More of it follows here."]] for j in range(2)
+            ],
+        }
+        for i in range(40)
+    ]
+    (folder / "hotpot.json").write_text(json.dumps(hotpot))
+    return str(folder)
+
+
+def test_ruler_generates_every_task_at_its_length(tokenizer, prose, questions):
+    made = suites.cases("ruler", Options(lengths=(1024,), limit=2, books=prose, data=questions), tokenizer, 8192)
+    assert [case.task for case in made[::2]] == list(suites.SUITES["ruler"].tasks)
+    assert len({case.id for case in made}) == len(made) == 26
+    for case in made:
+        made_prompt = build_prompt(case, tokenizer, 1024)  # room for question and answer is within the length
+        assert len(made_prompt.context) > 0.8 * (1024 - case.max_new_tokens - ruler.QUESTION_ROOM)
+        assert all(answer in case.context for answer in case.answers)
+        assert "Licence" not in case.context
+        assert ("depth" in case.facts) == (case.task.startswith("niah") and len(case.answers) == 1)
+    again = suites.cases("ruler", Options(tasks=("qa_1",), lengths=(1024,), limit=1, data=questions), tokenizer, 8192)
+    assert again[0] == next(case for case in made if case.task == "qa_1")
+    assert len(again[0].answers) == 1
+
+
+def test_questions_stand_among_documents_that_do_not_answer(tokenizer, questions):
+    library = documents.from_squad(sources.read_rows(sources.local(questions, ["squad*"])))
+    assert len(library.questions) == 40
+    example = documents.question(np.random.default_rng(0), 700, counter(tokenizer), library, 3, "qa_1")
+    listed = re.findall(r"Document (\d+):\n(.*)", example.context)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    assert sum("thing 3 " in text for _, text in listed) == 1
+    assert len(listed) > 3
+    with pytest.raises(ValueError, match="too small for the documents of question 3"):
+        documents.question(np.random.default_rng(0), 60, counter(tokenizer), library, 3, "qa_1")
+
+
+def test_grids_and_lines_and_positions(tokenizer, prose):
+    grid = suites.cases("niah", Options(lengths=(512, 768), limit=1, books=prose), tokenizer, 8192)
+    assert len(grid) == 22
+    for case in grid:
+        place = case.context.index(case.answers[0]) / len(case.context)
+        assert abs(place - case.facts["depth"]) < 0.2
+    asked = suites.cases("longeval", Options(lengths=(700,), limit=2), tokenizer, 8192)
+    assert len({case.context for case in asked}) == 2
+    for case in asked:
+        key = re.search(r"in line (\S+)\? I need", case.question).group(1)
+        assert f"line {key}: REGISTER_CONTENT is <{case.answers[0]}>\n" in case.context
+    read = suites.cases("pg19", Options(lengths=(2048,), limit=1, books=prose), tokenizer, 8192)
+    assert [case.facts["position"] for case in read] == reading.positions(2048)
+    whole = tokenizer.encode(sources.books(prose)["made_up"], add_special_tokens=False)
+    for case in read:
+        context, block = case.reading
+        text = [*context, *block]
+        start = next(i for i in range(len(whole)) if whole[i : i + 40] == text[:40])
+        assert whole[start : start + len(text)] == text
+        assert len(block) == reading.BLOCK
+
+
+def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
+    (tmp_path / "cot_8shot.json").write_text(json.dumps([{"question": "One?", "target": "So. The answer is 1."}] * 8))
+    rows = [{"question": f"What is {i}?", "answer": f"<<x>>\n#### {i},000"} for i in range(3)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = suites.cases("gsm8k", Options(data=str(tmp_path)), tokenizer, 8192)
+    assert {case.context for case in made} == {"Q: One?\nA: So. The answer is 1.\n\n" * 8}
+    assert [case.answers for case in made] == [("0,000",), ("1,000",), ("2,000",)]
+    assert made[1].question + made[1].answer_prefix == "Q: What is 1?\nA:"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("glue", Options(), "suite 'glue' is unknown; allowed: ruler, "),
+        ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: niah_single_1"),
+        ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
+        ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
+        ("pg19", Options(books="/nowhere"), "no .txt or .txt.gz books in /nowhere"),
+        ("gsm8k", Options(data="/nowhere"), "no file or folder /nowhere"),
+        ("longbench", Options(tasks=("lcc",), data="/nowhere"), "no file or folder /nowhere"),
+    ],
+)
+def test_what_is_not_there_is_named(name, options, said, tokenizer):
+    pytest.importorskip("lm_eval")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        suites.cases(name, options, tokenizer, 8192)
+
+
+# --- the engine ---
+
+
+def test_likelihoods_are_those_of_the_whole_text_and_of_each_row_alone():
+    model = tiny()
+    pairs = [Prompt(tuple(prompt(i, 30 + 3 * i)), (), tuple(prompt(90 + i, 5 + i))) for i in range(3)]
+    pairs.append(Prompt(pairs[0].context, (), tuple(prompt(99, 4))))
+    together = engine.likelihoods(model, ckv.Full(), pairs)
+    for pair, answer in zip(pairs, together, strict=True):
+        row = jnp.asarray([[*pair.context, *pair.continuation]], jnp.int32)
+        hidden = transformer.forward_hidden(model.params, model.config, row)
+        scores = jax.nn.log_softmax(transformer.unembed(model.params, model.config, hidden[0]), axis=-1)
+        steps = len(pair.context) - 1 + np.arange(len(pair.continuation))
+        expected = np.asarray(scores)[steps, np.asarray(pair.continuation)]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)
+        assert answer.rows == len(pair.context)
+    assert engine.likelihoods(model, ckv.Full(), pairs[1:2])[0].logprobs == pytest.approx(
+        together[1].logprobs, abs=1e-5
+    )
+
+
+def test_greedy_continuations_are_known_as_such():
+    model = tiny()
+    made = ckv.generate(model, [prompt(5, 40)], max_new_tokens=6).tokens[0]
+    right, wrong = (
+        Prompt(tuple(prompt(5, 40)), (), tuple(made)),
+        Prompt(tuple(prompt(5, 40)), (), (*made[:-1], 60 - made[-1])),
+    )
+    assert [answer.greedy for answer in engine.likelihoods(model, ckv.Full(), [right, wrong])] == [True, False]
+
+
+def test_a_compressed_context_is_read_differently_and_counted():
+    method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
+    pair = Prompt(tuple(prompt(3, 90)), (), tuple(prompt(4, 6)))
+    (answer,) = engine.likelihoods(tiny(), method, [pair])
+    (full,) = engine.likelihoods(tiny(), ckv.Full(), [pair])
+    assert answer.rows == 40
+    assert full.rows == 90
+    assert np.isfinite(answer.logprobs).all()
+    assert answer.logprobs != pytest.approx(full.logprobs, rel=1e-3)
+    assert engine.possible(tiny(), method, pair, 8)
+    assert not engine.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
+
+
+# --- the command ---
+
+
+def test_methods_and_budgets_become_rows():
+    found = parse_entries(("centroidkv", "chelsea-llama3"), ("1.0", "0.5", "512"))
+    assert [(e.name, e.budget) for e in found] == [
+        ("full", "1.0"),
+        ("centroidkv", "0.5"),
+        ("centroidkv", "512"),
+        ("chelsea-llama3", "0.5"),
+        ("chelsea-llama3", "512"),
+    ]
+    assert found[1].method.budget == ckv.Budget(ratio=0.5)
+    assert found[2].method.budget == ckv.Budget(tokens=512)
+    assert [e.name for e in parse_entries(("full", "centroidkv"), ("0.5",))] == ["full", "centroidkv"]
+    for names, budgets, said in (
+        (("nope",), ("0.5",), "Unknown method or preset 'nope'"),
+        (("full",), ("half",), "shares such as 0.25 and rows such as 1024, got 'half'"),
+        (("full", "full"), ("0.5",), "twice"),
+        ((), ("0.5",), "at least one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_entries(names, budgets)
+
+
+def test_the_command_answers_with_the_demo_model(prose, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "2", "--seed", "1"]
+    options += ["--methods", "centroidkv", "--budgets", "0.75", "--published", "centroidkv-ruler-llama3.1-8b"]
+    run = lambda *more: CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])  # noqa: E731
+    done = run()
+    assert done.exit_code == 0, done.output
+    raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in raw.splitlines()]
+    assert [line["id"] for line in lines] == ["vt/416/0", "vt/416/1"]
+    for line in lines:
+        assert line["rows"] == int(0.75 * line["tokens"])
+        assert line["score"] > 0  # the demo model knows at least one variable
+    config = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert set(config["sessions"][0]) == {"command", "started", "versions", "commit", "device"}
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| centroidkv | 75% | " in table
+    assert "| *centroidkv, CentroidKV, Table 2, Llama-3.1-8B-Instruct* | 75% | 99.3 |" in table
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+    assert run().exit_code == 0
+    assert (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8") == raw
+    refused = run("--query-aware")
+    assert refused.exit_code == 2
+    assert "holds a run with query_aware = False, not True" in refused.output.replace("\n", " ")

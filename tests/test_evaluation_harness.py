@@ -1,0 +1,139 @@
+"""lm-evaluation-harness's requests: with the full cache they are answered as its own Hugging Face backend does."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from clusterkv_jax import checkpoints
+from clusterkv_jax.models import llama, transformer
+
+pytest.importorskip("lm_eval")
+SETTINGS = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 256,
+    "bos_token_id": 256,
+}
+TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = llama.from_hf(SETTINGS)
+    params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, transformer.init(jax.random.key(0), config))
+    checkpoints.save_huggingface(folder, params, config, tokenizer_json=folder / "tokenizer.json", dtype="float32")
+    names = {"eos_token": "<end>", "bos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+def model(folder, **options):
+    from clusterkv_jax.evaluation.harness import CompressedLM
+
+    return CompressedLM(model=str(folder), batch_size=4, **options)
+
+
+def asked(*arguments):
+    return [SimpleNamespace(args=args) for args in arguments]
+
+
+PAIRS = asked((TEXT, " He went"), (TEXT, " to sea"), (TEXT[:50] + " ", "well"), ("", "Whale"))
+WANTED = {"until": ["\n"], "max_gen_toks": 12}
+
+
+@pytest.mark.parity
+def test_the_full_cache_gives_the_harness_own_numbers(folder):
+    pytest.importorskip("torch")
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype=torch.float32, batch_size=1)
+    ours = model(folder)
+    for mine, other in zip(ours.loglikelihood(PAIRS), theirs.loglikelihood(PAIRS, disable_tqdm=True), strict=True):
+        assert mine[0] == pytest.approx(other[0], abs=1e-4)
+        assert mine[1] == other[1]
+    long = asked((TEXT * 4,), (TEXT,))  # the first needs two windows
+    assert ours.loglikelihood_rolling(long) == pytest.approx(theirs.loglikelihood_rolling(long), abs=1e-3)
+    texts = asked((TEXT, WANTED), (TEXT[:30], WANTED))
+    assert ours.generate_until(texts) == theirs.generate_until(texts, disable_tqdm=True)
+
+
+@pytest.mark.parity
+def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
+    """A local multiple-choice task, by the harness's evaluator and the model's registered name."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from clusterkv_jax.evaluation import harness
+
+    harness.register()
+    rows = [{"q": TEXT + f" Number {i}.", "a": i % 2} for i in range(4)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "whales.yaml").write_text(
+        f"task: whales\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.json}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['whale', 'ship']\n"
+        "doc_to_target: a\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    arguments = f"model={folder},method=centroidkv,cache_tokens=90"
+    found = simple_evaluate(
+        "clusterkv",
+        model_args=arguments,
+        tasks=["whales"],
+        batch_size=4,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+    )
+    assert found["results"]["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):
+    from clusterkv_jax.evaluation import harness
+
+    monkeypatch.setattr(harness, "BLOCK", 100)
+    compressed = model(folder, method="centroidkv", cache_tokens=90)
+    full = model(folder)
+    text = asked((TEXT[:90],), (TEXT + TEXT[:90],))
+    short, long = compressed.loglikelihood_rolling(text)
+    assert (short, long) != full.loglikelihood_rolling(text)
+    assert short == pytest.approx(full.loglikelihood_rolling(text)[0], abs=1e-4)  # nothing to compress in one block
+    assert long != pytest.approx(full.loglikelihood_rolling(text)[1], abs=1e-2)
+
+
+def test_what_it_cannot_do_is_said(folder, caplog):
+    ours = model(folder, max_length=64)
+    with pytest.raises(ValueError, match="leave no room"):
+        ours.generate_until(asked((TEXT, {"max_gen_toks": 64})))
+    with pytest.raises(ValueError, match="is greedy"):
+        ours.generate_until(asked((TEXT, {"do_sample": True, "temperature": 0.7})))
+    ours.loglikelihood(asked((TEXT, " whale")))
+    assert "loses its first" in caplog.text
+    for options, said in (
+        ({"max_length": 1}, "max_length must be between 2 and the model's 256 positions, got 1"),
+        ({"cache_ratio": 0.2, "cache_tokens": 9}, "not both"),
+        ({"method": "centroidkv"}, "needs a budget"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(folder, **options)
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 'auto'"):
+        from clusterkv_jax.evaluation.harness import CompressedLM
+
+        CompressedLM(str(folder), batch_size="auto")

@@ -1,0 +1,231 @@
+"""A run writes each example once, whatever happens to it, and refuses to mix two configurations."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import clusterkv_jax as ckv
+from clusterkv_jax.evaluation import report, runner, table
+from clusterkv_jax.evaluation.cases import Case, Prompt
+from clusterkv_jax.evaluation.engine import Answer
+from clusterkv_jax.evaluation.runner import Entry, Job
+
+ROOT = Path(__file__).parent.parent
+BARE = {"method": "full", "budget": "1.0", "metric": "nll", "compressed": True, "cut": 0}
+CONFIG = {"suite": "ruler", "model": "stub", "batch_size": 4}
+
+
+def jobs(count=30):
+    """Cases of two tasks and several lengths, every third of which shares its context with the one before."""
+    made = []
+    for i in range(count):
+        context = tuple(range(40 + 70 * ((i - i % 3 // 2) % 4)))
+        facts = {"length": len(context), "depth": i / count}
+        case = Case(f"t{i % 2}/{i}", f"t{i % 2}", answers=(f"answer {i % 5}",), max_new_tokens=8, facts=facts)
+        made.append(Job(i, case, Prompt(context, (i,))))
+    return made
+
+
+ENTRIES = [Entry("full", "1.0", ckv.Full())] + [
+    Entry("centroidkv", budget, ckv.CentroidKV(ckv.Budget(ratio=float(budget)))) for budget in ("0.5", "0.25")
+]
+
+
+def respond(method, prompts, max_new_tokens, stop):
+    """Right answers as often as a method's budget is large; depends on the prompt alone."""
+    share = 1.0 if isinstance(method, ckv.Full) else method.budget.ratio
+    return [
+        Answer(f"answer {(p.question[0] if p.question[0] % 10 < 10 * share else 7) % 5}", rows=len(p.context) * share)
+        for p in prompts
+    ]
+
+
+def slowly(method, prompts, max_new_tokens, stop):
+    time.sleep(0.02)
+    return respond(method, prompts, max_new_tokens, stop)
+
+
+def go(folder, respond=respond, config=CONFIG, made=None, **options):
+    return runner.run(folder, config, {}, made or jobs(), ENTRIES, respond, batch_size=4, **options)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    go(folder)
+    return (folder / runner.RESULTS).read_bytes()
+
+
+def test_a_run_killed_three_times_ends_with_the_same_file(unbroken, tmp_path):
+    program = "from tests.test_evaluation_runner import go, slowly; from pathlib import Path; import sys; "
+    command = [sys.executable, "-c", program + "go(Path(sys.argv[1]), slowly)", str(tmp_path)]
+    chance, file = random.Random(0), tmp_path / runner.RESULTS
+    for third in range(1, 4):
+        process = subprocess.Popen(command, cwd=ROOT)
+        goal = len(unbroken) * (third - chance.random()) / 3.2
+        while not (file.exists() and file.stat().st_size >= goal) and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(0.04 * chance.random())
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert file.stat().st_size < len(unbroken)
+    asked = []
+
+    def counting(method, prompts, *rest):
+        asked.extend(prompts)
+        return respond(method, prompts, *rest)
+
+    lines = go(tmp_path, counting)
+    assert file.read_bytes() == unbroken
+    assert 0 < len(asked) < len(lines) == 90
+    assert len(json.loads((tmp_path / runner.RUN).read_text())["sessions"]) == 4
+
+
+@settings(max_examples=30)
+@given(place=st.floats(0, 1))
+def test_a_file_cut_at_any_byte_is_completed(unbroken, tmp_path_factory, place):
+    folder = tmp_path_factory.mktemp("cut")
+    go(folder)
+    file = folder / runner.RESULTS
+    file.write_bytes(unbroken[: int(place * len(unbroken))])
+    go(folder)
+    assert file.read_bytes() == unbroken
+
+
+def test_lines_do_not_depend_on_how_many_are_answered_together(unbroken, tmp_path):
+    def by_id(lines):
+        return sorted((line["method"], line["budget"], line["id"], line["score"]) for line in lines)
+
+    alone = runner.run(tmp_path, CONFIG, {}, jobs(), ENTRIES, respond, batch_size=1)
+    assert by_id(alone) == by_id(json.loads(line) for line in unbroken.decode().splitlines())
+
+
+def test_batches_share_contexts_and_programs():
+    made = list(runner.batches(jobs(), 4))
+    assert sorted(job.number for batch in made for job in batch) == list(range(30))
+    assert max(map(len, made)) == 4
+    for batch in made:
+        assert len({runner.bucket(len(job.prompt.context), 64) for job in batch}) == 1
+    first = {job.prompt.context: i for i, batch in reversed(list(enumerate(made))) for job in batch}
+    runs = [job.prompt.context for batch in made for job in batch]
+    assert len(first) == sum(a != b for a, b in pairwise(runs)) + 1
+
+
+def test_prompts_too_short_for_a_budget_are_read_whole_and_said_so(tmp_path):
+    def possible(method, prompt, new):
+        return isinstance(method, ckv.Full) or len(prompt.context) * method.budget.ratio > 30
+
+    lines = go(tmp_path, possible=possible)
+    for line in lines:
+        share = float(line["budget"])
+        assert line["compressed"] == (share == 1 or line["tokens"] * share > 30)
+        assert line["rows"] == line["tokens"] * (share if line["compressed"] else 1)
+    assert "26 answers come from the full cache" in table.markdown(table.summarize(lines))
+    with pytest.raises(ValueError, match=r"budget 0\.5 is impossible for every prompt; they have 40 to 250 tokens"):
+        go(tmp_path / "none", possible=lambda method, prompt, new: isinstance(method, ckv.Full))
+
+
+def test_another_configuration_is_refused(tmp_path):
+    go(tmp_path)
+    with pytest.raises(ValueError, match="holds a run with model = 'stub', not 'other'; choose another folder"):
+        go(tmp_path, config={**CONFIG, "model": "other"})
+    with pytest.raises(ValueError, match="holds a run with cases = "):
+        go(tmp_path, made=jobs(29))
+    with pytest.raises(ValueError, match="holds a run with seed = None, not 1"):
+        go(tmp_path, config={**CONFIG, "seed": 1})
+
+
+def test_damaged_results_are_named(tmp_path):
+    go(tmp_path)
+    file = tmp_path / runner.RESULTS
+    good = file.read_bytes()
+    file.write_bytes(good[:100] + b"\n" + good[100:])
+    with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+        go(tmp_path)
+    file.write_bytes(good + good.splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match="holds an example twice"):
+        go(tmp_path)
+    file.write_bytes(good)
+    (tmp_path / runner.RUN).unlink()
+    with pytest.raises(ValueError, match=r"holds results.jsonl without run.json"):
+        go(tmp_path)
+
+
+# --- tables and reports ---
+
+
+@pytest.fixture(scope="module")
+def lines(unbroken):
+    return [json.loads(line) for line in unbroken.decode().splitlines()]
+
+
+def test_the_table_holds_means_and_intervals(lines):
+    summary = table.summarize(lines)
+    assert [(row.method, row.budget) for row in summary.rows] == [(e.name, e.budget) for e in ENTRIES]
+    assert set(summary.columns) == {f"t{i}@{n}" for i in (0, 1) for n in (40, 110, 180, 250)}
+    for row in summary.rows:
+        mine = [line for line in lines if (line["method"], line["budget"]) == (row.method, row.budget)]
+        for name, cell in row.cells.items():
+            scores = [x["score"] for x in mine if f"{x['task']}@{x['facts']['length']}" == name]
+            assert cell.value == pytest.approx(100 * sum(scores) / len(scores))
+            assert cell.count == len(scores)
+        assert row.average.value == pytest.approx(sum(c.value for c in row.cells.values()) / 8)
+    assert summary.rows[0].average.value == 100 > summary.rows[1].average.value > summary.rows[2].average.value
+
+
+def test_the_interval_is_wilsons():
+    assert table.wilson([1] * 81 + [0] * 182) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, Table I
+    assert table.wilson([1.0] * 10)[1] == pytest.approx(1)
+    assert table.wilson([1.0] * 10)[0] == pytest.approx(0.7225, abs=1e-4)
+
+
+def test_perplexities_are_averaged_as_logarithms():
+    def line(task, position, score):
+        facts = {"position": position}
+        return dict(
+            method="full", budget="1.0", task=task, metric="nll", score=score, compressed=True, cut=0, facts=facts
+        )
+
+    summary = table.summarize([line("a", 64, 1.0), line("a", 64, 3.0), line("b", 64, 4.0), line("b", 128, 0.0)])
+    (row,) = summary.rows
+    assert summary.columns == ("a@64", "b@64", "b@128")
+    assert row.cells["a@64"].value == pytest.approx(2.718281828**2)
+    assert row.average.value == pytest.approx(2.718281828**2)
+
+
+def test_the_report_shows_everything_and_loads_nothing(lines):
+    pytest.importorskip("matplotlib")
+    summary = table.summarize(lines)
+    page = report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
+    assert page.count("<svg") == 1 + 2 + len(ENTRIES)  # the curve, bars of two budgets, a map of each entry
+    assert "a &lt;b&gt; &amp; c" in page
+    for loads in ("<script", "<img", "@import", "url(h", 'src="h'):
+        assert loads not in page
+    for row in summary.rows:
+        assert table.cell_text(row.average, False) in page
+    assert page == report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
+
+
+@pytest.mark.parametrize("name", table.published_names())
+def test_published_tables_are_whole(name):
+    from clusterkv_jax.evaluation.suites import SUITES
+
+    found = table.published(name)
+    assert found.suite in SUITES
+    assert found.source
+    assert found.protocol
+    for row in found.rows:
+        assert float(row.budget) > 0
+        assert row.average.value > 0
+        assert set(row.cells) <= set(SUITES[found.suite].tasks)
+        assert all(0 <= cell.value <= 100 for cell in row.cells.values())
