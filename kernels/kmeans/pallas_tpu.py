@@ -135,12 +135,11 @@ def _kernel(ends, keys, parts, labels, *totals, block):
         # What lies behind the last key may be NaN, and 0 x NaN is no zero.
         row = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
         tile = jnp.where(row < real, keys[...].astype(jnp.float32), 0.0).astype(keys.dtype)
-        cosine = sum(
-            jax.lax.dot_general(
+        cosine = jnp.zeros((parts.shape[1], block), jnp.float32)
+        for i in range(parts.shape[0]):
+            cosine += jax.lax.dot_general(
                 parts[i], tile, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
-            for i in range(parts.shape[0])
-        )
         number = jax.lax.broadcasted_iota(jnp.int32, cosine.shape, 0)
         best = jnp.where(cosine == jnp.max(cosine, axis=0, keepdims=True), number, cosine.shape[0])
         best = jnp.min(best, axis=0, keepdims=True)
