@@ -150,7 +150,9 @@ def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: 
         values=put(layer.values, row.values, at),
         degree=jnp.where(here, row.degree, layer.degree),
         length=layer.length,
-        positions=None if layer.positions is None else jnp.where(here, row.positions, layer.positions),
+        positions=None
+        if layer.positions is None or row.positions is None
+        else jnp.where(here, row.positions, layer.positions),
     )
 
 

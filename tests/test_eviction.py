@@ -296,3 +296,28 @@ def test_rerotated_sinks_stay_near_while_decoding():
         score = np.asarray(query @ key.T, np.float64) / np.sqrt(8)
         weight = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
         np.testing.assert_allclose(attended[0, t - 20], weight @ np.asarray(plain[2])[0, window, 0], atol=1e-5)
+
+
+def test_chunkkv_layers_that_reuse_compute_no_scores():
+    method = ckv.ChunkKV(Budget(tokens=45), 8, 10, reuse_layers=2)
+    request = Request(np.asarray([107]), 4, 2)
+    plans = [method.plan(layer, request) for layer in range(4)]
+    assert [plan.scores for plan in plans] == [True, False, True, False]
+    rng = np.random.default_rng(4)
+    first, second = ([jnp.asarray(rng.normal(size=(1, h, 107, 8)), jnp.float32) for h in (4, 2, 2)] for _ in range(2))
+    rest = (jnp.asarray([107]), jnp.asarray([[45]]))
+
+    def compressed(tensors, plan, handed):
+        layer, _, handed = method.compress(*tensors, *rest, plan, None, handed)
+        return layer.positions, handed
+
+    chosen, handed = compressed(first, plans[0], None)
+    reused, _ = compressed(second, plans[1], handed)
+    own, _ = compressed(second, plans[2], None)
+    np.testing.assert_array_equal(reused, chosen)
+    assert not np.array_equal(own, chosen)
+    programs = [
+        str(jax.make_jaxpr(lambda x, h, plan=plan: compressed(x, plan, h))(second, given))
+        for plan, given in ((plans[2], None), (plans[1], handed))
+    ]
+    assert ["dot_general" in program for program in programs] == [True, False]

@@ -344,6 +344,7 @@ class Budgeted(Method):
 
     def _recompress_layer(self, layer: Layer, state: tuple[State, ...], position: Array, handed: Any):
         made, hand = [], []
+        assert self.decode_rows is not None
         for i, (group, kept) in enumerate(zip(groups(layer), state, strict=True)):
             over = None
             if kept is not None:
@@ -393,7 +394,8 @@ def one_by_one(
         return step(group, state, new)
 
     def body(carry, token):
-        attended, group, state = step(*carry, token)
+        group, state = carry
+        attended, group, state = step(group, state, token)
         return (group, state), attended[:, 0]
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], new)

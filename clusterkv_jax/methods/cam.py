@@ -66,6 +66,7 @@ class CaM(Streaming):
         number = jnp.arange(prompt.capacity)
         chance = _chances(needed(self, queries), prompt, ring, self.sinks)
         if self.stochastic:
+            assert key is not None
             draw = jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n), (chance.shape[1],)))
             chance = (chance > draw(number).T).astype(jnp.float32)
         leaves = (number >= self.sinks) & (number < prompt.length[..., None] - ring[:, None, None])

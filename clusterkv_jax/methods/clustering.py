@@ -1,7 +1,7 @@
 """What the clustering methods share: when to cluster, the slots that takes, and clustering in place while decoding."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,10 @@ class Clustering(Budgeted):
         """Share of the middle (or of A) merged in each round; the last serves all later rounds."""
         raise NotImplementedError
 
-    edge_features: ClassVar[EdgeFeatures | None] = None  # None: the cosine of keys
+    @property
+    def features(self) -> EdgeFeatures | None:
+        """What edges are scored by; None is the cosine of keys."""
+        return None
 
     @property
     def always_kept(self) -> dict[str, int]:
@@ -99,7 +102,7 @@ class Clustering(Budgeted):
             recent=self.recent,
             chunk=self.chunk,
             slots=slots,
-            features=self.edge_features,
+            features=self.features,
         )
 
     def recompress_group(

@@ -11,6 +11,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_number
 from clusterkv_jax.methods.clustering import Clustering
+from clusterkv_jax.soft_matching import EdgeFeatures
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class GravityKV(Clustering):
     def ratios(self) -> tuple[float, ...]:
         """The same ratio in every round."""
         return (self.merge_ratio,)
+
+    @property
+    def features(self) -> EdgeFeatures:
+        """Keys, values and weights, as `edge_features` puts them."""
+        return self.edge_features
 
     def edge_features(
         self, slots: LayerCache, middle: Bool[Array, "B K C"]
