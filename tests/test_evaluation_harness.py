@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def model(folder, **options):
     from clusterkv_jax.evaluation.harness import CompressedLM
 
-    return CompressedLM(model=str(folder), batch_size=4, **options)
+    return CompressedLM(model=str(folder), **{"batch_size": 4, **options})
 
 
 def asked(*arguments):
@@ -130,10 +130,7 @@ def test_what_it_cannot_do_is_said(folder, caplog):
         ({"max_length": 1}, "max_length must be between 2 and the model's 256 positions, got 1"),
         ({"cache_ratio": 0.2, "cache_tokens": 9}, "not both"),
         ({"method": "centroidkv"}, "needs a budget"),
+        ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
     ):
         with pytest.raises(ValueError, match=said):
             model(folder, **options)
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 'auto'"):
-        from clusterkv_jax.evaluation.harness import CompressedLM
-
-        CompressedLM(str(folder), batch_size="auto")

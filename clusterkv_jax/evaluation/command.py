@@ -122,6 +122,7 @@ def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tu
     runner.write_whole(output / "table.md", table.markdown(summary))
     runner.write_whole(output / "report.html", report.report(summary, lines, run))
     console = Console()
+    console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))
     for note in table.notes(summary):
         console.print(note, style="dim")
@@ -208,7 +209,8 @@ def _screen(summary: Any) -> Table:
 
     found = Table(box=SIMPLE_HEAD)
     for name in ("method", "kept", *summary.columns, "average"):
-        found.add_column(name, justify="left" if name in ("method", "kept") else "right", overflow="fold")
+        left = name in ("method", "kept")
+        found.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=left or name == "average")
     for row in summary.rows:
         measured = row.source == "measured"
         cells = [row.cells.get(name) for name in summary.columns]

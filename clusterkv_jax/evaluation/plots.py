@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.evaluation.scoring import library
-from clusterkv_jax.evaluation.table import Row, Summary, budget_name
+from clusterkv_jax.evaluation.table import Cell, Row, Summary, budget_name
 
 # Okabe and Ito's colours, told apart by everybody, in an order that keeps neighbours distinct.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255", "#44AA99")
 _BINS = 10
+_DASHES = ("-", "--", "-.", ":")
 
 
 def score_over_budget(summary: Summary) -> str | None:
@@ -25,11 +26,12 @@ def score_over_budget(summary: Summary) -> str | None:
     if not lines:
         return None
     figure, axes = _figure(7.5, 4.2)
-    for i, (name, rows) in enumerate(lines.items()):
+    colours = _colours(summary)
+    for name, rows in lines.items():
         rows = sorted([*rows, *([full] if full else [])], key=lambda row: float(row.budget))
         kept = [100 * float(row.budget) for row in rows]
-        values, half = [row.average.value for row in rows], [row.average.half for row in rows]
-        axes.errorbar(kept, values, yerr=half, label=name, color=_colour(i), marker="o", markersize=4, capsize=2)
+        values, reach = [row.average.value for row in rows], _reach([row.average for row in rows])
+        axes.errorbar(kept, values, yerr=reach, label=name, color=colours[name], marker="o", markersize=4, capsize=2)
     ticks = sorted({100 * float(row.budget) for rows in lines.values() for row in rows} | ({100.0} if full else set()))
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g} %" for tick in ticks])
@@ -47,20 +49,12 @@ def bars_by_task(summary: Summary, budget: str) -> str:
     rows = [row for row in summary.rows if row.source == "measured" and (row.budget == budget or row.method == "full")]
     figure, axes = _figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
     width = 0.8 / len(rows)
-    places = np.arange(len(summary.columns))
+    places, colours = np.arange(len(summary.columns)), _colours(summary)
     for i, row in enumerate(rows):
-        cells = [row.cells.get(column) for column in summary.columns]
-        heights = [cell.value if cell else 0.0 for cell in cells]
-        half = [cell.half if cell else 0.0 for cell in cells]
-        axes.bar(
-            places + (i + 0.5) * width - 0.4,
-            heights,
-            width,
-            yerr=half,
-            color=_colour(i),
-            label=row.method,
-            error_kw={"linewidth": 0.7},
-        )
+        cells = [row.cells.get(column, Cell(0.0)) for column in summary.columns]
+        left, heights = places + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
+        axes.bar(left, heights, width, color=colours[row.method], label=row.method)
+        axes.errorbar(left, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
     axes.set_xticks(places, summary.columns, rotation=35, ha="right")
     axes.set_ylabel("perplexity" if summary.perplexity else "score")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -101,20 +95,31 @@ def perplexity_by_position(summary: Summary) -> str:
     """A line per method and budget over the position in the text, the mean of all books."""
     figure, axes = _figure(7.5, 4.2)
     places = sorted({int(column.rsplit("@", 1)[1]) for column in summary.columns})
-    for i, row in enumerate(row for row in summary.rows if row.source == "measured"):
+    measured = [row for row in summary.rows if row.source == "measured"]
+    colours, budgets = _colours(summary), list(dict.fromkeys(row.budget for row in measured if row.method != "full"))
+    for row in measured:
+        dashes = "-" if row.method == "full" else _DASHES[budgets.index(row.budget) % len(_DASHES)]
         values = [
             np.exp(np.mean([np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]))
             for place in places
         ]
-        axes.plot(places, values, color=_colour(i), marker=".", label=f"{row.method} {budget_name(row.budget)}")
+        label = f"{row.method} {budget_name(row.budget)}"
+        axes.plot(places, values, color=colours[row.method], linestyle=dashes, marker=".", label=label)
     axes.set_xlabel("tokens read and compressed")
     axes.set_ylabel("perplexity of the next tokens")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return _svg(figure)
 
 
-def _colour(i: int) -> str:
-    return COLOURS[i % len(COLOURS)]
+def _colours(summary: Summary) -> dict[str, str]:
+    """Every measured method's colour, the same in all pictures."""
+    methods = dict.fromkeys(row.method for row in summary.rows if row.source == "measured")
+    return {method: COLOURS[i % len(COLOURS)] for i, method in enumerate(methods)}
+
+
+def _reach(cells: Sequence[Cell]) -> list[list[float]]:
+    """How far intervals reach below and above, as matplotlib takes it."""
+    return [[cell.below for cell in cells], [cell.above for cell in cells]]
 
 
 def _figure(width: float, height: float):
