@@ -11,6 +11,7 @@ from clusterkv_jax import checkpoints
 from clusterkv_jax.models import llama, transformer
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.parity
 SETTINGS = {
     "model_type": "llama",
     "vocab_size": 257,
@@ -60,7 +61,6 @@ PAIRS = asked((TEXT, " He went"), (TEXT, " to sea"), (TEXT[:50] + " ", "well"), 
 WANTED = {"until": ["\n"], "max_gen_toks": 12}
 
 
-@pytest.mark.parity
 def test_the_full_cache_gives_the_harness_own_numbers(folder):
     pytest.importorskip("torch")
     import torch
@@ -77,7 +77,6 @@ def test_the_full_cache_gives_the_harness_own_numbers(folder):
     assert ours.generate_until(texts) == theirs.generate_until(texts, disable_tqdm=True)
 
 
-@pytest.mark.parity
 def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
     """A local multiple-choice task, by the harness's evaluator and the model's registered name."""
     from lm_eval import simple_evaluate

@@ -108,6 +108,36 @@ def lm_eval(context: typer.Context) -> None:
         harness.main(context.args)
 
 
+def inspect(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
+    methods: Annotated[str, typer.Option(help="Methods to compare, between commas.")] = "centroidkv",
+    budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Draw what a model's keys look like and what methods do to them, layer by layer."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation import inspection_page, runner, sources
+
+        loaded = ckv.load(model)
+        if loaded.tokenizer is None:
+            raise ValueError(f"model {model} has no tokenizer, which inspection needs.")
+        ids = loaded.tokenizer.encode(sources.body(sources.read_text(text)), verbose=False)
+        if not 256 <= tokens <= min(len(ids), loaded.config.max_positions):
+            raise ValueError(
+                f"--tokens must be between 256 and {min(len(ids), loaded.config.max_positions)}, what text and model "
+                f"have, got {tokens}."
+            )
+        chosen = {entry.name: entry.method for entry in parse_entries(_split(methods), (budget,))}
+        runner.write_whole(output, inspection_page.page_of(loaded, ids[:tokens], chosen))
+        Console().print(f"Written to {output}", highlight=False)
+
+
 # What the harness's command is told goes to it as it is, --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

@@ -25,7 +25,7 @@ def score_over_budget(summary: Summary) -> str | None:
     lines = {name: rows for name, rows in curves.items() if len(rows) > 1 or (full and name != "full")}
     if not lines:
         return None
-    figure, axes = _figure(7.5, 4.2)
+    figure, axes = new_figure(7.5, 4.2)
     colours = _colours(summary)
     for name, rows in lines.items():
         rows = sorted([*rows, *([full] if full else [])], key=lambda row: float(row.budget))
@@ -41,13 +41,13 @@ def score_over_budget(summary: Summary) -> str | None:
     if not summary.perplexity:
         axes.set_ylim(0, 103)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def bars_by_task(summary: Summary, budget: str) -> str:
     """A group of bars per task, one per method, at one budget (the full cache beside it)."""
     rows = [row for row in summary.rows if row.source == "measured" and (row.budget == budget or row.method == "full")]
-    figure, axes = _figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
+    figure, axes = new_figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
     width = 0.8 / len(rows)
     places, colours = np.arange(len(summary.columns)), _colours(summary)
     for i, row in enumerate(rows):
@@ -58,7 +58,7 @@ def bars_by_task(summary: Summary, budget: str) -> str:
     axes.set_xticks(places, summary.columns, rotation=35, ha="right")
     axes.set_ylabel("perplexity" if summary.perplexity else "score")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> str | None:
@@ -77,7 +77,7 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     grid = np.full((_BINS, len(lengths)), np.nan)
     for place, values in scores.items():
         grid[place] = 100 * np.mean(values)
-    figure, axes = _figure(1.6 + 0.8 * max(2, len(lengths)), 3.4)
+    figure, axes = new_figure(1.6 + 0.8 * max(2, len(lengths)), 3.4)
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (depth, place), value in np.ndenumerate(grid):
         if np.isfinite(value):
@@ -88,12 +88,12 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     axes.set_ylabel("depth")
     axes.set_title(f"{method}, {budget_name(budget)} kept", fontsize=9)
     figure.colorbar(image, ax=axes)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def perplexity_by_position(summary: Summary) -> str:
     """A line per method and budget over the position in the text, the mean of all books."""
-    figure, axes = _figure(7.5, 4.2)
+    figure, axes = new_figure(7.5, 4.2)
     places = sorted({int(column.rsplit("@", 1)[1]) for column in summary.columns})
     measured = [row for row in summary.rows if row.source == "measured"]
     colours, budgets = _colours(summary), list(dict.fromkeys(row.budget for row in measured if row.method != "full"))
@@ -108,7 +108,7 @@ def perplexity_by_position(summary: Summary) -> str:
     axes.set_xlabel("tokens read and compressed")
     axes.set_ylabel("perplexity of the next tokens")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def _colours(summary: Summary) -> dict[str, str]:
@@ -122,7 +122,8 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
     return [[cell.below for cell in cells], [cell.above for cell in cells]]
 
 
-def _figure(width: float, height: float):
+def new_figure(width: float, height: float):
+    """An empty figure and its axes."""
     library("matplotlib", "Drawing a report").use("Agg")
     figure = library("matplotlib.figure", "Drawing a report").Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
@@ -131,7 +132,7 @@ def _figure(width: float, height: float):
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
+def as_svg(figure: Any) -> str:
     """The picture as text, the same for the same numbers."""
     buffer = io.StringIO()
     context = library("matplotlib", "Drawing a report").rc_context
