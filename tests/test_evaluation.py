@@ -229,6 +229,7 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
     assert [case.facts["position"] for case in read] == reading.positions(2048)
     whole = tokenizer.encode(sources.books(prose)["made_up"], add_special_tokens=False)
     for case in read:
+        assert case.reading is not None
         context, block = case.reading
         text = [*context, *block]
         start = next(i for i in range(len(whole)) if whole[i : i + 40] == text[:40])

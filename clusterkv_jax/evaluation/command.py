@@ -170,7 +170,7 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
     if len(set(names)) != len(names) or len(set(budgets)) != len(budgets):
         raise ValueError("--methods and --budgets must not name anything twice.")
     takes = {name: find_preset(name).takes_budget for name in names}
-    whole = [budget for budget in budgets if _budget(budget).ratio is not None and _budget(budget).ratio >= 1]
+    whole = [budget for budget in budgets if (_budget(budget).ratio or 0) >= 1]
     entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
     for name in names:
         if takes[name]:

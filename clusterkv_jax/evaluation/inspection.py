@@ -63,8 +63,8 @@ def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], 
 
 
 def _unit(keys: Float[Array, "1 K N D"]) -> Float[np.ndarray, "K N D"]:
-    keys = np.asarray(keys[0]).astype(np.float32)
-    return keys / np.maximum(np.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
+    rows = np.asarray(keys[0]).astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
 
 
 def cosine_maps(layer: Observed) -> Float[np.ndarray, "K R R"]:
@@ -102,6 +102,7 @@ def kept_positions(layers: Sequence[Observed], method: Method) -> list[list[set[
         cache = compress(method, layer.queries, layer.keys, layer.values, layer=number, num_layers=len(layers))
         heads = {}
         for group, numbers in zip(groups(cache), group_heads(cache), strict=True):
+            assert group.positions is not None  # `compress` always says them
             real, positions = np.asarray(group.degree[0] > 0), np.asarray(group.positions[0])
             heads |= {head: set(positions[i, real[i]].tolist()) for i, head in enumerate(numbers)}
         found.append([heads[head] for head in sorted(heads)])

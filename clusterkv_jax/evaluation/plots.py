@@ -27,8 +27,8 @@ def score_over_budget(summary: Summary) -> str | None:
         return None
     figure, axes = new_figure(7.5, 4.2)
     colours = _colours(summary)
-    for name, rows in lines.items():
-        rows = sorted([*rows, *([full] if full else [])], key=lambda row: float(row.budget))
+    for name, found in lines.items():
+        rows: list[Row] = sorted([*found, *([full] if full else [])], key=lambda row: float(row.budget))
         kept = [100 * float(row.budget) for row in rows]
         values, reach = [row.average.value for row in rows], _reach([row.average for row in rows])
         axes.errorbar(kept, values, yerr=reach, label=name, color=colours[name], marker="o", markersize=4, capsize=2)
