@@ -11,6 +11,7 @@ from clusterkv_jax import checkpoints
 from clusterkv_jax.models import llama, transformer
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.parity
 SETTINGS = {
     "model_type": "llama",
     "vocab_size": 257,
@@ -49,7 +50,7 @@ def folder(tmp_path_factory):
 def model(folder, **options):
     from clusterkv_jax.evaluation.harness import CompressedLM
 
-    return CompressedLM(model=str(folder), batch_size=4, **options)
+    return CompressedLM(model=str(folder), **{"batch_size": 4, **options})
 
 
 def asked(*arguments):
@@ -60,7 +61,6 @@ PAIRS = asked((TEXT, " He went"), (TEXT, " to sea"), (TEXT[:50] + " ", "well"), 
 WANTED = {"until": ["\n"], "max_gen_toks": 12}
 
 
-@pytest.mark.parity
 def test_the_full_cache_gives_the_harness_own_numbers(folder):
     pytest.importorskip("torch")
     import torch
@@ -77,7 +77,6 @@ def test_the_full_cache_gives_the_harness_own_numbers(folder):
     assert ours.generate_until(texts) == theirs.generate_until(texts, disable_tqdm=True)
 
 
-@pytest.mark.parity
 def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
     """A local multiple-choice task, by the harness's evaluator and the model's registered name."""
     from lm_eval import simple_evaluate
@@ -102,7 +101,7 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    assert found["results"]["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+    assert found.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):
@@ -130,10 +129,7 @@ def test_what_it_cannot_do_is_said(folder, caplog):
         ({"max_length": 1}, "max_length must be between 2 and the model's 256 positions, got 1"),
         ({"cache_ratio": 0.2, "cache_tokens": 9}, "not both"),
         ({"method": "centroidkv"}, "needs a budget"),
+        ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
     ):
         with pytest.raises(ValueError, match=said):
             model(folder, **options)
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 'auto'"):
-        from clusterkv_jax.evaluation.harness import CompressedLM
-
-        CompressedLM(str(folder), batch_size="auto")

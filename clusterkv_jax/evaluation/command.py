@@ -108,6 +108,36 @@ def lm_eval(context: typer.Context) -> None:
         harness.main(context.args)
 
 
+def inspect(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
+    methods: Annotated[str, typer.Option(help="Methods to compare, between commas.")] = "centroidkv",
+    budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Draw what a model's keys look like and what methods do to them, layer by layer."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation import inspection_page, runner, sources
+
+        loaded = ckv.load(model)
+        if loaded.tokenizer is None:
+            raise ValueError(f"model {model} has no tokenizer, which inspection needs.")
+        ids = loaded.tokenizer.encode(sources.body(sources.read_text(text)), verbose=False)
+        if not 256 <= tokens <= min(len(ids), loaded.config.max_positions):
+            raise ValueError(
+                f"--tokens must be between 256 and {min(len(ids), loaded.config.max_positions)}, what text and model "
+                f"have, got {tokens}."
+            )
+        chosen = {entry.name: entry.method for entry in parse_entries(_split(methods), (budget,))}
+        runner.write_whole(output, inspection_page.page_of(loaded, ids[:tokens], chosen))
+        Console().print(f"Written to {output}", highlight=False)
+
+
 # What the harness's command is told goes to it as it is, --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -122,6 +152,7 @@ def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tu
     runner.write_whole(output / "table.md", table.markdown(summary))
     runner.write_whole(output / "report.html", report.report(summary, lines, run))
     console = Console()
+    console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))
     for note in table.notes(summary):
         console.print(note, style="dim")
@@ -139,7 +170,7 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
     if len(set(names)) != len(names) or len(set(budgets)) != len(budgets):
         raise ValueError("--methods and --budgets must not name anything twice.")
     takes = {name: find_preset(name).takes_budget for name in names}
-    whole = [budget for budget in budgets if _budget(budget).ratio is not None and _budget(budget).ratio >= 1]
+    whole = [budget for budget in budgets if (_budget(budget).ratio or 0) >= 1]
     entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
     for name in names:
         if takes[name]:
@@ -208,7 +239,8 @@ def _screen(summary: Any) -> Table:
 
     found = Table(box=SIMPLE_HEAD)
     for name in ("method", "kept", *summary.columns, "average"):
-        found.add_column(name, justify="left" if name in ("method", "kept") else "right", overflow="fold")
+        left = name in ("method", "kept")
+        found.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=left or name == "average")
     for row in summary.rows:
         measured = row.source == "measured"
         cells = [row.cells.get(name) for name in summary.columns]

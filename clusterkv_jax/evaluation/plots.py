@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.evaluation.scoring import library
-from clusterkv_jax.evaluation.table import Row, Summary, budget_name
+from clusterkv_jax.evaluation.table import Cell, Row, Summary, budget_name
 
 # Okabe and Ito's colours, told apart by everybody, in an order that keeps neighbours distinct.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255", "#44AA99")
 _BINS = 10
+_DASHES = ("-", "--", "-.", ":")
 
 
 def score_over_budget(summary: Summary) -> str | None:
@@ -24,12 +25,13 @@ def score_over_budget(summary: Summary) -> str | None:
     lines = {name: rows for name, rows in curves.items() if len(rows) > 1 or (full and name != "full")}
     if not lines:
         return None
-    figure, axes = _figure(7.5, 4.2)
-    for i, (name, rows) in enumerate(lines.items()):
-        rows = sorted([*rows, *([full] if full else [])], key=lambda row: float(row.budget))
+    figure, axes = new_figure(7.5, 4.2)
+    colours = _colours(summary)
+    for name, found in lines.items():
+        rows: list[Row] = sorted([*found, *([full] if full else [])], key=lambda row: float(row.budget))
         kept = [100 * float(row.budget) for row in rows]
-        values, half = [row.average.value for row in rows], [row.average.half for row in rows]
-        axes.errorbar(kept, values, yerr=half, label=name, color=_colour(i), marker="o", markersize=4, capsize=2)
+        values, reach = [row.average.value for row in rows], _reach([row.average for row in rows])
+        axes.errorbar(kept, values, yerr=reach, label=name, color=colours[name], marker="o", markersize=4, capsize=2)
     ticks = sorted({100 * float(row.budget) for rows in lines.values() for row in rows} | ({100.0} if full else set()))
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g} %" for tick in ticks])
@@ -39,32 +41,24 @@ def score_over_budget(summary: Summary) -> str | None:
     if not summary.perplexity:
         axes.set_ylim(0, 103)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def bars_by_task(summary: Summary, budget: str) -> str:
     """A group of bars per task, one per method, at one budget (the full cache beside it)."""
     rows = [row for row in summary.rows if row.source == "measured" and (row.budget == budget or row.method == "full")]
-    figure, axes = _figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
+    figure, axes = new_figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
     width = 0.8 / len(rows)
-    places = np.arange(len(summary.columns))
+    places, colours = np.arange(len(summary.columns)), _colours(summary)
     for i, row in enumerate(rows):
-        cells = [row.cells.get(column) for column in summary.columns]
-        heights = [cell.value if cell else 0.0 for cell in cells]
-        half = [cell.half if cell else 0.0 for cell in cells]
-        axes.bar(
-            places + (i + 0.5) * width - 0.4,
-            heights,
-            width,
-            yerr=half,
-            color=_colour(i),
-            label=row.method,
-            error_kw={"linewidth": 0.7},
-        )
+        cells = [row.cells.get(column, Cell(0.0)) for column in summary.columns]
+        left, heights = places + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
+        axes.bar(left, heights, width, color=colours[row.method], label=row.method)
+        axes.errorbar(left, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
     axes.set_xticks(places, summary.columns, rotation=35, ha="right")
     axes.set_ylabel("perplexity" if summary.perplexity else "score")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> str | None:
@@ -83,7 +77,7 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     grid = np.full((_BINS, len(lengths)), np.nan)
     for place, values in scores.items():
         grid[place] = 100 * np.mean(values)
-    figure, axes = _figure(1.6 + 0.8 * max(2, len(lengths)), 3.4)
+    figure, axes = new_figure(1.6 + 0.8 * max(2, len(lengths)), 3.4)
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (depth, place), value in np.ndenumerate(grid):
         if np.isfinite(value):
@@ -94,30 +88,42 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     axes.set_ylabel("depth")
     axes.set_title(f"{method}, {budget_name(budget)} kept", fontsize=9)
     figure.colorbar(image, ax=axes)
-    return _svg(figure)
+    return as_svg(figure)
 
 
 def perplexity_by_position(summary: Summary) -> str:
     """A line per method and budget over the position in the text, the mean of all books."""
-    figure, axes = _figure(7.5, 4.2)
+    figure, axes = new_figure(7.5, 4.2)
     places = sorted({int(column.rsplit("@", 1)[1]) for column in summary.columns})
-    for i, row in enumerate(row for row in summary.rows if row.source == "measured"):
+    measured = [row for row in summary.rows if row.source == "measured"]
+    colours, budgets = _colours(summary), list(dict.fromkeys(row.budget for row in measured if row.method != "full"))
+    for row in measured:
+        dashes = "-" if row.method == "full" else _DASHES[budgets.index(row.budget) % len(_DASHES)]
         values = [
             np.exp(np.mean([np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]))
             for place in places
         ]
-        axes.plot(places, values, color=_colour(i), marker=".", label=f"{row.method} {budget_name(row.budget)}")
+        label = f"{row.method} {budget_name(row.budget)}"
+        axes.plot(places, values, color=colours[row.method], linestyle=dashes, marker=".", label=label)
     axes.set_xlabel("tokens read and compressed")
     axes.set_ylabel("perplexity of the next tokens")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    return _svg(figure)
+    return as_svg(figure)
 
 
-def _colour(i: int) -> str:
-    return COLOURS[i % len(COLOURS)]
+def _colours(summary: Summary) -> dict[str, str]:
+    """Every measured method's colour, the same in all pictures."""
+    methods = dict.fromkeys(row.method for row in summary.rows if row.source == "measured")
+    return {method: COLOURS[i % len(COLOURS)] for i, method in enumerate(methods)}
 
 
-def _figure(width: float, height: float):
+def _reach(cells: Sequence[Cell]) -> list[list[float]]:
+    """How far intervals reach below and above, as matplotlib takes it."""
+    return [[cell.below for cell in cells], [cell.above for cell in cells]]
+
+
+def new_figure(width: float, height: float):
+    """An empty figure and its axes."""
     library("matplotlib", "Drawing a report").use("Agg")
     figure = library("matplotlib.figure", "Drawing a report").Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
@@ -126,7 +132,7 @@ def _figure(width: float, height: float):
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
+def as_svg(figure: Any) -> str:
     """The picture as text, the same for the same numbers."""
     buffer = io.StringIO()
     context = library("matplotlib", "Drawing a report").rc_context

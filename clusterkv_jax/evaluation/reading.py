@@ -15,8 +15,8 @@ BLOCK = 256
 
 
 def positions(length: int) -> list[int]:
-    """Where the text is compressed: an eighth of the length, then every eighth up to where a block remains."""
-    return [length * i // 8 for i in range(1, 8)] + [length - BLOCK]
+    """Where the text is compressed: after every eighth of the length, and where one last block remains."""
+    return sorted({*(length * i // 8 for i in range(1, 8)), length - BLOCK})
 
 
 def segments(book: str, tokens: Tokens, count: int, length: int, seed: int) -> Iterator[Case]:

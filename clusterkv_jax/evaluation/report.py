@@ -54,6 +54,11 @@ def report(summary: Summary, lines: Sequence[Mapping[str, Any]], run: Mapping[st
         "<h2>How it was made</h2>",
         f"<pre>{html.escape(json.dumps(run, indent=2, ensure_ascii=False))}</pre>",
     ]
+    return page(title, parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """An HTML page of parts that are HTML."""
     return _PAGE.replace("TITLE", html.escape(title)).replace("STYLE", _STYLE).replace("BODY", "\n".join(parts))
 
 

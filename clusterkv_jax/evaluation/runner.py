@@ -69,8 +69,10 @@ def run(
         on_lines: called with the number of lines there are.
 
     Raises:
-        ValueError: another configuration, a damaged file, or an entry whose budget is possible for no prompt.
+        ValueError: examples of one name, another configuration, a damaged file, or a budget possible for no prompt.
     """
+    if len({job.case.id for job in jobs}) < len(jobs):
+        raise ValueError("the suite names two examples alike, so their answers could not be told apart.")
     folder.mkdir(parents=True, exist_ok=True)
     plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
     _open_run(folder, {**config, "cases": _digest(jobs)}, about)

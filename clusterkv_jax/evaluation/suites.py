@@ -93,8 +93,8 @@ def _library(task: str, data: str | None) -> documents.Library | None:
         return None
     squad = task == "qa_1"
     if data is None:
-        hub = ("rajpurkar/squad_v2", None) if squad else ("hotpotqa/hotpot_qa", "distractor")
-        content = sources.rows(None, task, (*hub, "validation"))
+        source, config = ("rajpurkar/squad_v2", None) if squad else ("hotpotqa/hotpot_qa", "distractor")
+        content = sources.rows(None, task, (source, config, "validation"))
     else:
         content = sources.read_rows(sources.local(data, ["*squad*.json*" if squad else "*hotpot*.json*"]))
     return documents.from_squad(content) if squad else documents.from_hotpot(content)

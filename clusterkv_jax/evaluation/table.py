@@ -16,10 +16,11 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """A mean in per cent (for "nll": a perplexity) of `count` examples, and half of its 95 % interval's width."""
+    """A mean in per cent (for "nll": a perplexity) of `count` examples, and how far its 95 % interval reaches."""
 
     value: float
-    half: float = 0.0
+    below: float = 0.0
+    above: float = 0.0
     count: int = 0
 
 
@@ -93,16 +94,18 @@ def _cell(scores: Sequence[float], perplexity: bool) -> Cell:
     n, mean = len(scores), float(np.mean(scores))
     if not perplexity:
         low, high = wilson(scores)
-        return Cell(100 * mean, 50 * (high - low), n)
+        # At 0 and 100 % the interval ends in the mean, but for rounding.
+        return Cell(100 * mean, 100 * max(0.0, mean - low), 100 * max(0.0, high - mean), n)
     half = Z95 * float(np.std(scores, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    return Cell(math.exp(mean), math.exp(mean) * half, n)
+    return Cell(math.exp(mean), math.exp(mean) - math.exp(mean - half), math.exp(mean + half) - math.exp(mean), n)
 
 
 def _row(method: str, budget: str, cells: Mapping[str, Cell], perplexity: bool, source: str = "measured") -> Row:
     values = [cell.value for cell in cells.values()]
     mean = math.exp(float(np.mean(np.log(values)))) if perplexity else float(np.mean(values))
-    half = math.sqrt(sum(cell.half**2 for cell in cells.values())) / len(cells)
-    return Row(method, budget, cells, Cell(mean, half, sum(cell.count for cell in cells.values())), source)
+    below = math.sqrt(sum(cell.below**2 for cell in cells.values())) / len(cells)
+    above = math.sqrt(sum(cell.above**2 for cell in cells.values())) / len(cells)
+    return Row(method, budget, cells, Cell(mean, below, above, sum(cell.count for cell in cells.values())), source)
 
 
 # --- what papers print ---
@@ -180,11 +183,11 @@ def budget_name(budget: str) -> str:
 
 
 def cell_text(cell: Cell | None, perplexity: bool) -> str:
-    """A number with its half interval where there is one."""
+    """A number, with its interval where there is one."""
     if cell is None:
         return "-"
-    digits = 2 if perplexity else 1
-    return f"{cell.value:.{digits}f}" + (f" ±{cell.half:.{digits}f}" if cell.count else "")
+    text = f"{cell.value:.2f}" if perplexity else f"{cell.value:.1f}"
+    return f"{text} ({cell.value - cell.below:.0f}-{cell.value + cell.above:.0f})" if cell.count else text
 
 
 def markdown(summary: Summary) -> str:
@@ -202,7 +205,7 @@ def markdown(summary: Summary) -> str:
 def notes(summary: Summary) -> list[str]:
     """What a reader must know about the numbers."""
     what = "Perplexities" if summary.perplexity else "Scores in per cent"
-    found = [f"{what} with half of their 95 % intervals."]
+    found = [f"{what} with their 95 % intervals."]
     if summary.uncompressed:
         found.append(
             f"{summary.uncompressed} answers come from the full cache: their prompts are too short for the budget."

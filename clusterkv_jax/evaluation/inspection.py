@@ -1,0 +1,136 @@
+"""What the papers observe in keys and caches, from any model and text, as numbers.
+
+cosine maps of neighbouring keys, similarity over distance   CentroidKV Figures 2 and 3, Theorem 6.1's assumption
+outlier heads                                                Chelsea Figures 6 and 7
+kept positions of neighbouring layers                        ChunkKV Figure 2 and Table 3
+error of the attention output                                ChunkKV Table 8
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.cache import group_heads, groups
+from clusterkv_jax.calibration import outlier_share
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.compression import compress
+from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.models import transformer
+from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+
+MAP_ROWS = 128  # keys of a cosine map
+DISTANCES = 64  # largest distance of the similarity curve
+QUERIES = 64  # last queries of the text whose attention outputs are compared
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D]."""
+
+    queries: Float[Array, "1 H N D"]
+    keys: Float[Array, "1 K N D"]
+    values: Float[Array, "1 K N D"]
+
+
+def observe(model: Model, tokens: Sequence[int]) -> list[Observed]:
+    """Queries, keys and values of every layer; all layers stay in memory."""
+    ids = jnp.asarray([tokens], jnp.int32)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    hidden = transformer.embed(model.params, model.config, ids, positions)
+    found = []
+    for weights in model.params["layers"]:
+        hidden, q, k, v = _layer(weights, model.config, hidden, positions)
+        found.append(Observed(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v))))
+    return found
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
+    q, k, v = transformer.qkv(weights, config, hidden, positions)
+    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
+
+
+# --- keys ---
+
+
+def _unit(keys: Float[Array, "1 K N D"]) -> Float[np.ndarray, "K N D"]:
+    rows = np.asarray(keys[0]).astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+
+
+def cosine_maps(layer: Observed) -> Float[np.ndarray, "K R R"]:
+    """Cosines among up to 128 successive keys of each head, from the middle of the text."""
+    tokens = layer.keys.shape[2]
+    start = max(0, (tokens - MAP_ROWS) // 2)
+    unit = _unit(layer.keys)[:, start : start + MAP_ROWS]
+    return unit @ unit.swapaxes(1, 2)
+
+
+def similarity_over_distance(layer: Observed) -> Float[np.ndarray, "K S"]:
+    """Mean cosine of keys 1, 2, ... 64 tokens apart, of each head."""
+    unit = _unit(layer.keys)
+    most = min(DISTANCES, unit.shape[1] - 1)
+    return np.stack([(unit[:, s:] * unit[:, :-s]).sum(-1).mean(-1) for s in range(1, most + 1)], axis=1)
+
+
+def convex_share(curve: Float[np.ndarray, "K S"]) -> float:
+    """Which share of a curve's second differences, averaged over heads, is at least 0, as Theorem 6.1 assumes."""
+    return float(np.mean(np.diff(curve.mean(0), 2) >= 0))
+
+
+def outlier_map(layers: Sequence[Observed], chunk: int = 256) -> Float[np.ndarray, "L K"]:
+    """Share of rows without a similar neighbour by layer and head."""
+    return np.stack([np.asarray(outlier_share(layer.keys, chunk=chunk)[0]) for layer in layers])
+
+
+# --- methods ---
+
+
+def kept_positions(layers: Sequence[Observed], method: Method) -> list[list[set[int]]]:
+    """Positions kept [layer][head]; a centroid counts at its row's position."""
+    found = []
+    for number, layer in enumerate(layers):
+        cache = compress(method, layer.queries, layer.keys, layer.values, layer=number, num_layers=len(layers))
+        heads = {}
+        for group, numbers in zip(groups(cache), group_heads(cache), strict=True):
+            assert group.positions is not None  # `compress` always says them
+            real, positions = np.asarray(group.degree[0] > 0), np.asarray(group.positions[0])
+            heads |= {head: set(positions[i, real[i]].tolist()) for i, head in enumerate(numbers)}
+        found.append([heads[head] for head in sorted(heads)])
+    return found
+
+
+def neighbour_similarity(kept: Sequence[Sequence[set[int]]]) -> Float[np.ndarray, " L-1"]:
+    """Mean Jaccard similarity of the positions kept by the same head of successive layers."""
+    pairs = (zip(x, y, strict=True) for x, y in pairwise(kept))
+    return np.array([np.mean([len(a & b) / len(a | b) for a, b in heads]) for heads in pairs])
+
+
+def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarray, "L 2"]:
+    """Cosine, and relative L1 error, of the attention outputs of the text's last 64 queries, layer by layer.
+
+    The text before these queries is compressed, and they attend to what is left of it.
+    """
+    found = []
+    for number, layer in enumerate(layers):
+        cut = max(1, layer.keys.shape[2] - QUERIES)
+        before = [x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values)]
+        asked = jnp.swapaxes(layer.queries[:, :, cut:], 1, 2)
+        outputs = []
+        for chosen in (Full(), method):
+            cache = compress(chosen, *before, layer=number, num_layers=len(layers))
+            outputs.append(np.asarray(attend_cache(cache, asked)[0], np.float32))
+        full, less = outputs
+        norms = np.linalg.norm(full, axis=-1) * np.linalg.norm(less, axis=-1)
+        cosine = np.mean((full * less).sum(-1) / np.maximum(norms, 1e-12))
+        found.append([float(cosine), float(np.abs(full - less).sum() / np.abs(full).sum())])
+    return np.array(found)

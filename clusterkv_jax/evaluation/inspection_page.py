@@ -1,0 +1,99 @@
+"""`clusterkv inspect`: the observations of `inspection` as one page of pictures."""
+
+import html
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.evaluation import inspection
+from clusterkv_jax.evaluation.inspection import Observed
+from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
+from clusterkv_jax.evaluation.report import page
+from clusterkv_jax.methods import Full, Method
+
+MOST_MAPS = 8  # layers, and heads, of the cosine maps
+
+
+def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) -> str:
+    """The page of a model, a text and methods; the full cache among them is left out, it keeps everything."""
+    layers = inspection.observe(model, tokens)
+    less = {name: method for name, method in methods.items() if not isinstance(method, Full)}
+    curves = [inspection.similarity_over_distance(layer) for layer in layers]
+    convex = np.mean([inspection.convex_share(curve) for curve in curves])
+    parts = [
+        f"<h1>{html.escape(model.name)}, {len(tokens):,} tokens</h1>",
+        "<h2>Cosines of neighbouring keys, by layer (down) and head (across)</h2>",
+        f"<figure>{_maps(layers)}</figure>",
+        "<h2>Similarity over distance</h2>",
+        f"<p>{convex:.0%} of the second differences are not negative: the share of the curves that is convex.</p>",
+        f"<figure>{_curves(curves)}</figure>",
+        "<h2>Rows without a similar neighbour</h2>",
+        f"<figure>{_outliers(inspection.outlier_map(layers))}</figure>",
+    ]
+    if less:
+        kept = {name: inspection.kept_positions(layers, method) for name, method in less.items()}
+        likeness = {name: inspection.neighbour_similarity(found) for name, found in kept.items()}
+        errors = {name: inspection.output_errors(layers, method) for name, method in less.items()}
+        parts += [
+            "<h2>Positions kept by successive layers (Jaccard similarity)</h2>",
+            f"<figure>{_by_layer(likeness, 'similarity to the next layer')}</figure>",
+            "<h2>Attention output of the last queries against the full cache</h2>",
+            f"<figure>{_by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
+            f"<figure>{_by_layer({n: e[:, 1] for n, e in errors.items()}, 'relative L1 error')}</figure>",
+        ]
+    return page(f"{model.name}: keys and caches", parts)
+
+
+def _even(count: int) -> list[int]:
+    """At most eight numbers below `count`, evenly spread."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, MOST_MAPS))})
+
+
+def _maps(layers: Sequence[Observed]) -> str:
+    rows, heads = _even(len(layers)), _even(layers[0].keys.shape[1])
+    figure, axes = new_figure(1.5 * len(heads) + 0.8, 1.5 * len(rows))
+    axes.remove()
+    grid = figure.subplots(len(rows), len(heads), squeeze=False)
+    for line, number in zip(grid, rows, strict=True):
+        maps = inspection.cosine_maps(layers[number])
+        for place, head in zip(line, heads, strict=True):
+            image = place.imshow(maps[head], vmin=-1, vmax=1, cmap="RdBu_r")
+            place.set_xticks([])
+            place.set_yticks([])
+            place.set_title(f"layer {number}, head {head}", fontsize=7)
+    figure.colorbar(image, ax=grid, shrink=0.6)
+    return as_svg(figure)
+
+
+def _curves(curves: Sequence[Float[np.ndarray, "K S"]]) -> str:
+    figure, axes = new_figure(7.5, 4)
+    for colour, number in zip(COLOURS, _even(len(curves)), strict=False):
+        mean = curves[number].mean(0)
+        axes.plot(1 + np.arange(len(mean)), mean, label=f"layer {number}", color=colour)
+    axes.set_xlabel("tokens apart")
+    axes.set_ylabel("mean cosine of keys")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return as_svg(figure)
+
+
+def _outliers(shares: Float[np.ndarray, "L K"]) -> str:
+    layers, heads = shares.shape
+    figure, axes = new_figure(2.2 + 0.35 * heads, 1.2 + 0.25 * layers)
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xlabel("KV head")
+    axes.set_ylabel("layer")
+    axes.set_xticks(range(heads))
+    figure.colorbar(image, ax=axes)
+    return as_svg(figure)
+
+
+def _by_layer(values: Mapping[str, Float[np.ndarray, " L"]], what: str) -> str:
+    figure, axes = new_figure(7.5, 3.2)
+    for i, (name, line) in enumerate(values.items()):
+        axes.plot(range(len(line)), line, marker="o", markersize=3, label=name, color=COLOURS[i % len(COLOURS)])
+    axes.set_xlabel("layer")
+    axes.set_ylabel(what)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return as_svg(figure)
