@@ -22,6 +22,8 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.row_merge import row_merge
 
+UNROLLED = 4  # rounds written out in a row: what stands between their kernels is then fused
+
 
 def merge_round(
     keys: Float[Array, "B K N D"],
@@ -108,7 +110,9 @@ def cluster(
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
     layer, held, rounds, _ = jax.lax.while_loop(
-        lambda state: jnp.any(state[3] > 0), lambda state: jax.lax.fori_loop(0, at_once, one_round, state), state
+        lambda state: jnp.any(state[3] > 0),
+        lambda state: jax.lax.fori_loop(0, at_once, one_round, state, unroll=min(at_once, UNROLLED)),
+        state,
     )
     return pick(layer, held, sinks, slots), rounds
 

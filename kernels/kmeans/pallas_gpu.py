@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.kmeans.reference import unit_rows
 
-KEYS = 128  # keys of a tile
+KEYS = 64  # keys of a tile
 CENTROIDS = 64  # centroids of a tile
-PROGRAMS = 264  # programs of `_sums` wanted at least
+PROGRAMS = 1056  # programs of `_sums` wanted at least
 
 
 def kmeans(
@@ -34,7 +34,7 @@ def kmeans(
     with_sums: bool,
     parts: int = 2,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = 2,
     interpret: bool = False,
 ):
     """See `clusterkv_jax.kernels.kmeans.reference.kmeans`."""
@@ -132,7 +132,7 @@ def _segment_sums(
         end,
         grid=(blocks, shares, heads),
         warps=4,
-        stages=1 if keys.dtype == jnp.float32 else 3,
+        stages=1 if keys.dtype == jnp.float32 else 2,
         interpret=interpret,
     )
     return jnp.sum(sums, axis=0), jnp.sum(sizes, axis=0)

@@ -24,6 +24,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, pow
 
 MOST_CHUNK = 512
 MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
+PLAN_WARPS = 8
 MOVED_ROWS = 16  # b rows of a program of `_move`
 MOVE_WARPS = 4
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -63,9 +64,18 @@ def row_merge(
     half = chunk // 2
     listed = jax.ShapeDtypeStruct((batch * heads, chunks * half), jnp.int32)
     weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
-    new_rows, joined, weight, start, count = call(
+    degree_shape, list_shape = ((batch * heads, *x.shape[2:]) for x in (degree, rows))
+    new_degree, new_rows, total, joined, weight, start, count = call(
         partial(_plan, half=half),
-        (jax.ShapeDtypeStruct(flat(rows).shape, jnp.int32), listed, weights, listed, listed),
+        (
+            jax.ShapeDtypeStruct(degree_shape, jnp.float32),
+            jax.ShapeDtypeStruct(list_shape, jnp.int32),
+            weights,
+            listed,
+            weights,
+            listed,
+            listed,
+        ),
         flat(degree),
         flat(rows),
         length,
@@ -75,26 +85,28 @@ def row_merge(
         last,
         before,
         grid=(chunks, batch * heads),
-        warps=4 if half <= 128 else 16,
+        warps=PLAN_WARPS if half <= 128 else 16,
+        aliases={0: 0},
         interpret=interpret,
     )
-    in_place = [flat(keys), flat(values), flat(degree)]
+    in_place = [flat(keys), flat(values)]
     made = call(
         partial(_move, width=width),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
         *in_place,
         flat(rows),
         length,
+        total,
         joined,
         weight,
         start,
         count,
-        grid=(pl.cdiv(chunks * half, MOVED_ROWS), batch * heads),
+        grid=(pl.cdiv(chunks * half, MOVED_ROWS), batch * heads, 2),
         warps=MOVE_WARPS,
-        aliases={0: 0, 1: 1, 2: 2},
+        aliases={0: 0, 1: 1},
         interpret=interpret,
     )
-    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*made, new_rows))
+    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*made, new_degree, new_rows))
 
 
 def _thresholds(
@@ -139,7 +151,7 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     def tile(i):
         edge = i * size + arange(size)
         value = plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
-        return edge, value > -jnp.inf, _key(value)
+        return edge, jnp.where(value > -jnp.inf, _key(value), LOWEST)
 
     all_of_them = tile(0) if edges <= size else None
 
@@ -151,9 +163,9 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         return jnp.sum(jax.lax.fori_loop(0, pl.cdiv(n, size), body, jnp.zeros((size,), jnp.int32)))
 
     def bounds(i, state):
-        _, real, key = tile(i)
+        _, key = tile(i)
         low, high = state
-        return jnp.minimum(low, jnp.where(real, key, HIGHEST)), jnp.maximum(high, jnp.where(real, key, LOWEST))
+        return jnp.minimum(low, jnp.where(key > LOWEST, key, HIGHEST)), jnp.maximum(high, key)
 
     start = (jnp.full((size,), HIGHEST, jnp.int32), jnp.full((size,), LOWEST, jnp.int32))
     lows, highs = jax.lax.fori_loop(0, pl.cdiv(n, size), bounds, start)
@@ -163,7 +175,7 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     def halve(state):
         low, high, reached = state
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        found = count(lambda edge, real, key: real & (key >= middle))
+        found = count(lambda edge, key: key >= middle)
         enough = found >= k
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, found, reached)
 
@@ -171,15 +183,15 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         low, high, reached = state
         return (reached > k) & (low < high - 1)
 
-    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, real, key: real)))
+    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, key: key > LOWEST)))
 
     # Of the edges of exactly that key the first few; all of them where no more reach it than are wanted.
-    room = k - count(lambda edge, real, key: real & (key > low))
+    room = k - count(lambda edge, key: key > low)
 
     def halve_last(state):
         low_edge, high_edge = state
         middle = (low_edge + high_edge) // 2
-        found = count(lambda edge, real, key: real & (key == low) & (edge <= middle))
+        found = count(lambda edge, key: (key == low) & (edge <= middle))
         return jnp.where(found < room, middle, low_edge), jnp.where(found < room, high_edge, middle)
 
     _, last_edge = jax.lax.while_loop(
@@ -206,8 +218,12 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     jax.lax.fori_loop(0, pl.cdiv(chunks, down), offsets, jnp.int32(0))
 
 
-def _plan(degree, rows, length, match, score, threshold, last, before, new_rows, joined, weight, start, count, *, half):
+def _plan(
+    degree, rows, length, match, score, threshold, last, before,
+    new_degree, new_rows, total, joined, weight, start, count, *, half,
+):  # fmt: skip
     """One chunk: the new list entries of its rows, and its merged a rows in the order of their b rows."""
+    del degree  # in place: read and written as the output that aliases it
     head, number = pl.program_id(1), pl.program_id(0)
     n = length[head]
     i = arange(power_of_two(half))
@@ -217,64 +233,63 @@ def _plan(degree, rows, length, match, score, threshold, last, before, new_rows,
     @pl.when(2 * number * half < n)
     def _():
         value = plgpu.load(score.at[head, edge], mask=a_inside, other=-jnp.inf)
-        merged = _merged(value, edge, threshold[head], last[head])
         a_slot = plgpu.load(rows.at[head, 2 * edge], mask=a_inside, other=0)
         b_slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=b_inside, other=0)
+        partner = plgpu.load(match.at[head, edge], mask=a_inside, other=0)
+        a_degree = plgpu.load(new_degree.at[head, a_slot], mask=a_inside, other=0.0)
+        b_degree = plgpu.load(new_degree.at[head, b_slot], mask=b_inside, other=0.0)
+        merged = _merged(value, edge, threshold[head], last[head])
         gone = before[head, number] + jnp.cumsum(merged.astype(jnp.int32))
         _put(new_rows, head, 2 * edge - gone, a_slot, a_inside & ~merged)
         _put(new_rows, head, 2 * edge + 1 - gone, b_slot, b_inside)
 
         # b of every merged a, as a number within the chunk; of the others one beyond all.
-        partner = plgpu.load(match.at[head, edge], mask=merged, other=0)
         b = jnp.where(merged, partner // 2 - number * half, half)
+        joins = b[None, :] == i[:, None]
+        grown = b_degree + jnp.sum(jnp.where(joins, a_degree[None, :], 0.0), axis=1)
+        joins = jnp.sum(joins.astype(jnp.int32), axis=1)
         order = b * half + i
-        place = number * half + _count(order[None, :] < order[:, None])
-        _put(joined, head, place, a_slot, merged)
-        _put(weight, head, place, plgpu.load(degree.at[head, a_slot], mask=merged, other=0.0), merged)
-        _put(start, head, edge, number * half + _count(b[None, :] < i[:, None]), i < half)
-        _put(count, head, edge, _count(b[None, :] == i[:, None]), i < half)
+        place = jnp.sum((order[None, :] < order[:, None]).astype(jnp.int32), axis=1)
+        _put(joined, head, number * half + place, a_slot, merged)
+        _put(weight, head, number * half + place, a_degree, merged)
+        _put(start, head, edge, number * half + jnp.cumsum(joins) - joins, i < half)
+        _put(count, head, edge, joins, i < half)
+        _put(total, head, edge, grown, i < half)
+        _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, degree, rows, length, joined, weight, start, count, new_keys, new_values, new_degree, *, width):
-    """A few b rows: the means of themselves and of the a rows that join them, where there are any."""
-    del keys, values, degree  # in place: read and written as the outputs that alias them
+def _move(keys, values, rows, length, total, joined, weight, start, count, new_keys, new_values, *, width):
+    """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
+    del keys, values  # in place: read and written as the outputs that alias them
     head, edge = pl.program_id(1), pl.program_id(0) * MOVED_ROWS + arange(MOVED_ROWS)
-    columns = arange(power_of_two(width, 16))
+    inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
+    busy = 2 * pl.program_id(0) * MOVED_ROWS + 1 < length[head]
+    for number, x in enumerate((new_keys, new_values)):
 
-    @pl.when(2 * pl.program_id(0) * MOVED_ROWS + 1 < length[head])
-    def _():
-        inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
-        first = plgpu.load(start.at[head, edge], mask=inside, other=0)
-        joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
-        grows = joins > 0
-        slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=grows, other=0)
-        own = [load_rows(x, head, slot, columns, grows, width).astype(jnp.float32) for x in (new_keys, new_values)]
-
-        def join(j, state):
-            total, changes = state
-            there = j < joins
-            a_slot = plgpu.load(joined.at[head, first + j], mask=there, other=0)
-            n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
-            rows_of = (load_rows(x, head, a_slot, columns, there, width) for x in (new_keys, new_values))
-            changes = [
-                change + n[:, None] * (a.astype(jnp.float32) - b)
-                for change, a, b in zip(changes, rows_of, own, strict=True)
-            ]
-            return total + n, changes
-
-        total = plgpu.load(new_degree.at[head, slot], mask=grows, other=1.0)
-        total, changes = jax.lax.fori_loop(0, jnp.max(joins), join, (total, [jnp.zeros_like(b) for b in own]))
-        _put(new_degree, head, slot, total, grows)
-        mask = grows[:, None] & (columns < width)[None, :]
-        for x, b, change in zip((new_keys, new_values), own, changes, strict=True):
-            target = jnp.where(grows, slot, x.shape[1])  # masked rows point nowhere: nothing is written twice
-            mean = (b + change / total[:, None]).astype(x.dtype)
-            plgpu.store(x.at[head, target[:, None], columns[None, :]], mean, mask=mask)
+        @pl.when(busy & (pl.program_id(2) == number))
+        def _(x=x):
+            slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
+            first = plgpu.load(start.at[head, edge], mask=inside, other=0)
+            joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
+            whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
+            _move_rows(x, head, slot, whole, first, joins, joined, weight, width)
 
 
-def _count(chosen):
-    """True entries of every row."""
-    return jnp.sum(chosen.astype(jnp.int32), axis=1)
+def _move_rows(x, head, slot, total, first, joins, joined, weight, width):
+    columns, grows = arange(power_of_two(width, 16)), joins > 0
+    own = load_rows(x, head, slot, columns, grows, width).astype(jnp.float32)
+
+    def add(j, change):
+        there = j < joins
+        a_slot = plgpu.load(joined.at[head, first + j], mask=there, other=0)
+        n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
+        return change + n[:, None] * (load_rows(x, head, a_slot, columns, there, width).astype(jnp.float32) - own)
+
+    change = jax.lax.fori_loop(0, jnp.max(joins), add, jnp.zeros_like(own))
+    mean = (own + change / jnp.where(grows, total, 1.0)[:, None]).astype(x.dtype)
+    target = jnp.where(grows, slot, x.shape[1])  # masked rows point nowhere: nothing is written twice
+    mask = grows[:, None] & (columns < width)[None, :]
+    plgpu.store(x.at[head, target[:, None], columns[None, :]], mean, mask=mask)
 
 
 def _put(ref, head, index, value, mask):
