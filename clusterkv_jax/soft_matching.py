@@ -20,11 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.row_merge import row_merge
 
 # From the slots of some heads, and which of them are middle rows: features and row biases for `chunked_matching`.
 EdgeFeatures = Callable[[LayerCache, Bool[Array, "B K C"]], tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]]
+UNROLLED = 4  # rounds written out in a row on the GPU: what stands between its kernels is then fused
 
 
 def merge_round(
@@ -56,7 +58,7 @@ def merge_round(
         positions=jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows)),
     )
     layer, held = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
-    layer = pick(layer, held, rows - merges)
+    layer = pick(layer, held, 0, rows - merges)
     assert layer.positions is not None
     return layer.keys, layer.values, layer.degree, layer.positions
 
@@ -102,16 +104,36 @@ def cluster(
         merges = jnp.maximum(1, jnp.minimum(planned, held - budget))
         return jnp.where(held > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
 
-    def body(state):
+    def one_round(_, state):
         layer, held, rounds, merges = state
         layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, features=features)
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, held, rounds, merges_due(layer, rounds)
 
-    everything = jnp.broadcast_to(jnp.arange(layer.capacity, dtype=jnp.int32), layer.degree.shape)
-    state = (layer, everything, rounds, merges_due(layer, rounds))
-    layer, held, rounds, _ = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), body, state)
-    return pick(layer, held, layer.capacity if slots is None else slots), rounds
+    # A loop of known length runs without asking the device whether to go on, so whole batches of rounds are done.
+    slots = layer.capacity if slots is None else slots
+    at_once = _rounds_to(slots, layer.capacity, schedule, edge_table, sinks + recent)
+    middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
+    state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
+    unroll = min(at_once, UNROLLED) if platform() == "gpu" else 1
+    layer, held, rounds, _ = jax.lax.while_loop(
+        lambda state: jnp.any(state[3] > 0),
+        lambda state: jax.lax.fori_loop(0, at_once, one_round, state, unroll=unroll),
+        state,
+    )
+    return pick(layer, held, sinks, slots), rounds
+
+
+def _rounds_to(rows: int, held: int, schedule: np.ndarray, edge_table: np.ndarray, apart: int) -> int:
+    """Rounds from `held` rows, `apart` of them outside the middle, to `rows`; at least 1."""
+    rounds = 0
+    while held > rows:
+        middle = max(held - apart, 0)
+        merges = max(1, min(schedule[min(rounds, len(schedule) - 1), middle], held - rows))
+        held, rounds = held - min(merges, edge_table[middle]), rounds + 1
+        if not edge_table[middle]:
+            break
+    return max(rounds, 1)
 
 
 def merge_schedule(rows: int, chunk: int, ratios: tuple[float, ...], merge_of: str) -> np.ndarray:
@@ -133,32 +155,32 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
 @partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "features"))
 def merge_best(
     layer: LayerCache,
-    held: Int[Array, "B K C"],
+    held: Int[Array, "B K R"],
     merges: Int[Array, " B"],
     *,
     sinks: int = 0,
     recent: int = 0,
     chunk: int,
     features: EdgeFeatures | None = None,
-) -> tuple[LayerCache, Int[Array, "B K C"]]:
+) -> tuple[LayerCache, Int[Array, "B K R"]]:
     """Match the middle rows and merge the `merges` best edges of every head, where they lie.
 
-    `held` lists the slots still in use, in positional order, the first `length` of them real.
+    `held` lists the slots behind the sinks that are still in use, in positional order; `length` counts them and the
+    sinks.
     """
-    if layer.capacity <= sinks:
+    if held.shape[2] == 0:
         return layer, held
-    rows, length = held[:, :, sinks:], layer.length - sinks
+    listed = layer.length - sinks
     # Rows of a batch that are done are not even read.
-    middle = jnp.where(merges[:, None] > 0, length - recent, 0)
+    middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
     if features is None:
-        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=rows)
+        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=held)
     else:
-        match, score = _match_features(layer, rows, middle, chunk, features)
-    keys, values, degree, rows = row_merge(
-        layer.keys, layer.values, layer.degree, rows, length, match, score, merges, chunk=chunk
+        match, score = _match_features(layer, held, middle, chunk, features)
+    keys, values, degree, held = row_merge(
+        layer.keys, layer.values, layer.degree, held, listed, match, score, merges, chunk=chunk
     )
-    layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
-    return layer, jnp.concatenate([held[:, :, :sinks], rows], axis=2)
+    return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), held
 
 
 def _match_features(
@@ -181,11 +203,12 @@ def _match_features(
     return jax.tree.map(lambda x: x.reshape(*middle.shape, -1), jax.lax.map(one_head, heads))
 
 
-def pick(layer: LayerCache, held: Int[Array, "B K C"], slots: int) -> LayerCache:
-    """The rows listed in `held`, moved up into the first of `slots` slots; the others are empty."""
-    held = held[:, :, :slots]
-    if slots > layer.capacity:
-        held = jnp.pad(held, [(0, 0), (0, 0), (0, slots - layer.capacity)])
+def pick(layer: LayerCache, held: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:
+    """The sinks and the rows listed in `held`, moved up into the first of `slots` slots; the others are empty."""
+    first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*held.shape[:2], sinks))
+    held = jnp.concatenate([first, held], axis=2)[:, :, :slots]
+    if held.shape[2] < slots:
+        held = jnp.pad(held, [(0, 0), (0, 0), (0, slots - held.shape[2])])
     filled = jnp.arange(slots) < layer.length[..., None]
     index = jnp.where(filled, held, -1)
 

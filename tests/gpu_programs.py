@@ -63,7 +63,7 @@ def programs(array):
         "attention of a question": (*attention(bf16, 64), ()),
         "attention float32": (*attention(jnp.float32, 1), ()),
         "matching": (*matching(bf16, DIM, 256), ()),
-        "matching float32": (*matching(jnp.float32, DIM, 512), ()),
+        "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),

@@ -5,7 +5,7 @@ import numpy as np
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import from_tokens
-from clusterkv_jax.soft_matching import merge_best
+from clusterkv_jax.soft_matching import merge_best, pick
 
 
 def written_out(keys, values, degree, chunk, value_weight, gravity):
@@ -30,7 +30,9 @@ def test_a_round_merges_the_edges_of_the_rule():
     method = ckv.GravityKV(ckv.Budget(tokens=50), sinks=3, recent=5, chunk=16, value_weight=0.7, gravity=0.2)
     layer = from_tokens(jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32), jnp.asarray([66]))
     layer = type(layer)(layer.keys, layer.values, layer.degree * degree, layer.length, layer.positions)
-    merged = merge_best(layer, jnp.asarray([9]), sinks=3, recent=5, chunk=16, features=method.features)
+    behind = jnp.broadcast_to(jnp.arange(3, 66, dtype=jnp.int32), (*layer.length.shape, 63))
+    done = merge_best(layer, behind, jnp.asarray([9]), sinks=3, recent=5, chunk=16, features=method.features)
+    merged = pick(*done, 3, 66)
     for head in range(2):
         middle = (x[0, head, 3:61] for x in (keys, values, degree))
         edges = sorted(written_out(*middle, 16, 0.7, 0.2), reverse=True)[:9]

@@ -21,6 +21,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows
 
 MOST_QUERIES = 64  # query rows of a tile
 MOST_SPLITS = 128
+MOST_SPAN = 1024  # short rows of a ragged batch then free their multiprocessors early
 PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
 LOG2_E = math.log2(math.e)
 
@@ -103,7 +104,8 @@ def biased_attention(
 def _span(slots: int, heads: int, block: int) -> int:
     """Slots per program: enough programs to fill the device, few enough that combining them stays cheap."""
     splits = min(MOST_SPLITS, max(1, PROGRAMS // heads), pl.cdiv(slots, block))
-    return min(max(pl.cdiv(pl.cdiv(slots, splits), block), 1) * block, max(block, 2048))
+    splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, MOST_SPAN)))
+    return pl.cdiv(pl.cdiv(slots, splits), block) * block
 
 
 def _query_rows(q, head, first, tile, kv_heads):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 
 MOST_ROWS = 128  # A or B rows of a tile
-MOST_COLUMNS = 128
+MOST_COLUMNS = 64
 WARPS = 8
 
 
@@ -42,7 +42,9 @@ def chunked_matching(
     count = listed - first if length is None else jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch, heads))
     count = jnp.minimum(count, listed - first)
 
-    tile = min(power_of_two(chunk // 2, 16), MOST_ROWS)
+    # tf32 products keep several copies of a float32 tile in shared memory.
+    most = MOST_ROWS // 2 if features.dtype == jnp.float32 else MOST_ROWS
+    tile = min(power_of_two(chunk // 2, 16), most)
     blocks = pl.cdiv(chunk // 2, tile)
     kernel = partial(
         _kernel,
@@ -123,9 +125,7 @@ def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize,
 
 def _products(features, head, a_rows, a_inside, b_rows, b_inside, width):
     """Dot products of A and B rows, and the sums of squares of both, over tiles of columns."""
-    # tf32 products keep several copies of a float32 tile in shared memory.
-    most = MOST_COLUMNS // 2 if features.dtype == jnp.float32 else MOST_COLUMNS
-    tile, step = a_rows.shape[0], min(power_of_two(width, 16), most)
+    tile, step = a_rows.shape[0], min(power_of_two(width, 16), MOST_COLUMNS)
     value = jnp.zeros((tile, tile), jnp.float32)
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):

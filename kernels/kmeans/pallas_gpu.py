@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.kmeans.reference import unit_rows
 
-KEYS = 128  # keys of a tile
+KEYS = 64  # keys of a tile
 CENTROIDS = 64  # centroids of a tile
-PROGRAMS = 264  # programs of `_sums` wanted at least
+PROGRAMS = 1056  # programs of `_sums` wanted at least
 
 
 def kmeans(
@@ -34,7 +34,7 @@ def kmeans(
     with_sums: bool,
     parts: int = 2,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = 2,
     interpret: bool = False,
 ):
     """See `clusterkv_jax.kernels.kmeans.reference.kmeans`."""
@@ -60,7 +60,7 @@ def kmeans(
     )
     if not with_sums:
         return labels.reshape(batch, heads, rows)
-    sums, sizes = _segment_sums(flat, labels, count, interpret)
+    sums, sizes = _segment_sums(flat, labels, end, count, interpret)
     shape = (batch, heads, count)
     return labels.reshape(batch, heads, rows), sums.reshape(*shape, dim), sizes.reshape(shape)
 
@@ -112,7 +112,9 @@ def _assign(keys, heads_of, tails_of, end, labels, *, block, parts):
     plgpu.store(labels.at[head, row], jnp.where(inside, label, -1), mask=row < labels.shape[1])
 
 
-def _segment_sums(keys: Float[Array, "H N D"], labels: Int[Array, "H N"], count: int, interpret: bool):
+def _segment_sums(
+    keys: Float[Array, "H N D"], labels: Int[Array, "H N"], end: Int[Array, " H"], count: int, interpret: bool
+):
     """Sums f32 [H,C,D] and sizes i32 [H,C] of the keys by label."""
     heads, rows, width = keys.shape
     block = min(CENTROIDS, power_of_two(count, 16))
@@ -127,26 +129,27 @@ def _segment_sums(keys: Float[Array, "H N D"], labels: Int[Array, "H N"], count:
         ),
         keys,
         labels,
+        end,
         grid=(blocks, shares, heads),
         warps=4,
-        stages=1 if keys.dtype == jnp.float32 else 3,
+        stages=1 if keys.dtype == jnp.float32 else 2,
         interpret=interpret,
     )
     return jnp.sum(sums, axis=0), jnp.sum(sizes, axis=0)
 
 
-def _sums(keys, labels, sums, sizes, *, block, tiles):
+def _sums(keys, labels, end, sums, sizes, *, block, tiles):
     """Sums and sizes of one tile of centroids over one share of the keys."""
     number = pl.program_id(0) * block + arange(block)
     share, head = pl.program_id(1), pl.program_id(2)
-    rows, width = keys.shape[1:]
+    width = keys.shape[2]
     columns = arange(power_of_two(width, 16))
 
     def body(i, state):
         total, size = state
         row = (share * tiles + i) * KEYS + arange(KEYS)
-        label = plgpu.load(labels.at[head, row], mask=row < rows, other=-1)
-        key = load_rows(keys, head, row, columns, label >= 0, width)
+        label = plgpu.load(labels.at[head, row], mask=row < end[head], other=-1)
+        key = load_rows(keys, head, row, columns, row < end[head], width)
         member = label[None, :] == number[:, None]
         for part in bfloat16_parts(key, 3) if key.dtype == jnp.float32 else [key]:
             total += dot(member.astype(part.dtype), part)

@@ -1,12 +1,15 @@
-"""Row merge on GPU in two kernels: the score that an edge must reach, then the merges of every chunk, in place.
+"""Row merge on GPU in three kernels: the score that an edge must reach, who joins whom, and the merges, in place.
 
 1. `_threshold`, a program per head: bisection on the scores, read as integers of the same order, until as many edges
-   reach the threshold as are to be merged. A count per step, from scores that stay in the L1 cache. Where equal
-   scores straddle the limit, a second bisection finds up to which edge they are merged.
-2. `_merge`, a program per chunk: reads the a rows that are merged and the b rows that they join, adds up
-   n_a (k_a - k_b) by b row as a product with a matrix of zeros and ones, and writes those b rows. The differences are
-   cut into bf16 parts, whose products with 0 and 1 are exact, so the sums are those of float32 (to 2^-16 where the
-   cache is 16-bit) and equal rows merge without error. No atomics: every b row has one writer.
+   reach the threshold as are to be merged; the scores stay in registers. Where equal scores straddle the limit, a
+   second bisection finds up to which edge they are merged.
+2. `_plan`, a program per chunk: its merged a rows sorted by their b row (a place is a count of smaller ones, no sort),
+   and the list without them.
+3. `_move`, a program per few b rows: adds n_a (k_a - k_b) of one a row after the other in float32, for keys and values
+   at once, and writes the b rows that have any. Every row has one writer and a fixed order: no atomics, same result in
+   every run, and equal rows merge without error.
+
+Bytes: 3 scans of 4-byte lists, then every merged a row once and every b row that grows twice.
 """
 
 from functools import partial
@@ -17,14 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, power_of_two
 
 MOST_CHUNK = 512
-MOST_ROWS = 128  # A or B rows of a tile
-MOST_COLUMNS = 64
-WARPS = 8
-SCAN_WARPS = 32
-SCORES = 8192  # scores of a tile
+MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
+PLAN_WARPS = 8
+MOVED_ROWS = 16  # b rows of a program of `_move`
+MOVE_WARPS = 4
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -44,8 +46,8 @@ def row_merge(
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     check_dtypes("row_merge", keys, values)
     batch, heads, _, width = keys.shape
-    listed, edges = rows.shape[2], score.shape[2]
-    chunk = min(chunk, listed + listed % 2)
+    entries, edges = rows.shape[2], score.shape[2]
+    chunk = min(chunk, entries + entries % 2)
     if chunk > MOST_CHUNK:
         raise NotImplementedError(f"the GPU kernel of row_merge takes chunks of up to {MOST_CHUNK} rows, got {chunk}.")
     if edges == 0:
@@ -59,15 +61,22 @@ def row_merge(
     chunks = pl.cdiv(edges, chunk // 2)
     threshold, last, before = _thresholds(score, wanted, length, chunk, chunks, interpret)
 
-    tile = min(power_of_two(chunk // 2, 16), MOST_ROWS)
-    blocks = pl.cdiv(chunk // 2, tile)
-    kernel = partial(_merge, chunk=chunk, tile=tile, width=width)
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    in_place = [flat(keys), flat(values), flat(degree)]
-    made = call(
-        kernel,
-        (*map(shape, in_place), shape(flat(rows))),
-        *in_place,
+    half = chunk // 2
+    listed = jax.ShapeDtypeStruct((batch * heads, chunks * half), jnp.int32)
+    weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
+    degree_shape, list_shape = ((batch * heads, *x.shape[2:]) for x in (degree, rows))
+    new_degree, new_rows, total, joined, weight, start, count = call(
+        partial(_plan, half=half),
+        (
+            jax.ShapeDtypeStruct(degree_shape, jnp.float32),
+            jax.ShapeDtypeStruct(list_shape, jnp.int32),
+            weights,
+            listed,
+            weights,
+            listed,
+            listed,
+        ),
+        flat(degree),
         flat(rows),
         length,
         match,
@@ -75,13 +84,29 @@ def row_merge(
         threshold,
         last,
         before,
-        grid=(chunks * blocks, batch * heads),
-        warps=WARPS if tile == MOST_ROWS else 4,
-        aliases={0: 0, 1: 1, 2: 2},
+        grid=(chunks, batch * heads),
+        warps=PLAN_WARPS if half <= 128 else 16,
+        aliases={0: 0},
         interpret=interpret,
     )
-    keys, values, degree, rows = (x.reshape(batch, heads, *x.shape[1:]) for x in made)
-    return keys, values, degree, rows
+    in_place = [flat(keys), flat(values)]
+    made = call(
+        partial(_move, width=width),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
+        *in_place,
+        flat(rows),
+        length,
+        total,
+        joined,
+        weight,
+        start,
+        count,
+        grid=(pl.cdiv(chunks * half, MOVED_ROWS), batch * heads, 2),
+        warps=MOVE_WARPS,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*made, new_degree, new_rows))
 
 
 def _thresholds(
@@ -99,7 +124,7 @@ def _thresholds(
         wanted,
         length,
         grid=(heads,),
-        warps=min(SCAN_WARPS, max(4, power_of_two(edges) // 256)),
+        warps=min(32, max(4, power_of_two(edges) // 256)),
         interpret=interpret,
     )
 
@@ -121,22 +146,26 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     head = pl.program_id(0)
     k = wanted[head]
     n = jnp.minimum((length[head] + 1) // 2, edges)
-    size = min(SCORES, power_of_two(edges, 32))
+    size = min(MOST_SCORES, power_of_two(edges, 32))
 
     def tile(i):
         edge = i * size + arange(size)
         value = plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
-        return edge, value > -jnp.inf, _key(value)
+        return edge, jnp.where(value > -jnp.inf, _key(value), LOWEST)
+
+    all_of_them = tile(0) if edges <= size else None
 
     def count(chosen):
         """How many edges `chosen` is true for."""
+        if all_of_them:
+            return jnp.sum(chosen(*all_of_them).astype(jnp.int32))
         body = lambda i, total: total + chosen(*tile(i)).astype(jnp.int32)  # noqa: E731
         return jnp.sum(jax.lax.fori_loop(0, pl.cdiv(n, size), body, jnp.zeros((size,), jnp.int32)))
 
     def bounds(i, state):
-        _, real, key = tile(i)
+        _, key = tile(i)
         low, high = state
-        return jnp.minimum(low, jnp.where(real, key, HIGHEST)), jnp.maximum(high, jnp.where(real, key, LOWEST))
+        return jnp.minimum(low, jnp.where(key > LOWEST, key, HIGHEST)), jnp.maximum(high, key)
 
     start = (jnp.full((size,), HIGHEST, jnp.int32), jnp.full((size,), LOWEST, jnp.int32))
     lows, highs = jax.lax.fori_loop(0, pl.cdiv(n, size), bounds, start)
@@ -146,7 +175,7 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     def halve(state):
         low, high, reached = state
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        found = count(lambda edge, real, key: real & (key >= middle))
+        found = count(lambda edge, key: key >= middle)
         enough = found >= k
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, found, reached)
 
@@ -154,15 +183,15 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         low, high, reached = state
         return (reached > k) & (low < high - 1)
 
-    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, real, key: real)))
+    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, key: key > LOWEST)))
 
     # Of the edges of exactly that key the first few; all of them where no more reach it than are wanted.
-    room = k - count(lambda edge, real, key: real & (key > low))
+    room = k - count(lambda edge, key: key > low)
 
     def halve_last(state):
         low_edge, high_edge = state
         middle = (low_edge + high_edge) // 2
-        found = count(lambda edge, real, key: real & (key == low) & (edge <= middle))
+        found = count(lambda edge, key: (key == low) & (edge <= middle))
         return jnp.where(found < room, middle, low_edge), jnp.where(found < room, high_edge, middle)
 
     _, last_edge = jax.lax.while_loop(
@@ -174,7 +203,8 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     last[head] = last_edge
 
     half = chunk // 2
-    across, down = power_of_two(half), max(1, size // power_of_two(half))
+    across = power_of_two(half)
+    down = max(1, min(size, 8192) // across)
 
     def offsets(i, total):
         number = i * down + arange(down)
@@ -188,80 +218,80 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     jax.lax.fori_loop(0, pl.cdiv(chunks, down), offsets, jnp.int32(0))
 
 
-def _merge(
-    keys, values, degree, rows, length, match, score, threshold, last, before,
-    new_keys, new_values, new_degree, new_rows, *, chunk, tile, width,
+def _plan(
+    degree, rows, length, match, score, threshold, last, before,
+    new_degree, new_rows, total, joined, weight, start, count, *, half,
 ):  # fmt: skip
-    """One tile of B rows of one chunk: their merges, and the list entries of the A and B rows at their offsets."""
-    del keys, values  # in place: read and written as the outputs that alias them
-    half, blocks = chunk // 2, pl.cdiv(chunk // 2, tile)
-    head, number, block = pl.program_id(1), pl.program_id(0) // blocks, pl.program_id(0) % blocks
+    """One chunk: the new list entries of its rows, and its merged a rows in the order of their b rows."""
+    del degree  # in place: read and written as the output that aliases it
+    head, number = pl.program_id(1), pl.program_id(0)
     n = length[head]
-    first = number * chunk
-    limits = threshold[head], last[head]
+    i = arange(power_of_two(half))
+    edge = number * half + i
+    a_inside, b_inside = ((i < half) & (2 * edge + parity < n) for parity in (0, 1))
 
-    def a_side(i):
-        """One tile of A rows: which are merged, which of them here, their slots, those of their b rows, degrees, and
-        the matrix [B row, A row] of who joins whom.
-        """
-        a = i * tile + arange(tile)
-        place, edge = first + 2 * a, number * half + a
-        inside = (a < half) & (place < n)
-        value = plgpu.load(score.at[head, edge], mask=inside, other=-jnp.inf)
-        merged = _merged(value, edge, *limits)
-        partner = plgpu.load(match.at[head, edge], mask=merged, other=0)
-        joins = (partner - first) // 2 - block * tile
-        here = merged & (joins >= 0) & (joins < tile)
-        slot = plgpu.load(rows.at[head, place], mask=inside, other=0)
-        b_slot = plgpu.load(rows.at[head, partner], mask=here, other=0)
-        weight = plgpu.load(new_degree.at[head, slot], mask=here, other=0.0)
-        who = here[None, :] & (joins[None, :] == arange(tile)[:, None])
-        return place, inside, merged, here, slot, b_slot, weight, who
-
-    @pl.when(first < n)
+    @pl.when(2 * number * half < n)
     def _():
-        sides = [a_side(i) for i in range(blocks)]
-        b = block * tile + arange(tile)
-        b_place = first + 2 * b + 1
-        b_inside = (b < half) & (b_place < n)
-        b_slot = plgpu.load(rows.at[head, b_place], mask=b_inside, other=0)
-        total = plgpu.load(new_degree.at[head, b_slot], mask=b_inside, other=1.0)
-        grown = jnp.zeros((tile,), jnp.int32)
-        for *_, weight, who in sides:
-            total += jnp.sum(jnp.where(who, weight[None, :], 0.0), axis=1)
-            grown += jnp.sum(who.astype(jnp.int32), axis=1)
-        grown = grown > 0
+        value = plgpu.load(score.at[head, edge], mask=a_inside, other=-jnp.inf)
+        a_slot = plgpu.load(rows.at[head, 2 * edge], mask=a_inside, other=0)
+        b_slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=b_inside, other=0)
+        partner = plgpu.load(match.at[head, edge], mask=a_inside, other=0)
+        a_degree = plgpu.load(new_degree.at[head, a_slot], mask=a_inside, other=0.0)
+        b_degree = plgpu.load(new_degree.at[head, b_slot], mask=b_inside, other=0.0)
+        merged = _merged(value, edge, threshold[head], last[head])
+        gone = before[head, number] + jnp.cumsum(merged.astype(jnp.int32))
+        _put(new_rows, head, 2 * edge - gone, a_slot, a_inside & ~merged)
+        _put(new_rows, head, 2 * edge + 1 - gone, b_slot, b_inside)
 
-        place, inside, merged = (sides[0] if blocks == 1 else a_side(block))[:3]
-        gone = jnp.cumsum(merged.astype(jnp.int32)) + before[head, number]
-        for i in range(blocks - 1):
-            gone += jnp.where(i < block, jnp.sum(sides[i][2].astype(jnp.int32)), 0)
-        _put(new_rows, head, place - gone, sides[0][4] if blocks == 1 else a_side(block)[4], inside & ~merged)
-        _put(new_rows, head, b_place - gone, b_slot, b_inside)
-        _put(new_degree, head, b_slot, total, grown)
+        # b of every merged a, as a number within the chunk; of the others one beyond all.
+        b = jnp.where(merged, partner // 2 - number * half, half)
+        joins = b[None, :] == i[:, None]
+        grown = b_degree + jnp.sum(jnp.where(joins, a_degree[None, :], 0.0), axis=1)
+        joins = jnp.sum(joins.astype(jnp.int32), axis=1)
+        order = b * half + i
+        place = jnp.sum((order[None, :] < order[:, None]).astype(jnp.int32), axis=1)
+        _put(joined, head, number * half + place, a_slot, merged)
+        _put(weight, head, number * half + place, a_degree, merged)
+        _put(start, head, edge, number * half + jnp.cumsum(joins) - joins, i < half)
+        _put(count, head, edge, joins, i < half)
+        _put(total, head, edge, grown, i < half)
+        _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
-        for x in (new_keys, new_values):
-            for start in range(0, width, MOST_COLUMNS):
-                columns = arange(min(MOST_COLUMNS, power_of_two(width, 16)), start)
-                _move(x, head, columns, sides, b_slot, total, grown, width)
+
+def _move(keys, values, rows, length, total, joined, weight, start, count, new_keys, new_values, *, width):
+    """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
+    del keys, values  # in place: read and written as the outputs that alias them
+    head, edge = pl.program_id(1), pl.program_id(0) * MOVED_ROWS + arange(MOVED_ROWS)
+    inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
+    busy = 2 * pl.program_id(0) * MOVED_ROWS + 1 < length[head]
+    for number, x in enumerate((new_keys, new_values)):
+
+        @pl.when(busy & (pl.program_id(2) == number))
+        def _(x=x):
+            slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
+            first = plgpu.load(start.at[head, edge], mask=inside, other=0)
+            joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
+            whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
+            _move_rows(x, head, slot, whole, first, joins, joined, weight, width)
 
 
-def _move(x, head, columns, sides, b_slot, total, grown, width):
-    """Write the means of the b rows that grew, in these columns."""
-    parts = 3 if x.dtype == jnp.float32 else 2
-    change = jnp.zeros((b_slot.shape[0], columns.shape[0]), jnp.float32)
-    for *_, here, a_slot, partner, weight, who in sides:
-        a = load_rows(x, head, a_slot, columns, here, width).astype(jnp.float32)
-        b = load_rows(x, head, partner, columns, here, width).astype(jnp.float32)
-        for part in bfloat16_parts(weight[:, None] * (a - b), parts):
-            change += dot(who.astype(jnp.bfloat16), part)
-    old = load_rows(x, head, b_slot, columns, grown, width).astype(jnp.float32)
-    mean = (old + change / total[:, None]).astype(x.dtype)
-    inside = grown[:, None] if width % columns.shape[0] == 0 else grown[:, None] & (columns < width)[None, :]
-    target = jnp.where(grown, b_slot, x.shape[1])  # masked rows point nowhere: nothing is written twice
-    plgpu.store(x.at[head, target[:, None], columns[None, :]], mean, mask=inside)
+def _move_rows(x, head, slot, total, first, joins, joined, weight, width):
+    columns, grows = arange(power_of_two(width, 16)), joins > 0
+    own = load_rows(x, head, slot, columns, grows, width).astype(jnp.float32)
+
+    def add(j, change):
+        there = j < joins
+        a_slot = plgpu.load(joined.at[head, first + j], mask=there, other=0)
+        n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
+        return change + n[:, None] * (load_rows(x, head, a_slot, columns, there, width).astype(jnp.float32) - own)
+
+    change = jax.lax.fori_loop(0, jnp.max(joins), add, jnp.zeros_like(own))
+    mean = (own + change / jnp.where(grows, total, 1.0)[:, None]).astype(x.dtype)
+    target = jnp.where(grows, slot, x.shape[1])  # masked rows point nowhere: nothing is written twice
+    mask = grows[:, None] & (columns < width)[None, :]
+    plgpu.store(x.at[head, target[:, None], columns[None, :]], mean, mask=mask)
 
 
 def _put(ref, head, index, value, mask):
-    """ref[head, index] = value where `mask`."""
+    """ref[head, index] = value where `mask`; the other entries point nowhere."""
     plgpu.store(ref.at[head, jnp.where(mask, index, ref.shape[1])], value, mask=mask)
