@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
-from clusterkv_jax.kernels.kmeans import reference
+from clusterkv_jax.kernels.kmeans import pallas_gpu, reference
 
-BACKENDS = {"xla": reference.kmeans}
+BACKENDS = {"gpu": pallas_gpu.kmeans, "xla": reference.kmeans}
 
 
 def assign(
