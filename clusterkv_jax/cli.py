@@ -153,10 +153,12 @@ def methods(
 
         table = Table(box=None, pad_edge=False)
         for column in ("name", "what it does", "source"):
-            table.add_column(column)
+            table.add_column(column, no_wrap=True, overflow="ellipsis")
         for found in list_presets().values():
             table.add_row(found.name, found.description, found.source)
-        Console().print(table)
+        # A line each: cut at the edge of a terminal, whole in a file or pipe.
+        console = Console()
+        console.print(table, width=None if console.is_terminal else Console(width=1000).measure(table).maximum, crop=False)
 
 
 app.command()(command.evaluate)

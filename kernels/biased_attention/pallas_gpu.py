@@ -21,7 +21,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows
 
 MOST_QUERIES = 64  # query rows of a tile
 MOST_SPLITS = 128
-MOST_SPAN = 1024  # short rows of a ragged batch then free their multiprocessors early
+MOST_SPAN = 512  # short rows of a ragged batch free their multiprocessors early
 PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
 LOG2_E = math.log2(math.e)
 

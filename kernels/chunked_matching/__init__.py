@@ -6,8 +6,8 @@ from clusterkv_jax.kernels.chunked_matching import pallas_gpu, pallas_tpu, refer
 from clusterkv_jax.kernels.dispatch import dispatch
 
 BACKENDS = {
-    "tpu": pallas_tpu.chunked_matching,
     "gpu": pallas_gpu.chunked_matching,
+    "tpu": pallas_tpu.chunked_matching,
     "xla": reference.chunked_matching,
 }
 

@@ -24,7 +24,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, pow
 
 MOST_CHUNK = 512
 MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
-PLAN_WARPS = 8
+PLAN_WARPS = 4
 MOVED_ROWS = 16  # b rows of a program of `_move`
 MOVE_WARPS = 4
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -148,34 +148,33 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     n = jnp.minimum((length[head] + 1) // 2, edges)
     size = min(MOST_SCORES, power_of_two(edges, 32))
 
-    def tile(i):
+    def keys_of(i):
         edge = i * size + arange(size)
         value = plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
-        return edge, jnp.where(value > -jnp.inf, _key(value), LOWEST)
+        return jnp.where(value > -jnp.inf, _key(value), LOWEST)
 
-    all_of_them = tile(0) if edges <= size else None
+    only_tile = keys_of(0) if edges <= size else None
+
+    def over_tiles(measure, start):
+        """`measure(first edge, keys, result so far)` of one tile after the other."""
+        if only_tile is not None:
+            return measure(0, only_tile, start)
+        return jax.lax.fori_loop(0, pl.cdiv(n, size), lambda i, result: measure(i * size, keys_of(i), result), start)
 
     def count(chosen):
         """How many edges `chosen` is true for."""
-        if all_of_them:
-            return jnp.sum(chosen(*all_of_them).astype(jnp.int32))
-        body = lambda i, total: total + chosen(*tile(i)).astype(jnp.int32)  # noqa: E731
-        return jnp.sum(jax.lax.fori_loop(0, pl.cdiv(n, size), body, jnp.zeros((size,), jnp.int32)))
+        return over_tiles(lambda first, key, total: total + jnp.sum(chosen(first, key).astype(jnp.int32)), jnp.int32(0))
 
-    def bounds(i, state):
-        _, key = tile(i)
-        low, high = state
-        return jnp.minimum(low, jnp.where(key > LOWEST, key, HIGHEST)), jnp.maximum(high, key)
-
-    start = (jnp.full((size,), HIGHEST, jnp.int32), jnp.full((size,), LOWEST, jnp.int32))
-    lows, highs = jax.lax.fori_loop(0, pl.cdiv(n, size), bounds, start)
-    low, high = jnp.min(lows), jnp.max(highs) + 1
+    lowest = over_tiles(
+        lambda _, key, low: jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST))), jnp.int32(HIGHEST)
+    )
+    highest = over_tiles(lambda _, key, high: jnp.maximum(high, jnp.max(key)), jnp.int32(LOWEST))
 
     # At least k edges reach low (or there are fewer than k), fewer than k reach high.
     def halve(state):
         low, high, reached = state
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        found = count(lambda edge, key: key >= middle)
+        found = count(lambda _, key: key >= middle)
         enough = found >= k
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, found, reached)
 
@@ -183,15 +182,15 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         low, high, reached = state
         return (reached > k) & (low < high - 1)
 
-    low, _, reached = jax.lax.while_loop(undecided, halve, (low, high, count(lambda edge, key: key > LOWEST)))
+    low, _, reached = jax.lax.while_loop(undecided, halve, (lowest, highest + 1, count(lambda _, key: key > LOWEST)))
 
     # Of the edges of exactly that key the first few; all of them where no more reach it than are wanted.
-    room = k - count(lambda edge, key: key > low)
+    room = k - count(lambda _, key: key > low)
 
     def halve_last(state):
         low_edge, high_edge = state
         middle = (low_edge + high_edge) // 2
-        found = count(lambda edge, key: (key == low) & (edge <= middle))
+        found = count(lambda first, key: (key == low) & (arange(size, first) <= middle))
         return jnp.where(found < room, middle, low_edge), jnp.where(found < room, high_edge, middle)
 
     _, last_edge = jax.lax.while_loop(
@@ -245,11 +244,12 @@ def _plan(
 
         # b of every merged a, as a number within the chunk; of the others one beyond all.
         b = jnp.where(merged, partner // 2 - number * half, half)
-        joins = b[None, :] == i[:, None]
-        grown = b_degree + jnp.sum(jnp.where(joins, a_degree[None, :], 0.0), axis=1)
-        joins = jnp.sum(joins.astype(jnp.int32), axis=1)
+        # Sums run down the columns: along the rows they would be shuffles between threads.
+        joins = b[:, None] == i[None, :]
+        grown = b_degree + jnp.sum(jnp.where(joins, a_degree[:, None], 0.0), axis=0)
+        joins = jnp.sum(joins.astype(jnp.int32), axis=0)
         order = b * half + i
-        place = jnp.sum((order[None, :] < order[:, None]).astype(jnp.int32), axis=1)
+        place = jnp.sum((order[:, None] < order[None, :]).astype(jnp.int32), axis=0)
         _put(joined, head, number * half + place, a_slot, merged)
         _put(weight, head, number * half + place, a_degree, merged)
         _put(start, head, edge, number * half + jnp.cumsum(joins) - joins, i < half)
