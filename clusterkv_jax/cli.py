@@ -151,14 +151,15 @@ def methods(
     with _one_sentence_errors(debug):
         from clusterkv_jax.presets import list_presets
 
+        found = list_presets().values()
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "what it does", "source"):
+        table.add_column("name", min_width=max(len(preset.name) for preset in found))
+        for column in ("what it does", "source"):
             table.add_column(column, no_wrap=True, overflow="ellipsis")
-        for found in list_presets().values():
-            table.add_row(found.name, found.description, found.source)
-        # A line each: cut at the edge of a terminal, whole in a file or pipe.
-        console = Console()
-        console.print(table, width=None if console.is_terminal else Console(width=1000).measure(table).maximum, crop=False)
+        for preset in found:
+            table.add_row(preset.name, preset.description, preset.source)
+        # A line each: cut at the edge of a terminal, whole in a file or a pipe.
+        Console(width=None if Console().is_terminal else 1000).print(table)
 
 
 app.command()(command.evaluate)
