@@ -95,8 +95,8 @@ def attention(bandwidth: float) -> None:
         given = caches(1, slots, sets)
         q = jax.random.normal(jax.random.key(9), (1, 1, HEADS * GROUP, DIM), jnp.bfloat16)
         keys, values, degree, length = given[0]
-        exact_rows = (x.astype(jnp.float32) for x in (keys, values))
-        exact = biased_attention(q.astype(jnp.float32), *exact_rows, degree, length, backend="xla")
+        keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+        exact = biased_attention(q.astype(jnp.float32), keys, values, degree, length, backend="xla")
         error = jnp.linalg.norm(biased_attention(q, *given[0]).astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
         assert error < 5e-3, error
         kernel, xla = attention_time(given, None), attention_time(given, "xla")
