@@ -32,13 +32,9 @@ SPLIT = (
 # Enough that about half of the list's words become single tokens: the model must see keys of few and of many tokens.
 KEYS_PER_BOOK = 1500
 ANSWER_WEIGHT = 10
+SHORTEST_DOCUMENT = 256
 KIND_TOKENS = {"numbers": 5, "words": 6, "uuids": 26}  # about the most that a key or value of a kind takes
-# Shares of the kinds of documents. A model that first learns to retrieve, from few plain facts a text, keeps keys of
-# facts apart; one that sees all tasks from the start blends neighbouring digits, and clustering then merges them.
-MIXTURES = {
-    "facts": {"prose": 0.30, "copy": 0.10, "niah": 0.60},
-    "tasks": {"prose": 0.28, "copy": 0.10, "niah": 0.50, "vt": 0.05, "cwe": 0.03, "fwe": 0.04},
-}
+MIXTURE = {"prose": 0.25, "copy": 0.10, "niah": 0.42, "vt": 0.09, "cwe": 0.06, "fwe": 0.08}
 
 
 @dataclass(frozen=True)
@@ -159,25 +155,32 @@ def load_corpus(path: Path) -> Corpus:
 Row = tuple[UInt16[np.ndarray, " N"], UInt8[np.ndarray, " N"]]
 
 
-def make_row(corpus: Corpus, count: Count, length: int, mixture: str, seed: Sequence[int]) -> Row:
-    """One document of at most `length` tokens of one kind of the mixture, beginning with <|begin|> and padded, and the
-    tokens' loss weights (0: padding or noise, 1: text, ANSWER_WEIGHT: answers).
-    """
+def make_row(corpus: Corpus, count: Count, length: int, seed: Sequence[int]) -> Row:
+    """`length` tokens and their loss weights (0: padding or noise, 1: text, ANSWER_WEIGHT: answers)."""
     rng = np.random.default_rng(list(seed))
-    shares = MIXTURES[mixture]
-    kind = str(rng.choice(list(shares), p=list(shares.values())))
+    tokens = np.full(length, corpus.tokenizer.token_to_id(PAD), np.uint16)
+    weights = np.zeros(length, np.uint8)
+    used = 0
+    while length - used >= SHORTEST_DOCUMENT or used == 0:
+        room = length - used
+        size = room if rng.random() < 0.6 or room < 2 * SHORTEST_DOCUMENT else rng.integers(SHORTEST_DOCUMENT, room)
+        ids, weight = make_document(corpus, count, int(size), rng)
+        tokens[used : used + len(ids)], weights[used : used + len(ids)] = ids, weight
+        used += len(ids)
+    return tokens, weights
+
+
+def make_document(corpus: Corpus, count: Count, length: int, rng: np.random.Generator) -> Row:
+    """At most `length` tokens, beginning with <|begin|>, of one kind of the mixture."""
+    kind = str(rng.choice(list(MIXTURE), p=list(MIXTURE.values())))
     if kind == "copy":
         ids, weights = _copies(rng, corpus, length - 1)
-    elif kind == "prose" or (quiz := _quiz(rng, corpus, count, length - 1, kind, mixture)) is None:
+    elif kind == "prose" or (quiz := _quiz(rng, corpus, count, length - 1, kind)) is None:
         ids, weights = _slice(rng, corpus.prose, length - 1), np.ones(length - 1, np.uint8)
     else:
         ids, weights = quiz
-    row = np.full(length, corpus.tokenizer.token_to_id(PAD), np.uint16)
-    row[0] = corpus.tokenizer.token_to_id(BEGIN)
-    row[1 : 1 + len(ids)] = ids
-    weight = np.zeros(length, np.uint8)
-    weight[1 : 1 + len(ids)] = weights
-    return row, weight
+    begin = np.array([corpus.tokenizer.token_to_id(BEGIN)], np.uint16)
+    return np.concatenate([begin, ids]), np.concatenate([np.zeros(1, np.uint8), weights])
 
 
 def _slice(rng: np.random.Generator, stream: np.ndarray, length: int) -> np.ndarray:
@@ -200,13 +203,14 @@ def _copies(rng: np.random.Generator, corpus: Corpus, length: int) -> Row:
     return ids[:length], weights[:length]
 
 
-def _quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, kind: str, mixture: str) -> Row | None:
+def _quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, kind: str) -> Row | None:
     """A text and as many of its questions as fit, each reply closed by <|end|>; prose is learned too, noise is not.
 
     None where the drawn task does not fit into `length`, which happens at the shortest lengths only.
     """
-    needles = _plain_facts if mixture == "facts" else _needle_examples
-    make = {"niah": needles, "vt": _tracking_examples, "cwe": _common_examples, "fwe": _frequent_examples}[kind]
+    make = {"niah": _needle_examples, "vt": _tracking_examples, "cwe": _common_examples, "fwe": _frequent_examples}[
+        kind
+    ]
     try:
         examples, learned = make(rng, corpus, count, length)
     except ValueError:
@@ -234,42 +238,24 @@ def _frequent_examples(rng: np.random.Generator, corpus: Corpus, count: Count, l
     return (synthetic.frequent_words(rng, length - 100, count, alpha=alpha),), False
 
 
-def _plain_facts(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
-    """One to eight 7-digit numbers in a book, one for each key."""
-    keys = int(rng.integers(1, 1 + max(1, min(8, length // 120))))
-    return _needle_quiz(rng, corpus, count, length, Needles(keys=keys, intro=bool(rng.random() < 0.85)))
-
-
 def _needle_examples(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
-    """Needle tasks over all of RULER's axes, mostly numbers in books."""
-    haystack = str(rng.choice(["book", "noise", "needles"], p=[0.85, 0.10, 0.05]))
-    key_kind = str(rng.choice(["words", "uuids"], p=[0.95, 0.05]))
-    value_kind = str(rng.choice(list(synthetic.KINDS), p=[0.6, 0.25, 0.15]))
-    values = 1 if rng.random() < 0.85 or length < 1000 else int(rng.integers(2, 5))
-    most = max(1, length // (4 * values * (15 + KIND_TOKENS[key_kind] + KIND_TOKENS[value_kind])))
-    keys = int(rng.integers(1, 1 + min(most, 8 if values == 1 else 3)))
-    queries = 1 if values > 1 or rng.random() < 0.85 else int(rng.integers(1, 1 + min(keys, 4)))
-    intro = bool(rng.random() < 0.85)
-    return _needle_quiz(
-        rng,
-        corpus,
-        count,
-        length,
-        Needles(haystack, key_kind, value_kind, keys, values, queries, intro),  # pyright: ignore
-    )
-
-
-def _needle_quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, spec: Needles) -> Quiz:
-    """A context with as many questions as fit into half of it; two fifths of the keys are any words of the books."""
-    key, value = KIND_TOKENS[spec.key_kind], KIND_TOKENS[spec.value_kind]
-    each = 28 + 2 * spec.queries * (key + 1) + spec.queries * spec.values * (value + 3)
-    questions = max(1, min(spec.keys // spec.queries, length // 2 // each))
-    own = spec.key_kind == "words" and rng.random() < 0.4
-    names = [_any_key(rng, corpus.words) for _ in range(spec.keys)] if own else ()
+    """Needle tasks over all of RULER's axes; a third of the keys are pairs of any words of the books."""
+    haystack = str(rng.choice(["book", "noise", "needles"], p=[0.6, 0.15, 0.25]))
+    key_kind = str(rng.choice(["words", "uuids"], p=[0.9, 0.1] if haystack == "book" else [0.65, 0.35]))
+    value_kind = str(rng.choice(list(synthetic.KINDS), p=[0.5, 0.2, 0.3]))
+    key, value = KIND_TOKENS[key_kind], KIND_TOKENS[value_kind]
+    values = 1 if rng.random() < 0.75 or length < 1000 else int(rng.integers(2, 5))
+    most = max(1, length // (4 * values * (15 + key + value)))
+    keys = int(rng.integers(1, 1 + min(most, max(12, length // 170) if values == 1 else 3)))
+    queries = 1 if values > 1 or rng.random() < 0.75 else int(rng.integers(1, 1 + min(keys, 4)))
+    each = 28 + 2 * queries * (key + 1) + queries * values * (value + 3)
+    questions = max(1, min(keys // queries, length // 2 // each))
+    spec = Needles(haystack, key_kind, value_kind, keys, values, queries, bool(rng.random() < 0.85))  # pyright: ignore
+    names = [_any_key(rng, corpus.words) for _ in range(keys)] if key_kind == "words" and rng.random() < 0.4 else ()
     source = corpus.books[int(rng.integers(len(corpus.books)))]
     room = length - each * questions
     examples = synthetic.niah(rng, room, count, spec, source, questions=questions, split="train", keys=names)
-    return examples, spec.haystack == "book"
+    return examples, haystack == "book"
 
 
 def _any_key(rng: np.random.Generator, listed: Sequence[str]) -> str:
@@ -311,36 +297,32 @@ def _typeset(rng: np.random.Generator, context: str, prose: bool) -> tuple[str, 
 Batch = tuple[UInt16[np.ndarray, "B N"], UInt8[np.ndarray, "B N"]]
 
 
-Shape = tuple[int, int, str]  # rows, tokens, mixture
-
-
-def make_batch(corpus: Corpus, count: Count, shape: Shape, seed: int, step: int) -> Batch:
-    """The rows of one step."""
-    rows, length, mixture = shape
-    made = [make_row(corpus, count, length, mixture, (seed, step, row)) for row in range(rows)]
+def make_batch(corpus: Corpus, count: Count, length: int, rows: int, seed: int, step: int) -> Batch:
+    """`rows` rows of `length` tokens for one step."""
+    made = [make_row(corpus, count, length, (seed, step, row)) for row in range(rows)]
     return np.stack([tokens for tokens, _ in made]), np.stack([weights for _, weights in made])
 
 
 def batches(
-    path: Path, shapes: Sequence[Shape], seed: int, start: int, workers: int, ahead: int = 48
+    path: Path, shapes: Sequence[tuple[int, int]], seed: int, start: int, workers: int, ahead: int = 48
 ) -> Iterator[Batch]:
-    """Batches of steps start, start + 1, ...; `shapes[step]` says what they hold; 0 workers: made in this process."""
+    """Batches of steps start, start + 1, ...; `shapes[step]` is (rows, length); 0 workers: made in this process."""
     steps = range(start, len(shapes))
     if workers == 0:
         corpus = load_corpus(path)
         count = counter(corpus.tokenizer)
         for step in steps:
-            yield make_batch(corpus, count, shapes[step], seed, step)
+            yield make_batch(corpus, count, shapes[step][1], shapes[step][0], seed, step)
         return
     # Spawned, not forked: the parent holds threads of the accelerator's runtime.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_prepare_worker, initargs=(path,)) as pool:
-        pending = [pool.submit(_worker_batch, shapes[step], seed, step) for step in steps[:ahead]]
+        pending = [pool.submit(_worker_batch, *shapes[step], seed, step) for step in steps[:ahead]]
         try:
             for step in steps:
                 batch = pending.pop(0).result()
                 if step + ahead < len(shapes):
-                    pending.append(pool.submit(_worker_batch, shapes[step + ahead], seed, step + ahead))
+                    pending.append(pool.submit(_worker_batch, *shapes[step + ahead], seed, step + ahead))
                 yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -354,6 +336,6 @@ def _prepare_worker(path: Path) -> None:
     _WORKER[:] = [corpus, counter(corpus.tokenizer)]
 
 
-def _worker_batch(shape: Shape, seed: int, step: int) -> Batch:
+def _worker_batch(rows: int, length: int, seed: int, step: int) -> Batch:
     corpus, count = _WORKER
-    return make_batch(corpus, count, shape, seed, step)
+    return make_batch(corpus, count, length, rows, seed, step)

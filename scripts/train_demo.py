@@ -34,13 +34,9 @@ State = dict[str, Any]  # params, opt_state: all float32
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines a run. `phases` are (tokens a row, rows, steps, mixture of `demo_data`)."""
+    """Everything that determines a run. `phases` are (tokens a row, rows, steps)."""
 
-    phases: tuple[tuple[int, int, int, str], ...] = (
-        (1024, 128, 1700, "facts"),
-        (4096, 32, 1800, "tasks"),
-        (8192, 16, 600, "tasks"),
-    )
+    phases: tuple[tuple[int, int, int], ...] = ((1024, 128, 4000), (4096, 32, 7000), (8192, 16, 3000))
     vocab_size: int = 8192
     hidden_size: int = 256
     intermediate_size: int = 768
@@ -58,12 +54,12 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Steps of all phases."""
-        return sum(steps for _, _, steps, _ in self.phases)
+        return sum(steps for _, _, steps in self.phases)
 
     @property
-    def shapes(self) -> list[demo_data.Shape]:
-        """What every step reads; a row has one token more than the model sees, for the targets."""
-        return [(rows, length + 1, mixture) for length, rows, steps, mixture in self.phases for _ in range(steps)]
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, tokens) of every step; a row has one token more than the model sees, for the targets."""
+        return [(rows, length + 1) for length, rows, steps in self.phases for _ in range(steps)]
 
     @property
     def config(self) -> ModelConfig:
@@ -77,7 +73,7 @@ class Recipe:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            max_positions=max(length for length, *_ in self.phases),
+            max_positions=max(length for length, _, _ in self.phases),
             rope=Rope(theta=5e5, dim=self.head_dim),
             tie_embeddings=True,
             bos_id=0,
@@ -87,7 +83,7 @@ class Recipe:
 
 
 TINY = Recipe(
-    phases=((384, 4, 24, "facts"), (768, 2, 8, "tasks")),
+    phases=((384, 4, 24), (768, 2, 8)),
     vocab_size=512,
     hidden_size=32,
     intermediate_size=64,
@@ -323,7 +319,7 @@ def main(
         corpus = prepare(data, work, recipe)
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
-    for length, rows, steps, _ in recipe.phases:
+    for length, rows, steps in recipe.phases:
         total = _flops_per_token(recipe, length) * length * rows * steps
         console.print(f"{steps} steps of {rows} x {length} tokens, {total / 1e15:.2f} PFLOP")
     state, step = train(recipe, work, corpus, workers=workers, seconds=60 * minutes, console=console)
@@ -333,7 +329,7 @@ def main(
 
 def _recipe(tiny: bool, seed: int, scale: float) -> Recipe:
     base = TINY if tiny else Recipe()
-    phases = tuple((n, rows, max(1, round(steps * scale)), mixture) for n, rows, steps, mixture in base.phases)
+    phases = tuple((length, rows, max(1, round(steps * scale))) for length, rows, steps in base.phases)
     return replace(base, seed=seed, phases=phases)
 
 

@@ -71,9 +71,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(recipe_module, corpus, unbroken,
 def test_training_lowers_the_loss(recipe_module, demo_data, corpus, unbroken):
     recipe = recipe_module.TINY
     prepared = demo_data.load_corpus(corpus)
-    tokens, weights = demo_data.make_batch(
-        prepared, demo_data.counter(prepared.tokenizer), (4, 385, "tasks"), seed=99, step=0
-    )
+    tokens, weights = demo_data.make_batch(prepared, demo_data.counter(prepared.tokenizer), 385, 4, seed=99, step=0)
 
     @jax.jit
     def loss(params):
@@ -101,7 +99,7 @@ def test_worker_processes_make_the_same_batches(demo_data, corpus):
 def test_rows_weigh_answers_most_and_padding_nothing(demo_data, corpus):
     prepared = demo_data.load_corpus(corpus)
     count = demo_data.counter(prepared.tokenizer)
-    rows = [demo_data.make_row(prepared, count, 1024, "tasks", (0, 0, row)) for row in range(30)]
+    rows = [demo_data.make_row(prepared, count, 1024, (0, 0, row)) for row in range(30)]
     tokens, weights = (np.stack(parts) for parts in zip(*rows, strict=True))
     end, pad = (prepared.tokenizer.token_to_id(name) for name in (demo_data.END, demo_data.PAD))
     assert set(np.unique(weights)) == {0, 1, demo_data.ANSWER_WEIGHT}
