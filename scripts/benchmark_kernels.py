@@ -114,7 +114,7 @@ def clustering(bandwidth: float) -> None:
     tokens, method = 65536, ckv.CentroidKV(ckv.Budget(ratio=0.2))
     keep = tokens // 5
     schedule = soft_matching.merge_schedule(tokens, method.chunk, method.ratios, method.merge_of)
-    shape = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk, "slots": 13184}
+    shape: dict[str, Any] = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk, "slots": 13184}
 
     def compress(keys, values):
         layer = from_tokens(keys, values, jnp.asarray([tokens], jnp.int32))

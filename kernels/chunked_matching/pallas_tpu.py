@@ -42,26 +42,26 @@ def chunked_matching(
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
     features, bias = listed(features, bias, rows)
-    batch, heads, rows, width = features.shape
+    batch, heads, n, width = features.shape
     if features.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"features must be float32 or bfloat16, got {features.dtype}.")
-    if not rows:
+    if not n:
         raise NotImplementedError("without rows there is no block to read.")
-    group = _group(min(chunk, rows + rows % 2))
+    group = _group(min(chunk, n + n % 2))
     block = block or _block(group, width, features.dtype.itemsize)
-    groups = max(1, min(block // group, -(-rows // group)))
+    groups = max(1, min(block // group, -(-n // group)))
 
     first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
-    count = rows - first if length is None else jnp.asarray(length, jnp.int32)
-    ends = jnp.broadcast_to(jnp.clip(count, 0, rows - first), (batch, heads))
+    count = n - first if length is None else jnp.asarray(length, jnp.int32)
+    ends = jnp.broadcast_to(jnp.clip(count, 0, n - first), (batch, heads))
     if start is not None:
-        features, bias = rows_from(features, bias, first, jnp.arange(rows))
+        features, bias = rows_from(features, bias, first, jnp.arange(n))
     # A block is not larger than the array, and float32 rows are read in strides of whole lanes.
-    short = max(0, groups * group - rows), -width % LANES if features.dtype == jnp.float32 else 0
+    short = max(0, groups * group - n), -width % LANES if features.dtype == jnp.float32 else 0
     if any(short):
         features = jnp.pad(features, ((0, 0), (0, 0), (0, short[0]), (0, short[1])))
     match, score = _call(features, bias, ends, min(chunk, group), group, groups, normalize, interpret)
-    edges = (rows + 1) // 2
+    edges = (n + 1) // 2
     match, score = (x.reshape(batch, heads, -1)[..., :edges] for x in (match, score))
     return jnp.where(match < 0, -1, match + first[..., None]), score
 
