@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from clusterkv_jax.cache import Layer, LayerCache
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
 
 
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
@@ -17,7 +18,7 @@ def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
 def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores."""
     if isinstance(layer, LayerCache):
-        return biased_attention(q, layer.keys, layer.values, layer.degree, layer.length, return_lse=True)
+        return _attend_rows(q, layer)
     batch, tokens, heads, dim = q.shape
     kv_heads = [head for group in layer.heads for head in group]
     grouped = q.reshape(batch, tokens, len(kv_heads), -1, dim)
@@ -33,6 +34,22 @@ def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array,
         return jnp.concatenate(by_head, axis=2)[:, :, back].reshape(batch, tokens, heads, *pieces[0].shape[3:])
 
     return restore([out for out, _ in parts]), restore([lse for _, lse in parts])
+
+
+def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache) -> tuple[Array, Array]:
+    """`attend_cache` over one group of heads, each device its own: the partitioner cannot look into a kernel."""
+
+    def attend(q: Array, layer: LayerCache) -> tuple[Array, Array]:
+        return biased_attention(q, layer.keys, layer.values, layer.degree, layer.length, return_lse=True)
+
+    mesh = ambient_mesh()
+    if mesh is None:
+        return attend(q, layer)
+    # Query heads go where their KV head is: split as those are, and whole where those are whole.
+    queries = partition(("batch", None, "kv_heads"), (*q.shape[:2], layer.keys.shape[1]), mesh)
+    rows = jax.tree.map(lambda x: partition(CACHE_AXES[x.ndim], x.shape, mesh), layer)
+    specs = (queries, rows)
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(queries, queries), check_vma=False)(q, layer)
 
 
 def attend_new(

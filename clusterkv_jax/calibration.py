@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.sharding import over_heads
 
 
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:
@@ -12,5 +13,9 @@ def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold:
     An A row without any B row in its chunk counts as one without a similar neighbour. Outlier heads are those with the
     largest share.
     """
-    _, score = chunked_matching(keys, chunk=chunk)
-    return jnp.mean(score < threshold, axis=-1, dtype=jnp.float32)
+
+    def share(keys: Array) -> Array:
+        _, score = chunked_matching(keys, chunk=chunk)
+        return jnp.mean(score < threshold, axis=-1, dtype=jnp.float32)
+
+    return over_heads(share, keys)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.kmeans import lloyd
@@ -54,7 +55,7 @@ def cluster(
 def _check_rows(initial_rows: Int[Array, " C"], rows: int) -> None:
     if not initial_rows.shape[0]:
         raise ValueError("initial_rows must name at least one row, got none.")
-    if isinstance(initial_rows, jax.core.Tracer):
+    if isinstance(initial_rows, core.Tracer):  # unknown until it runs
         return
     wrong = [int(row) for row in np.asarray(initial_rows) if not 0 <= row < rows]
     if wrong:

@@ -165,7 +165,7 @@ def merge_best(
     listed = layer.length - sinks
     # Rows of a batch that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
-    match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=held)
+    match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, index=held)
     keys, values, degree, held = row_merge(
         layer.keys, layer.values, layer.degree, held, listed, match, score, merges, chunk=chunk
     )

@@ -1,88 +1,212 @@
-"""The ops' contract, checked on every backend that runs here against plain loops in float64."""
+"""Every backend of every op that runs on a CPU against the shared base, and broken ones that the base must refuse."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.test_util import check_grads
 
-from clusterkv_jax.attention import attend_cache, attend_new, combine
-from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.kernels import biased_attention as attention_op
-from clusterkv_jax.kernels import chunked_matching as matching_op
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.biased_attention import pallas_gpu as attention_gpu
+from clusterkv_jax.kernels.biased_attention import pallas_tpu as attention_tpu
+from clusterkv_jax.kernels.biased_attention import reference as attention_reference
+from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.chunked_matching import pallas_gpu as matching_gpu
+from clusterkv_jax.kernels.chunked_matching import pallas_tpu as matching_tpu
+from clusterkv_jax.kernels.chunked_matching import reference as matching_reference
+from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.gather_rows import pallas_gpu as gather_gpu
+from clusterkv_jax.kernels.gather_rows import reference as gather_reference
+from clusterkv_jax.kernels.kmeans import assign
+from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
+from clusterkv_jax.kernels.kmeans import pallas_tpu as kmeans_tpu
+from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
+from clusterkv_jax.kernels.row_merge import pallas_gpu as merge_gpu
+from clusterkv_jax.kernels.row_merge import reference as merge_reference
+from tests import kernel_base as base
 
-TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 8e-3}
+# Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
+STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
+
+ATTENTION = {
+    "xla": attention_reference.biased_attention,
+    "gpu": partial(attention_gpu.biased_attention, block=64, span=128, interpret=True),
+    "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
+}
+MATCHING = {
+    "xla": matching_reference.chunked_matching,
+    "gpu": partial(matching_gpu.chunked_matching, interpret=True),
+    "tpu": partial(matching_tpu.chunked_matching, block=256, interpret=True),
+}
+KMEANS = {
+    "xla": kmeans_reference.kmeans,
+    "gpu": partial(kmeans_gpu.kmeans, interpret=True),
+    "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
+}
+GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_rows, interpret=True)}
+
+CHECKS = [
+    *((base.check_attention, name, op) for name, op in ATTENTION.items()),
+    *((base.check_matching, name, op) for name, op in MATCHING.items()),
+    *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
+    *((base.check_gather, name, op) for name, op in GATHER.items()),
+]
 
 
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape)
+@pytest.mark.parametrize(("check", "op"), [pytest.param(c, op, id=f"{c.__name__[6:]}-{n}") for c, n, op in CHECKS])
+def test_the_op_is_its_definition(check, op):
+    check(op)
 
 
-def relative(found, expected):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
-
-
-def loop_matching(features, chunk, bias, normalize, start, length):
-    """The definition, one A row at a time."""
-    rows = features.shape[0]
-    if normalize:
-        features = features / np.linalg.norm(features, axis=-1, keepdims=True)
-    match, score = np.full((rows + 1) // 2, -1), np.full((rows + 1) // 2, -np.inf)
-    for a in range(0, length, 2):
-        first = a // chunk * chunk
-        for b in range(first + 1, min(first + chunk, length), 2):
-            s = features[start + a] @ features[start + b] + bias[start + a] + bias[start + b]
-            if s > score[a // 2]:
-                match[a // 2], score[a // 2] = start + b, s
-    return match, score
-
-
-@pytest.mark.parametrize("backend", list(matching_op.BACKENDS))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "chunk", "biased", "normalize", "bounded"),
+    ("check", "op", "shape"),
     [
-        (64, 16, False, True, False),
-        (37, 8, True, False, False),
-        (33, 8, False, True, False),
-        (40, 64, True, True, True),
-        (1, 4, False, True, False),
+        (base.check_attention, ATTENTION["tpu"], (2, 1, 2, 1, 130, 8, jnp.float32)),
+        (base.check_matching, MATCHING["tpu"], (2, 1, 300, 8, 16, True, False, False, jnp.float32)),
+        (base.check_kmeans, KMEANS["tpu"], (2, 1, 140, 3, 8, jnp.float32)),
     ],
+    ids=["attention", "matching", "kmeans"],
 )
-def test_matching_is_the_loop(backend, dtype, rows, chunk, biased, normalize, bounded):
-    features = jnp.asarray(normal(rows, 2, 3, rows, 16), dtype)
-    bias = jnp.asarray(normal(1, 2, 3, rows), jnp.float32) if biased else None
-    start, length = (jnp.asarray([[0, 3, 5]] * 2), jnp.asarray([[7, 20, 1]] * 2)) if bounded else (None, None)
-    match, score = chunked_matching(
-        features, chunk=chunk, bias=bias, normalize=normalize, start=start, length=length, backend=backend
-    )
-    assert match.shape == score.shape == (2, 3, (rows + 1) // 2)
-    assert (match.dtype, score.dtype) == (jnp.int32, jnp.float32)
-    for b in range(2):
-        for k in range(3):
-            expected, best = loop_matching(
-                np.asarray(features[b, k], np.float64),
-                chunk,
-                np.zeros(rows) if bias is None else np.asarray(bias[b, k], np.float64),
-                normalize,
-                0 if start is None else int(start[b, k]),
-                rows if length is None else int(length[b, k]),
-            )
-            np.testing.assert_array_equal(match[b, k], expected)
-            np.testing.assert_allclose(score[b, k], best, atol=1e-5)
+def test_tpu_kernels_race_no_one(check, op, shape, capfd):
+    check(partial(op, interpret=STRICT), shapes=[shape], examples=1)
+    assert "RACE" not in capfd.readouterr().out  # jax before 0.12 prints races instead of raising
 
 
-@pytest.mark.parametrize("backend", list(matching_op.BACKENDS))
-def test_matching_takes_the_lowest_of_equal_partners_and_ignores_padding(backend):
-    features = jnp.ones((1, 1, 12, 4)).at[:, :, 10:].set(jnp.nan)
-    match, score = chunked_matching(features, chunk=6, length=10, backend=backend)
-    np.testing.assert_array_equal(match[0, 0], [1, 1, 1, 7, 7, -1])
-    assert np.isneginf(score[0, 0, 5])
-    assert np.isfinite(score[0, 0, :5]).all()
+def without_log_degree(q, keys, values, degree, length, **options):
+    return attention_reference.biased_attention(q, keys, values, jnp.sign(degree), length, **options)
 
 
-def test_unknown_backends_and_odd_chunks_are_named():
+def without_length(q, keys, values, degree, length, **options):
+    return attention_reference.biased_attention(q, keys, values, degree, None, **options)
+
+
+def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, return_probs):
+    """Two parts that are combined as they should be, but the second begins one slot late."""
+    half, both = keys.shape[2] // 2, {"return_lse": True, "return_probs": True}
+    parts = []
+    for a, b in ((0, half), (half + 1, keys.shape[2])):
+        cut = (x[:, :, a:b] for x in (keys, values, degree))
+        parts.append(attention_reference.biased_attention(q, *cut, jnp.clip(length - a, 0, b - a), **both))
+    lse = jnp.logaddexp(parts[0][1], parts[1][1])
+    share = [jnp.where(jnp.isfinite(lse), jnp.exp(part[1] - lse), 0.0) for part in parts]
+    out = sum(s[..., None] * part[0].astype(jnp.float32) for s, part in zip(share, parts, strict=True))
+    probs = [part[2] for part in parts]
+    return out.astype(q.dtype), lse, jnp.concatenate([probs[0], probs[0][..., :1] * 0, probs[1]], axis=-1)
+
+
+def matching_without_tail_mask(features, *, length, **options):
+    return matching_reference.chunked_matching(features, length=None, **options)
+
+
+def matching_of_longer_chunks(features, *, chunk, **options):
+    return matching_reference.chunked_matching(features, chunk=chunk + 2, **options)
+
+
+def matching_without_bias(features, *, bias, **options):
+    return matching_reference.chunked_matching(features, bias=None, **options)
+
+
+def kmeans_without_tail_mask(keys, centroids, length, *, with_sums):
+    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, with_sums=with_sums)
+
+
+def kmeans_without_the_last_key(keys, centroids, length, *, with_sums):
+    _, sums, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, with_sums=with_sums)
+    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, with_sums=with_sums)
+    return full, sums, sizes
+
+
+def gather_of_the_last_row_for_none(source, rows):
+    return jnp.take_along_axis(source, rows[..., None] % source.shape[2], axis=2)
+
+
+@pytest.mark.parametrize(
+    ("check", "broken"),
+    [
+        (base.check_attention, without_log_degree),
+        (base.check_attention, without_length),
+        (base.check_attention, with_a_split_off_by_one),
+        (base.check_matching, matching_without_tail_mask),
+        (base.check_matching, matching_of_longer_chunks),
+        (base.check_matching, matching_without_bias),
+        (base.check_kmeans, kmeans_without_tail_mask),
+        (base.check_kmeans, kmeans_without_the_last_key),
+        (base.check_gather, gather_of_the_last_row_for_none),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_the_base_refuses_broken_ones(check, broken):
+    with pytest.raises(AssertionError):
+        check(broken)
+
+
+@pytest.mark.parametrize(("levels", "merges"), [(0, (60, 0)), (3, (60, 20))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_merge_on_the_gpu_as_the_reference_says(dtype, levels, merges):
+    """Ties (scores of few levels) at the limit, a row of the batch that is done, slots that are not on the list."""
+    rng = np.random.default_rng(levels)
+    keys, values = (jnp.asarray(rng.normal(size=(2, 2, 160, 20)), dtype) for _ in range(2))
+    degree = jnp.asarray(rng.integers(1, 90000, (2, 2, 160)), jnp.float32)
+    rows = jnp.asarray(np.sort(rng.permuted(np.tile(np.arange(160), (2, 2, 1)), axis=2)[..., :149]), jnp.int32)
+    length, merges = jnp.asarray([[149, 149], [120, 120]]), jnp.asarray(merges)
+    match, score = chunked_matching(keys, chunk=32, length=length, index=rows)
+    score = jnp.round(score * levels) / levels if levels else score
+    args = (keys, values, degree, rows, length, match, score, merges)
+    expected = merge_reference.row_merge(*args, chunk=32)
+    found = merge_gpu.row_merge(*args, chunk=32, interpret=True)
+    for x, y in zip(found[:2], expected[:2], strict=True):
+        base.near(x, y, base.tolerance(dtype), axes=(2, 3))
+    np.testing.assert_array_equal(found[2], expected[2])
+    left = jnp.arange(149) < (length - merges[:, None])[..., None]
+    np.testing.assert_array_equal(jnp.where(left, found[3], -1), jnp.where(left, expected[3], -1))
+
+
+@pytest.mark.parametrize("op", ATTENTION.values(), ids=ATTENTION)
+def test_attention_has_derivatives(op):
+    q, keys, values, degree = base.attention_case((1, 2, 2, 1, 6, 4, jnp.float32), 3, holes=0.0)
+
+    @jax.jit
+    def function(q, keys, values, log_degree):
+        return differentiable(op)(q, keys, values, jnp.exp(log_degree), None, return_lse=True, return_probs=True)
+
+    check_grads(function, (q, keys, values, jnp.log(degree)), order=1, modes=("fwd", "rev"), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", ATTENTION.values(), ids=ATTENTION)
+def test_empty_slots_have_no_derivative_and_their_nan_reaches_none(op):
+    q, keys, values, degree = base.attention_case((1, 2, 4, 2, 12, 4, jnp.float32), 5, holes=0.4)
+    length = jnp.asarray([[9, 0]])
+    empty = (degree == 0) | (jnp.arange(12) >= length[..., None])
+
+    @jax.jit
+    def gradients(*operands):
+        def loss(*operands):
+            out, lse = differentiable(op)(*operands, length, return_lse=True, return_probs=False)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*operands)
+
+    clean = gradients(q, keys, values, degree)
+    dirty = gradients(q, *(base.poisoned(x, empty) for x in (keys, values)), degree)
+    for found, expected in zip(dirty, clean, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for x in dirty[1:]:
+        assert not np.any(np.asarray(x)[np.asarray(empty)])
+    assert np.any(np.asarray(dirty[3]))
+
+
+def test_attention_does_not_depend_on_slot_order():
+    q, keys, values, degree = base.attention_case((2, 1, 4, 2, 24, 16, jnp.float32), 6, holes=0.2)
+    order = np.random.default_rng(8).permutation(24)
+    mixed = biased_attention(q, keys[:, :, order], values[:, :, order], degree[:, :, order])
+    base.near(mixed, biased_attention(q, keys, values, degree), 1e-6, axes=(1, 3))
+
+
+def test_what_no_backend_can_serve_is_named():
     features = jnp.ones((1, 1, 4, 4))
     with pytest.raises(ValueError, match="no backend 'cuda'"):
         chunked_matching(features, chunk=4, backend="cuda")
@@ -92,101 +216,32 @@ def test_unknown_backends_and_odd_chunks_are_named():
         biased_attention(jnp.ones((1, 1, 2, 4)), features, features, jnp.ones((1, 1, 4)), backend="cuda")
     with pytest.raises(ValueError, match="multiple of KV heads, got 3 and 2"):
         biased_attention(jnp.ones((1, 1, 3, 4)), jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4)))
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
+        gather_rows(features, jnp.zeros((1, 1, 2), jnp.int32), backend="cuda")
+    with pytest.raises(ValueError, match="at least one centroid"):
+        assign(features, features[:, :, :0])
 
 
-def cache(seed, dtype, batch=2, heads=2, slots=24, dim=16):
-    keys, values = (jnp.asarray(normal(seed + i, batch, heads, slots, dim), dtype) for i in (0, 1))
-    degree = np.random.default_rng(seed).integers(0, 6, size=(batch, heads, slots))
-    return keys, values, jnp.asarray(degree, jnp.float32)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: biased_attention(x, x, x, x[..., 0], backend="tpu"),
+        lambda x: chunked_matching(x, chunk=4, backend="tpu"),
+        lambda x: assign(x, x, backend="tpu"),
+    ],
+)
+def test_a_backend_of_another_device_says_what_it_needs(call):
+    with pytest.raises(NotImplementedError, match="backend 'tpu' needs a TPU, not a cpu"):
+        call(jnp.ones((1, 1, 4, 4)))
 
 
-def loop_attention(q, keys, values, degree):
-    batch, tokens, heads, dim = q.shape
-    group = heads // keys.shape[1]
-    out, lse = np.zeros(q.shape), np.zeros((batch, tokens, heads))
-    probs = np.zeros((batch, heads, keys.shape[2]))
-    for b, t, h in np.ndindex(batch, tokens, heads):
-        kept = np.flatnonzero(degree[b, h // group])
-        s = keys[b, h // group, kept] @ q[b, t, h] / np.sqrt(dim) + np.log(degree[b, h // group, kept])
-        lse[b, t, h] = np.log(np.exp(s).sum())
-        p = np.exp(s - lse[b, t, h])
-        out[b, t, h] = p @ values[b, h // group, kept]
-        probs[b, h, kept] += p
-    return out, lse, probs
-
-
-@pytest.mark.parametrize("backend", list(attention_op.BACKENDS))
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_attention_is_the_loop(backend, dtype, tokens):
-    keys, values, degree = cache(3, dtype)
-    q = jnp.asarray(normal(9, 2, tokens, 6, 16), dtype)
-    found = biased_attention(q, keys, values, degree, return_lse=True, return_probs=True, backend=backend)
-    expected = loop_attention(*(np.asarray(x, np.float64) for x in (q, keys, values, degree)))
-    assert found[0].dtype == dtype
-    for got, wanted in zip(found, expected, strict=True):
-        assert relative(got, wanted) < TOLERANCE[dtype]
-    without_bias = biased_attention(q, keys, values, (degree > 0).astype(jnp.float32), backend=backend)
-    assert relative(without_bias, expected[0]) > 10 * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("backend", list(attention_op.BACKENDS))
-def test_empty_slots_never_matter_and_empty_heads_give_zeros(backend):
-    keys, values, degree = cache(4, jnp.float32)
-    q = jnp.asarray(normal(5, 2, 2, 4, 16), jnp.float32)
-    clean = biased_attention(q, keys, values, degree, backend=backend)
-    empty = (degree == 0)[..., None]
-    poisoned = (jnp.where(empty, jnp.nan, keys), jnp.where(empty, jnp.nan, values), degree)
-    np.testing.assert_array_equal(biased_attention(q, *poisoned, backend=backend), clean)
-
-    length = jnp.asarray([[10, 24], [1, 0]])
-    beyond = jnp.arange(24) >= length[..., None]
-    cut = biased_attention(q, keys, values, jnp.where(beyond, 0.0, degree), backend=backend)
-    dirty = tuple(jnp.where(beyond[..., None], jnp.nan, x) for x in (keys, values))
-    degree = degree.at[1, 0, 0].set(1.0)
-    out, lse = biased_attention(q, *dirty, degree, length, return_lse=True, backend=backend)
-    np.testing.assert_allclose(out[0], cut[0], atol=1e-6)
-    assert bool((out[1, :, 2:] == 0).all())
-    assert bool(jnp.isneginf(lse[1, :, 2:]).all())
-    np.testing.assert_allclose(out[1, :, 0], dirty[1][1, 0, :1].repeat(2, 0), atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", list(attention_op.BACKENDS))
-def test_attention_does_not_depend_on_slot_order(backend):
-    keys, values, degree = cache(6, jnp.float32)
-    q = jnp.asarray(normal(7, 2, 1, 4, 16), jnp.float32)
-    order = np.random.default_rng(8).permutation(24)
-    mixed = biased_attention(q, keys[:, :, order], values[:, :, order], degree[:, :, order], backend=backend)
-    assert relative(mixed, biased_attention(q, keys, values, degree, backend=backend)) < 1e-6
-
-
-def test_cache_and_new_tokens_combine_to_attention_over_both():
-    keys, values, _ = cache(10, jnp.float32, slots=14)
-    q = jnp.asarray(normal(11, 2, 4, 4, 16), jnp.float32)
-    length = jnp.asarray([[10, 10], [8, 8]])
-    old = LayerCache(keys, values, (jnp.arange(14) < length[..., None]).astype(jnp.float32), length)
-    new_k, new_v = (jnp.asarray(normal(12 + i, 2, 4, 2, 16), jnp.float32) for i in (0, 1))
-    real = jnp.asarray([[True] * 4, [True, True, False, False]])
-    found = combine(attend_cache(old, q), attend_new(q, new_k, new_v, real))
-    for b, t in ((0, 0), (0, 3), (1, 1)):
-        n = int(length[b, 0])
-        k = jnp.concatenate([keys[b, :, :n], jnp.swapaxes(new_k[b, : t + 1], 0, 1)], axis=1)[None]
-        v = jnp.concatenate([values[b, :, :n], jnp.swapaxes(new_v[b, : t + 1], 0, 1)], axis=1)[None]
-        expected = biased_attention(q[b : b + 1, t : t + 1], k, v, jnp.ones(k.shape[:3]))
-        assert relative(found[b, t], expected[0, 0]) < 2e-6
-
-
-def test_gradients_of_attention():
-    from jax.test_util import check_grads
-
-    keys, values, degree = cache(13, jnp.float32, batch=1, slots=6, dim=4)
-    q = jnp.asarray(normal(14, 1, 1, 2, 4), jnp.float32)
-    degree = degree + 1
-    check_grads(
-        lambda q, k, v, log: biased_attention(q, k, v, jnp.exp(log)),
-        (q, keys, values, jnp.log(degree)),
-        order=1,
-        modes=("fwd", "rev"),
-        rtol=1e-2,
-        atol=1e-3,
-    )
+def test_tpu_kernels_say_what_they_do_not_serve():
+    x = jnp.ones((1, 1, 200, 8))
+    with pytest.raises(NotImplementedError, match="float32 or bfloat16, got float16"):
+        attention_tpu.biased_attention(
+            *[x.astype(jnp.float16)] * 3, x[..., 0], None, return_lse=False, return_probs=False
+        )
+    with pytest.raises(NotImplementedError, match="multiple of 128 or all 200 keys, got 100"):
+        kmeans_tpu.kmeans(x, x[:, :, :3], None, with_sums=True, block=100)
+    with pytest.raises(NotImplementedError, match="chunks of 198 rows"):
+        matching_tpu.chunked_matching(x, chunk=198, bias=None, normalize=True, start=None, length=None, block=256)

@@ -1,4 +1,4 @@
-"""The decode program compiled for TPUs that are not there: it holds one cache, not two."""
+"""Compiled for TPUs that are not there: every kernel, and the decode program, which holds one cache, not two."""
 
 import importlib.util
 import json
@@ -11,14 +11,32 @@ import pytest
 LAYERS, MODEL_LAYERS = 2, 32
 
 
-@pytest.mark.tpu_compile
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra `test`)")
-def test_the_decode_loop_works_in_the_donated_cache():
-    script = Path(__file__).with_name("tpu_decode_program.py")
-    command = [sys.executable, str(script), str(LAYERS), "16", "32768"]
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra `test`)"),
+]
+
+
+def run(script: str, *args: str) -> dict:
+    """What a script beside this file prints last, as JSON."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles_for_every_tpu():
+    found = run("tpu_kernel_programs.py")
+    assert len(found) == 3 * 6
+    for name, program in found.items():
+        # The kernel, not its XLA stand-in, with an estimate of its cost: it reads its operands at least.
+        assert program["kernels"] == 1, name
+        assert program["flops"] > 0, name
+        assert program["bytes"] >= program["operands"], name
+
+
+def test_the_decode_loop_works_in_the_donated_cache():
+    found = run("tpu_decode_program.py", str(LAYERS), "16", "32768")
     # Aliased: the whole cache (and the small loop state beside it).
     assert found["cache"] <= found["alias"] <= 1.01 * found["cache"]
     # Scratch of clustering a layer: at most 2 % of the model's cache. What every layer adds is not bounded by this:

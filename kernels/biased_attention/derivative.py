@@ -45,12 +45,11 @@ def _changes(
     operands: tuple[Any, ...], lse: Float[Array, "B T H"], tangents: tuple[Array, ...]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"], Float[Array, "B H C"]]:
     """How output, log-sum-exp and summed probabilities change with q, keys, values and degree, to first order."""
-    *operands, length = operands
-    q, keys, values, degree = (x.astype(jnp.float32) for x in operands)
+    q, keys, values, degree = (x.astype(jnp.float32) for x in operands[:4])
     dq, dkeys, dvalues, ddegree = (x.astype(jnp.float32) for x in tangents)
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
-    bias = log_degree(degree, length)
+    bias = log_degree(degree, operands[4])
     occupied = bias > -jnp.inf
     # Empty slots may hold NaN, and 0 x NaN is no zero.
     keys, values, dkeys, dvalues = (jnp.where(occupied[..., None], x, 0.0) for x in (keys, values, dkeys, dvalues))

@@ -40,9 +40,7 @@ def biased_attention(
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     if not keys.dtype == values.dtype == q.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            f"q, keys and values must be all float32 or all bfloat16, got {q.dtype}, {keys.dtype}."
-        )
+        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {q.dtype}, {keys.dtype}.")
     if not capacity:
         raise NotImplementedError("a cache without slots has no block to read.")
     rows = heads // kv_heads * tokens

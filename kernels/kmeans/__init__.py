@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
-from clusterkv_jax.kernels.kmeans import pallas_gpu, reference
+from clusterkv_jax.kernels.kmeans import pallas_gpu, pallas_tpu, reference
 
-BACKENDS = {"gpu": pallas_gpu.kmeans, "xla": reference.kmeans}
+BACKENDS = {"gpu": pallas_gpu.kmeans, "tpu": pallas_tpu.kmeans, "xla": reference.kmeans}
 
 
 def assign(

@@ -1,0 +1,43 @@
+"""Attention over a layer's cache: parts combine to the whole, and a mesh changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clusterkv_jax.attention import attend_cache, attend_new, combine
+from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.sharding import auto_mesh
+from tests.kernel_base import near, normal
+
+
+def layer(batch, heads, slots, dim, length):
+    keys, values = (jnp.asarray(normal(i, batch, heads, slots, dim), jnp.float32) for i in (10, 11))
+    length = jnp.broadcast_to(jnp.asarray(length), (batch, heads))
+    return LayerCache(keys, values, (jnp.arange(slots) < length[..., None]).astype(jnp.float32), length)
+
+
+def test_cache_and_new_tokens_combine_to_attention_over_both():
+    old = layer(2, 2, 14, 16, [[10, 10], [8, 8]])
+    q = jnp.asarray(normal(12, 2, 4, 4, 16), jnp.float32)
+    new_k, new_v = (jnp.asarray(normal(13 + i, 2, 4, 2, 16), jnp.float32) for i in (0, 1))
+    real = jnp.asarray([[True] * 4, [True, True, False, False]])
+    found = combine(attend_cache(old, q), attend_new(q, new_k, new_v, real))
+    for b, t in ((0, 0), (0, 3), (1, 1)):
+        n = int(old.length[b, 0])
+        k = jnp.concatenate([old.keys[b, :, :n], jnp.swapaxes(new_k[b, : t + 1], 0, 1)], axis=1)[None]
+        v = jnp.concatenate([old.values[b, :, :n], jnp.swapaxes(new_v[b, : t + 1], 0, 1)], axis=1)[None]
+        expected = biased_attention(q[b : b + 1, t : t + 1], k, v, jnp.ones(k.shape[:3]))
+        near(found[b, t], expected[0, 0], 2e-6, axes=(0, 1))
+
+
+def test_a_mesh_splits_heads_where_it_divides_them():
+    cache, q = layer(2, 4, 20, 8, [[20], [7]]), jnp.asarray(normal(12, 2, 3, 8, 8), jnp.float32)
+    alone = attend_cache(cache, q)
+    for shape in ((2, 4), (1, 8)):  # four KV heads on eight devices stay whole
+        with jax.set_mesh(auto_mesh(jax.make_mesh(shape, ("data", "model")))):
+            out, lse = jax.jit(attend_cache)(cache, q)
+        np.testing.assert_allclose(out, alone[0], atol=1e-6)
+        np.testing.assert_allclose(lse, alone[1], atol=1e-6)
+        spec = tuple(out.sharding.spec) + (None,) * 4
+        assert spec[2] == ("model" if shape == (2, 4) else None)

@@ -1,0 +1,97 @@
+"""Compiles every TPU kernel for v5e, v5p and v6e and prints what it found as JSON; run by test_tpu_compile.
+
+A process of its own, as tpu_decode_program. Shapes are those of Llama-3.1-8B: 8 KV heads of 128, 4 query heads each,
+whole on one device and split over the devices of the topology.
+"""
+
+import json
+import os
+from functools import partial
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.kmeans import lloyd
+
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+KV_HEADS, QUERY_HEADS, DIM = 8, 32, 128
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+def attention(batch, tokens, slots, *, probs=False):
+    def op(q, keys, values, degree, length):
+        return biased_attention(q, keys, values, degree, length, return_lse=True, return_probs=probs)
+
+    rows = ((batch, KV_HEADS, slots, DIM), BF16)
+    by_head = P(None, "x")
+    q = ((batch, tokens, QUERY_HEADS, DIM), BF16)
+    others = [rows, rows, ((batch, KV_HEADS, slots), F32), ((batch, KV_HEADS), I32)]
+    out = (P(None, None, "x"), P(None, None, "x"), *((by_head,) if probs else ()))
+    return op, [(*q, P(None, None, "x")), *((*x, by_head) for x in others)], out
+
+
+def matching(rows, width, chunk, *, bias=False, dtype=BF16):
+    def op(features, length, bias=None):
+        return chunked_matching(features, chunk=chunk, length=length, bias=bias)
+
+    shapes = [((1, KV_HEADS, rows, width), dtype), ((1, KV_HEADS), I32)]
+    shapes += [((1, KV_HEADS, rows), F32)] if bias else []
+    return op, [(*x, P(None, "x")) for x in shapes], (P(None, "x"),) * 2
+
+
+def kmeans(rows, centroids):
+    shapes = [((1, KV_HEADS, rows, DIM), BF16), ((1, KV_HEADS, centroids, DIM), F32), ((1, KV_HEADS), I32)]
+    return lloyd, [(*x, P(None, "x")) for x in shapes], (P(None, "x"),) * 3
+
+
+PROGRAMS = {
+    "decode step": partial(attention, 16, 1, 13184),
+    "question with probabilities": partial(attention, 1, 64, 13184, probs=True),
+    "matching of a 64k prompt": partial(matching, 65472, DIM, 256),
+    "matching with values and degrees": partial(matching, 16384, 2 * DIM, 256, bias=True),
+    "matching of small chunks, float32": partial(matching, 5000, 2 * DIM, 16, bias=True, dtype=F32),
+    "kmeans of a 32k prompt": partial(kmeans, 32752, 409),
+}
+SPLIT = ("decode step",)  # over all devices of the topology; the others run whole on one
+
+
+def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
+    """The op in shard_map over `devices`, each with its own KV heads."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    args = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec)) for s, d, spec in operands]
+    in_specs = tuple(spec for _, _, spec in operands)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        compiled = jax.jit(mapped).lower(*args).compile()
+    (cost, *_) = costs if isinstance(costs := compiled.cost_analysis(), list) else [costs]
+    return {
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "flops": cost["flops"],
+        "bytes": cost["bytes accessed"],
+        "operands": sum(x.size * x.dtype.itemsize for x in args) / len(devices),
+    }
+
+
+if __name__ == "__main__":
+    found = {}
+    for name in TOPOLOGIES:
+        devices = topologies.get_topology_desc(name, platform="tpu").devices
+        for program, make in PROGRAMS.items():
+            count = len(devices) if program in SPLIT else 1
+            found[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
+    print(json.dumps(found))
