@@ -174,7 +174,7 @@ def merge_best(
     # Rows of a batch that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
     if features is None:
-        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, rows=held)
+        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, index=held)
     else:
         match, score = _match_features(layer, held, middle, chunk, features)
     keys, values, degree, held = row_merge(
@@ -195,7 +195,7 @@ def _match_features(
         listed = jnp.where(jnp.arange(rows.shape[2]) < middle[..., None], rows, slots.capacity)
         real = jnp.zeros(slots.degree.shape, bool).at[0, 0, listed[0, 0]].set(True, mode="drop")
         made, bias = features(slots, real)
-        match, score = chunked_matching(made, chunk=chunk, bias=bias, normalize=False, length=middle, rows=rows)
+        match, score = chunked_matching(made, chunk=chunk, bias=bias, normalize=False, length=middle, index=rows)
         return match[0, 0], score[0, 0]
 
     slots = replace(layer, positions=None)

@@ -45,7 +45,7 @@ def programs(array):
 
     def matching(dtype, width, chunk):
         features = array((BATCH, HEADS, SLOTS, width), dtype)
-        match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, rows=rows, length=n)  # noqa: E731
+        match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
         return match, (features, degree, array(degree.shape, i32), length)
 
     def cluster(layer, budget, rounds):

@@ -10,17 +10,23 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.biased_attention import pallas_gpu as attention_gpu
 from clusterkv_jax.kernels.biased_attention import pallas_tpu as attention_tpu
 from clusterkv_jax.kernels.biased_attention import reference as attention_reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.chunked_matching import pallas_gpu as matching_gpu
 from clusterkv_jax.kernels.chunked_matching import pallas_tpu as matching_tpu
 from clusterkv_jax.kernels.chunked_matching import reference as matching_reference
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.gather_rows import pallas_gpu as gather_gpu
 from clusterkv_jax.kernels.gather_rows import reference as gather_reference
 from clusterkv_jax.kernels.kmeans import assign
+from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.kmeans import pallas_tpu as kmeans_tpu
 from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
+from clusterkv_jax.kernels.row_merge import pallas_gpu as merge_gpu
+from clusterkv_jax.kernels.row_merge import reference as merge_reference
 from tests import kernel_base as base
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
@@ -28,17 +34,20 @@ STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, nu
 
 ATTENTION = {
     "xla": attention_reference.biased_attention,
+    "gpu": partial(attention_gpu.biased_attention, block=64, span=128, interpret=True),
     "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
 }
 MATCHING = {
     "xla": matching_reference.chunked_matching,
+    "gpu": partial(matching_gpu.chunked_matching, interpret=True),
     "tpu": partial(matching_tpu.chunked_matching, block=256, interpret=True),
 }
 KMEANS = {
     "xla": kmeans_reference.kmeans,
+    "gpu": partial(kmeans_gpu.kmeans, interpret=True),
     "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
 }
-GATHER = {"xla": gather_reference.gather_rows}
+GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_rows, interpret=True)}
 
 CHECKS = [
     *((base.check_attention, name, op) for name, op in ATTENTION.items()),
@@ -133,6 +142,27 @@ def gather_of_the_last_row_for_none(source, rows):
 def test_the_base_refuses_broken_ones(check, broken):
     with pytest.raises(AssertionError):
         check(broken)
+
+
+@pytest.mark.parametrize(("levels", "merges"), [(0, (60, 0)), (3, (60, 20))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_merge_on_the_gpu_as_the_reference_says(dtype, levels, merges):
+    """Ties (scores of few levels) at the limit, a row of the batch that is done, slots that are not on the list."""
+    rng = np.random.default_rng(levels)
+    keys, values = (jnp.asarray(rng.normal(size=(2, 2, 160, 20)), dtype) for _ in range(2))
+    degree = jnp.asarray(rng.integers(1, 90000, (2, 2, 160)), jnp.float32)
+    rows = jnp.asarray(np.sort(rng.permuted(np.tile(np.arange(160), (2, 2, 1)), axis=2)[..., :149]), jnp.int32)
+    length, merges = jnp.asarray([[149, 149], [120, 120]]), jnp.asarray(merges)
+    match, score = chunked_matching(keys, chunk=32, length=length, index=rows)
+    score = jnp.round(score * levels) / levels if levels else score
+    args = (keys, values, degree, rows, length, match, score, merges)
+    expected = merge_reference.row_merge(*args, chunk=32)
+    found = merge_gpu.row_merge(*args, chunk=32, interpret=True)
+    for x, y in zip(found[:2], expected[:2], strict=True):
+        base.near(x, y, base.tolerance(dtype), axes=(2, 3))
+    np.testing.assert_array_equal(found[2], expected[2])
+    left = jnp.arange(149) < (length - merges[:, None])[..., None]
+    np.testing.assert_array_equal(jnp.where(left, found[3], -1), jnp.where(left, expected[3], -1))
 
 
 @pytest.mark.parametrize("op", ATTENTION.values(), ids=ATTENTION)

@@ -20,15 +20,15 @@ def chunked_matching(
     normalize: bool = True,
     start: Int[Array, "B K"] | int | None = None,
     length: Int[Array, "B K"] | int | None = None,
-    rows: Int[Array, "B K R"] | None = None,
+    index: Int[Array, "B K R"] | None = None,
     backend: str | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """Best partner of every A row within its chunk, and the score of that edge.
 
     Rows `start` ... `start + length - 1` (default: all N) take part; chunks of `chunk` rows tile them from the first.
     In a chunk the rows at even offsets are A, those at odd offsets B, so A row a is row `start + 2a`.
-    With `rows`, row r is row `rows[r]` of features and bias, and N is their number R: what a list of rows names is
-    matched without being moved together first.
+    With `index`, row r is row `index[r]` of features and bias, and N is their number R: what a list names is matched
+    where it lies.
     score(a, b) = f_a . f_b + bias_a + bias_b, in float32, with rows of f scaled to length 1 first if `normalize`.
 
     Returns:
@@ -52,5 +52,5 @@ def chunked_matching(
         normalize=normalize,
         start=start,
         length=length,
-        rows=rows,
+        index=index,
     )

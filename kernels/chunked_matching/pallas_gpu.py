@@ -27,13 +27,13 @@ def chunked_matching(
     normalize: bool,
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
-    rows: Int[Array, "B K R"] | None = None,
+    index: Int[Array, "B K R"] | None = None,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     check_dtypes("chunked_matching", features)
     batch, heads, slots, width = features.shape
-    listed = slots if rows is None else rows.shape[2]
+    listed = slots if index is None else index.shape[2]
     edges = (listed + 1) // 2
     if batch * heads * edges == 0:
         return jnp.zeros((batch, heads, edges), jnp.int32), jnp.zeros((batch, heads, edges), jnp.float32)
@@ -53,9 +53,9 @@ def chunked_matching(
         edges=edges,
         width=width,
         normalize=normalize,
-        names=("bias",) * (bias is not None) + ("rows",) * (rows is not None),
+        names=("bias",) * (bias is not None) + ("index",) * (index is not None),
     )
-    optional = [x.reshape(batch * heads, -1) for x in (bias, rows) if x is not None]
+    optional = [x.reshape(batch * heads, -1) for x in (bias, index) if x is not None]
     shape = (batch * heads, edges)
     match, score = call(
         kernel,
@@ -85,8 +85,8 @@ def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize,
         offset = number * chunk + 2 * k + parity
         inside = (k < half) & (offset < n)
         slot = begin + offset
-        if "rows" in optional:
-            slot = plgpu.load(optional["rows"].at[head, slot], mask=inside, other=0)
+        if "index" in optional:
+            slot = plgpu.load(optional["index"].at[head, slot], mask=inside, other=0)
         return k, inside, slot
 
     def row_bias(slot: Array, inside: Array) -> Array:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.chunked_matching.reference import listed, rows_from
+from clusterkv_jax.kernels.chunked_matching.reference import listed_rows, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
@@ -36,32 +36,32 @@ def chunked_matching(
     normalize: bool,
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
-    rows: Int[Array, "B K R"] | None = None,
+    index: Int[Array, "B K R"] | None = None,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
-    features, bias = listed(features, bias, rows)
-    batch, heads, n, width = features.shape
+    features, bias = listed_rows(features, bias, index)
+    batch, heads, rows, width = features.shape
     if features.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"features must be float32 or bfloat16, got {features.dtype}.")
-    if not n:
+    if not rows:
         raise NotImplementedError("without rows there is no block to read.")
-    group = _group(min(chunk, n + n % 2))
+    group = _group(min(chunk, rows + rows % 2))
     block = block or _block(group, width, features.dtype.itemsize)
-    groups = max(1, min(block // group, -(-n // group)))
+    groups = max(1, min(block // group, -(-rows // group)))
 
     first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
-    count = n - first if length is None else jnp.asarray(length, jnp.int32)
-    ends = jnp.broadcast_to(jnp.clip(count, 0, n - first), (batch, heads))
+    count = rows - first if length is None else jnp.asarray(length, jnp.int32)
+    ends = jnp.broadcast_to(jnp.clip(count, 0, rows - first), (batch, heads))
     if start is not None:
-        features, bias = rows_from(features, bias, first, jnp.arange(n))
+        features, bias = rows_from(features, bias, first, jnp.arange(rows))
     # A block is not larger than the array, and float32 rows are read in strides of whole lanes.
-    short = max(0, groups * group - n), -width % LANES if features.dtype == jnp.float32 else 0
+    short = max(0, groups * group - rows), -width % LANES if features.dtype == jnp.float32 else 0
     if any(short):
         features = jnp.pad(features, ((0, 0), (0, 0), (0, short[0]), (0, short[1])))
     match, score = _call(features, bias, ends, min(chunk, group), group, groups, normalize, interpret)
-    edges = (n + 1) // 2
+    edges = (rows + 1) // 2
     match, score = (x.reshape(batch, heads, -1)[..., :edges] for x in (match, score))
     return jnp.where(match < 0, -1, match + first[..., None]), score
 

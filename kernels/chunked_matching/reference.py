@@ -15,23 +15,23 @@ def chunked_matching(
     normalize: bool,
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
-    rows: Int[Array, "B K R"] | None = None,
+    index: Int[Array, "B K R"] | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
-    features, bias = listed(features, bias, rows)
-    batch, heads, n, _ = features.shape
-    edges = (n + 1) // 2
-    if n == 0:
+    features, bias = listed_rows(features, bias, index)
+    batch, heads, rows, _ = features.shape
+    edges = (rows + 1) // 2
+    if rows == 0:
         return jnp.zeros((batch, heads, 0), jnp.int32), jnp.zeros((batch, heads, 0), jnp.float32)
-    chunk = min(chunk, n + n % 2)
+    chunk = min(chunk, rows + rows % 2)
     first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
-    count = n - first if length is None else jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch, heads))
+    count = rows - first if length is None else jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch, heads))
 
-    padded = -(-n // chunk) * chunk
+    padded = -(-rows // chunk) * chunk
     offset = jnp.arange(padded)
-    real = offset < jnp.minimum(count, n - first)[..., None]
+    real = offset < jnp.minimum(count, rows - first)[..., None]
     if start is None:
-        padding = [(0, 0), (0, 0), (0, padded - n)]
+        padding = [(0, 0), (0, 0), (0, padded - rows)]
         features, bias = jnp.pad(features, [*padding, (0, 0)]), None if bias is None else jnp.pad(bias, padding)
     else:
         features, bias = rows_from(features, bias, first, offset)
@@ -63,6 +63,16 @@ def chunked_matching(
     return jnp.where(score > -jnp.inf, match, -1), score
 
 
+def listed_rows(
+    features: Float[Array, "B K N E"], bias: Float[Array, "B K N"] | None, index: Int[Array, "B K R"] | None
+) -> tuple[Array, Array | None]:
+    """The rows that `index` lists; without one, all."""
+    if index is None:
+        return features, bias
+    features = jnp.take_along_axis(features, index[..., None], axis=2)
+    return features, None if bias is None else jnp.take_along_axis(bias, index, axis=2)
+
+
 def rows_from(
     features: Array, bias: Array | None, first: Int[Array, "B K"], offset: Int[Array, " P"]
 ) -> tuple[Array, Array | None]:
@@ -70,13 +80,3 @@ def rows_from(
     index = jnp.minimum(first[..., None] + offset, features.shape[2] - 1)
     taken = jnp.take_along_axis(features, index[..., None], axis=2)
     return taken, None if bias is None else jnp.take_along_axis(bias, index, axis=2)
-
-
-def listed(
-    features: Array, bias: Array | None, rows: Int[Array, "B K R"] | None
-) -> tuple[Float[Array, "B K R E"], Float[Array, "B K R"] | None]:
-    """The rows that are listed, moved together; all of them without a list."""
-    if rows is None:
-        return features, bias
-    taken = jnp.take_along_axis(features, rows[..., None], axis=2)
-    return taken, None if bias is None else jnp.take_along_axis(bias, rows, axis=2)
