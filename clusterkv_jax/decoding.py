@@ -1,7 +1,8 @@
 """Prefill, decode step and the jitted decode loop: pure functions over parameters and cache.
 
-    prefill       embed -> [ one jitted layer: attention over the prompt, MLP, compression ] x L -> logits of the last
-    token extend        T more tokens at their true positions (a question), then clustering if due
+    prefill       embed -> [ one jitted layer: attention over the prompt, MLP, compression ] x L -> logits
+    feed          T more tokens at their true positions (a question)
+    extend        the same, then clustering if due
     decode_step   one more token per row, then clustering if due
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
@@ -131,7 +132,24 @@ def extend(
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """Append the first `counts` of T tokens to each row; logits after the last of them, if there are any."""
+    """Append the first `counts` of T tokens to each row, and cluster if due; logits after the last of them, if there are
+    any.
+    """
+    cache, logits = feed(params, config, method, cache, tokens, counts)
+    if (due := method.due(cache)) is not None:
+        cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)
+    return cache, logits
+
+
+def feed(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """`extend` that leaves clustering to its caller."""
     width = tokens.shape[1]
     real = jnp.arange(width) < counts[:, None]
     positions = cache.position[:, None] + jnp.arange(width, dtype=jnp.int32)
@@ -144,12 +162,9 @@ def extend(
         layers.append(layer)
         state.append(kept)
     cache = replace(cache, layers=constrain_cache(tuple(layers)), state=tuple(state), position=cache.position + counts)
-    lost = overflowed(cache)
-    if (due := method.due(cache)) is not None:
-        cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)
-    return cache, jnp.where(lost, jnp.nan, logits)
+    return cache, jnp.where(overflowed(cache), jnp.nan, logits)
 
 
 @partial(
@@ -209,7 +224,11 @@ def decode_loop(
     return cache, token, done, made, step
 
 
-extend_jit = jax.jit(extend, static_argnames=("config", "method"), donate_argnames=("cache",))
+feed_jit = jax.jit(feed, static_argnames=("config", "method"), donate_argnames=("cache",))
+due_jit = jax.jit(lambda method, cache: method.due(cache), static_argnames=("method",))
+recompress_jit = jax.jit(
+    lambda method, cache: method.recompress(cache), static_argnames=("method",), donate_argnames=("cache",)
+)
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from clusterkv_jax.cache import KVCache, gather_rows, nbytes, occupancy, slot_bytes
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import is_count
-from clusterkv_jax.decoding import decode_loop, extend_jit, prefill, sample_jit
+from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.sampling import Sampling
 
@@ -200,7 +200,10 @@ def _ask(model: Model, method: Method, cache: KVCache, asked: list[Tokens], step
     for start in range(0, width, step):
         now = np.clip(counts - start, 0, step)
         part = jnp.asarray(tokens[:, start : start + step])
-        cache, latest = extend_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
+        cache, latest = feed_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
+        # Asked on the host: most questions leave room, and clustering is then not even compiled here.
+        if due_jit(method, cache):
+            cache = recompress_jit(method, cache)
         logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
     assert logits is not None
     return cache, logits
