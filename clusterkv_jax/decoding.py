@@ -132,9 +132,7 @@ def extend(
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """Append the first `counts` of T tokens to each row, and cluster if due; logits after the last of them, if there are
-    any.
-    """
+    """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
     cache, logits = feed(params, config, method, cache, tokens, counts)
     if (due := method.due(cache)) is not None:
         cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-LAYERS, MODEL_LAYERS = 2, 32
+# Llama-3.1-8B at its full context. Two layers show it: every layer adds its own scratch, and its own cache.
+LAYERS, BATCH, TOKENS = "2", "16", "131072"
 
 
 pytestmark = [
@@ -36,10 +37,10 @@ def test_every_kernel_compiles_for_every_tpu():
 
 
 def test_the_decode_loop_works_in_the_donated_cache():
-    found = run("tpu_decode_program.py", str(LAYERS), "16", "32768")
+    found = run("tpu_decode_program.py", LAYERS, BATCH, TOKENS)
     # Aliased: the whole cache (and the small loop state beside it).
     assert found["cache"] <= found["alias"] <= 1.01 * found["cache"]
-    # Scratch of clustering a layer: at most 2 % of the model's cache. What every layer adds is not bounded by this:
-    # small caches are also staged in VMEM, and at 32 layers on 2 x 8 chips temporaries were measured at 11 %.
-    assert found["temporary"] <= 0.02 * found["cache"] * MODEL_LAYERS / LAYERS
+    # Some 2.6 MB a layer whatever the cache holds: almost all of it are tables of operations with several results, of
+    # which each takes 16 KiB. Nothing grows with the cache.
+    assert found["temporary"] <= 0.02 * found["cache"]
     assert found["conditionals"] == 1
