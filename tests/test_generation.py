@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.decoding import extend
 from clusterkv_jax.generation import bucket
 from clusterkv_jax.sampling import filtered, sample
 from tests.tiny import prompt, tiny
@@ -77,6 +78,31 @@ def test_a_batch_of_unequal_texts_is_the_texts_alone():
     )
     assert both.texts[0] == answers().texts[0]
     assert "1170634" in both.texts[1]
+
+
+def test_a_question_that_makes_clustering_due_is_clustered():
+    method = ckv.CentroidKV(ckv.Budget(tokens=24), sinks=2, recent=4, chunk=16, interval=8)
+    context, question = prompt(1, 48), prompt(2, 40)
+    made = ckv.generate(tiny(), [context], questions=[question], method=method, max_new_tokens=4).tokens[0]
+    model = tiny()
+    cache, _ = ckv.prefill(
+        model.params,
+        model.config,
+        method,
+        jnp.asarray([context]),
+        jnp.asarray([48]),
+        max_new_tokens=4,
+        reserve=44,
+        step_tokens=40,
+    )
+    grow = functools.partial(jax.jit(extend, static_argnums=(1, 2)), model.params, model.config, method)
+    cache, logits = grow(cache, jnp.asarray([question]), jnp.asarray([40]))
+    assert int(cache.layers[0].length.max()) == 24
+    expected = []
+    for _ in range(4):
+        expected.append(int(jnp.argmax(logits[0])))
+        cache, logits = grow(cache, jnp.asarray([expected[-1:]]), jnp.asarray([1]))
+    assert made == expected
 
 
 def test_sampling_is_reproducible_and_in_segments_as_in_one():
