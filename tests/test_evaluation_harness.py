@@ -1,5 +1,8 @@
 """lm-evaluation-harness's requests: with the full cache they are answered as its own Hugging Face backend does."""
 
+# The harness is an extra that the type checker need not have.
+# pyright: reportMissingImports=false
+
 import json
 from types import SimpleNamespace
 

@@ -6,6 +6,9 @@ The harness finds models by imports of its own, so this project's command regist
 harness's. What stands before an answer or a continuation, question included, is the context that is compressed.
 """
 
+# The harness is an extra that the type checker need not have.
+# pyright: reportMissingImports=false
+
 import logging
 import sys
 from collections.abc import Sequence
