@@ -26,7 +26,7 @@ from clusterkv_jax.kernels.row_merge import row_merge
 
 # From the slots of some heads, and which of them are middle rows: features and row biases for `chunked_matching`.
 EdgeFeatures = Callable[[LayerCache, Bool[Array, "B K C"]], tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]]
-UNROLLED = 4  # rounds written out in a row on the GPU: what stands between its kernels is then fused
+UNROLLED = 4  # rounds of a batch that are written out in a row: what stands between the kernels is then fused
 
 
 def merge_round(
@@ -110,12 +110,14 @@ def cluster(
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, held, rounds, merges_due(layer, rounds)
 
-    # A loop of known length runs without asking the device whether to go on, so whole batches of rounds are done.
+    # A loop of known length asks the GPU nothing between its rounds, and its kernels skip what is done: there, whole
+    # batches of rounds. Elsewhere asking is cheap, and a round too many costs as much as any.
     slots = layer.capacity if slots is None else slots
-    at_once = _rounds_to(slots, layer.capacity, schedule, edge_table, sinks + recent)
+    on_gpu = platform() == "gpu"
+    at_once = _rounds_to(slots, layer.capacity, schedule, edge_table, sinks + recent) if on_gpu else 1
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
-    unroll = min(at_once, UNROLLED) if platform() == "gpu" else 1
+    unroll = min(at_once, UNROLLED)
     layer, held, rounds, _ = jax.lax.while_loop(
         lambda state: jnp.any(state[3] > 0),
         lambda state: jax.lax.fori_loop(0, at_once, one_round, state, unroll=unroll),
