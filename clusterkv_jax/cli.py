@@ -163,6 +163,7 @@ def methods(
 
 
 app.command()(command.evaluate)
+app.command("join")(command.join)
 app.command()(command.inspect)
 app.command(context_settings=command.PASS_ON)(command.lm_eval)
 

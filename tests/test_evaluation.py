@@ -214,6 +214,14 @@ def test_questions_stand_among_documents_that_do_not_answer(tokenizer, questions
         documents.question(np.random.default_rng(0), 60, counter(tokenizer), library, 3, "qa_1")
 
 
+def test_questions_whose_documents_do_not_fit_are_left_out(tokenizer):
+    texts = ("a short one. " * 3, "a long one. " * 60)
+    library = documents.Library(texts, tuple(documents.Question(f"{i}?", (f"{i}",), (i,)) for i in range(2)))
+    assert documents.fitting(library, 200, counter(tokenizer), "qa_1").questions == library.questions[:1]
+    with pytest.raises(ValueError, match="length = 20 tokens is too small for the documents of any question of qa_1"):
+        documents.fitting(library, 20, counter(tokenizer), "qa_1")
+
+
 def test_grids_and_lines_and_positions(tokenizer, prose):
     grid = suites.cases("niah", Options(lengths=(512, 768), limit=1, books=prose), tokenizer, 8192)
     assert len(grid) == 22
@@ -352,3 +360,10 @@ def test_the_command_answers_with_the_demo_model(prose, tmp_path):
     refused = run("--query-aware")
     assert refused.exit_code == 2
     assert "holds a run with query_aware = False, not True" in refused.output.replace("\n", " ")
+    joint = ["join", str(tmp_path / "out"), "--output", str(tmp_path / "joint"), "--published", ""]
+    assert CliRunner().invoke(cli.app, joint).exit_code == 0
+    assert (tmp_path / "joint" / "results.jsonl").read_text(encoding="utf-8") == raw
+    assert "<svg" in (tmp_path / "joint" / "report.html").read_text()
+    again = CliRunner().invoke(cli.app, joint)
+    assert again.exit_code == 2
+    assert "exists; name a new folder" in again.output.replace("\n", " ")

@@ -229,3 +229,34 @@ def test_published_tables_are_whole(name):
         assert row.average.value > 0
         assert set(row.cells) <= set(SUITES[found.suite].tasks)
         assert all(0 <= cell.value <= 100 for cell in row.cells.values())
+
+
+# --- several runs as one ---
+
+
+def part(folder, entries, **config):
+    methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
+    runner.run(folder, {**CONFIG, "methods": methods, **config}, {"n": str(folder)}, jobs(), entries, respond)
+
+
+def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_path):
+    part(tmp_path / "a", ENTRIES[:1])
+    part(tmp_path / "b", ENTRIES[1:])
+    run, lines = runner.join([tmp_path / "a", tmp_path / "b"])
+    order = lambda line: (line["method"], line["budget"], line["id"])  # noqa: E731
+    whole = [json.loads(line) for line in unbroken.decode().splitlines()]
+    assert sorted(lines, key=order) == sorted(whole, key=order)
+    assert list(run["config"]["methods"]) == ["full@1.0", "centroidkv@0.5", "centroidkv@0.25"]
+    assert [session["n"] for session in run["sessions"]] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
+    part(tmp_path / "a", ENTRIES[:1])
+    part(tmp_path / "b", ENTRIES[1:], model="another")
+    for folders, said in (
+        (("a", "b"), "differ in model: 'stub' and 'another'"),
+        (("a", "a"), "two runs hold full with budget 1.0 of example"),
+        (("a", "c"), "c holds no run: run.json and results.jsonl are needed"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            runner.join([tmp_path / name for name in folders])

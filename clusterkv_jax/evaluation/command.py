@@ -96,6 +96,31 @@ def evaluate(
         _write(output, suite, model, lines, None if published is None else _split(published))
 
 
+def join(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `clusterkv evaluate` wrote.")],
+    output: Annotated[Path, typer.Option(help="Folder of the joint results; new.")],
+    published: Annotated[
+        str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        from clusterkv_jax.evaluation import runner
+
+        if output.exists():
+            raise ValueError(f"{output} exists; name a new folder.")
+        run, lines = runner.join(folders)
+        output.mkdir(parents=True)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        runner.write_whole(output / runner.RESULTS, text)
+        runner.write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+        config = run["config"]
+        _write(output, config["suite"], config["model"], lines, None if published is None else _split(published))
+
+
 def lm_eval(context: typer.Context) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
     from clusterkv_jax.cli import _one_sentence_errors

@@ -4,7 +4,7 @@ qa_1 takes paragraphs and questions from SQuAD, qa_2 from HotpotQA, in the layou
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,17 @@ def _library(triples: Sequence[tuple[Sequence[str], str, Sequence[str]]]) -> Lib
     return Library(tuple(numbers), questions)
 
 
+def fitting(source: Library, length: int, count: Count, task: str) -> Library:
+    """The library with those questions alone whose own documents fit into `length` tokens.
+
+    Raises ValueError where none does.
+    """
+    fit = tuple(q for q in source.questions if count(_text(source, q.documents)) <= length)
+    if not fit:
+        raise ValueError(f"length = {length} tokens is too small for the documents of any question of {task}")
+    return replace(source, questions=fit)
+
+
 def question(rng: np.random.Generator, length: int, count: Count, source: Library, number: int, task: str) -> Example:
     """Question `number` over as many documents, in random order, as fit into `length` tokens.
 
@@ -75,17 +86,20 @@ def question(rng: np.random.Generator, length: int, count: Count, source: Librar
     others = [int(i) for i in rng.permutation(len(source.documents)) if int(i) not in asked.documents]
     seed = int(rng.integers(2**32))
 
-    def assemble(extra: int) -> tuple[list[str], str]:
-        chosen = [*asked.documents, *others[:extra]]
-        order = np.random.default_rng(seed).permutation(chosen)
-        listed = [f"Document {place}:\n{source.documents[i]}" for place, i in enumerate(order, 1)]
-        return listed, f"{_ORDER}\n\nThe following are given documents.\n\n" + "\n\n".join(listed) + "\n\n"
+    def assemble(extra: int) -> tuple[list[int], str]:
+        order = np.random.default_rng(seed).permutation([*asked.documents, *others[:extra]])
+        return list(order), _text(source, order)
 
     if count(assemble(0)[1]) > length:
         raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}")
     # The bare minimum may be all that fits, which `longest` never tries.
     text = assemble(0)[1] if not others or count(assemble(1)[1]) > length else _fill(assemble, others, length, count)
     return Example(text, f"{_ORDER}\n\nQuestion: {asked.text}", " Answer:", asked.answers, f" {asked.answers[0]}", task)
+
+
+def _text(source: Library, numbers: Sequence[int]) -> str:
+    listed = [f"Document {place}:\n{source.documents[i]}" for place, i in enumerate(numbers, 1)]
+    return f"{_ORDER}\n\nThe following are given documents.\n\n" + "\n\n".join(listed) + "\n\n"
 
 
 def _fill(assemble, others: Sequence[int], length: int, count: Count) -> str:

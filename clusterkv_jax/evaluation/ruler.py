@@ -51,15 +51,18 @@ def generated(
 ) -> Iterator[Case]:
     """Cases of a task by their numbers; each depends on seed, length and number alone.
 
-    Needle keys and values are those that no training of this project has used.
+    Needle keys and values are those that no training of this project has used. Of the question tasks, the questions are
+    taken whose own documents fit, which depends on the tokenizer.
     """
     room = length - new_tokens(task) - QUESTION_ROOM
+    if task in QUESTIONS:
+        if library is None:
+            raise ValueError(f"task {task} needs questions with documents")
+        library = documents.fitting(library, room, count, task)
     for number in numbers:
         rng = np.random.default_rng([seed, TASKS.index(task), length, number])
         book = books[number % len(books)] if books else None
-        if task in QUESTIONS:
-            if library is None:
-                raise ValueError(f"task {task} needs questions with documents")
+        if library is not None and task in QUESTIONS:
             example = documents.question(rng, room, count, library, number, task)
         else:
             example = synthetic.generate(task, rng, room, count, book, split="valid")

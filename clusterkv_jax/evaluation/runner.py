@@ -101,6 +101,37 @@ def run(
     return lines
 
 
+def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:
+    """What runs of the same examples found, as one: its run.json, and its lines in the order of the folders.
+
+    So that the methods of a long table can run on several devices, a folder each.
+
+    Raises:
+        ValueError: a folder without a run, runs of other examples, models or options, or an answer that two runs hold.
+    """
+    runs, lines = [], []
+    for folder in folders:
+        if not (folder / RUN).exists() or not (folder / RESULTS).exists():
+            raise ValueError(f"{folder} holds no run: {RUN} and {RESULTS} are needed.")
+        runs.append(json.loads((folder / RUN).read_text(encoding="utf-8")))
+        lines += read_lines(folder / RESULTS)
+    first = runs[0]["config"]
+    for folder, run in zip(folders, runs, strict=True):
+        for key in ({**first, **run["config"]}).keys() - {"methods"}:
+            if first.get(key) != run["config"].get(key):
+                raise ValueError(
+                    f"{folders[0]} and {folder} differ in {key}: {first.get(key)!r} and {run['config'].get(key)!r}."
+                )
+    known: set[tuple[str, str, str]] = set()
+    for line in lines:
+        if _key(line) in known:
+            raise ValueError("two runs hold {} with budget {} of example {}.".format(*_key(line)))
+        known.add(_key(line))
+    methods = {name: text for run in runs for name, text in run["config"]["methods"].items()}
+    sessions = [session for run in runs for session in run["sessions"]]
+    return {"config": {**first, "methods": methods}, "sessions": sessions}, lines
+
+
 # --- batches ---
 
 
