@@ -9,6 +9,7 @@ from clusterkv_jax.decoding import decode_step, prefill
 from clusterkv_jax.generation import Result, Stats, generate
 from clusterkv_jax.methods import (
     H2O,
+    AdaKV,
     CaM,
     CentroidKV,
     Chelsea,
@@ -26,6 +27,7 @@ from clusterkv_jax.saving import save as save_cache
 
 __all__ = [
     "H2O",
+    "AdaKV",
     "Budget",
     "CaM",
     "CentroidKV",

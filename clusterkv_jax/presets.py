@@ -35,6 +35,7 @@ _METHODS = {
         methods.ChunkKV,
         methods.SnapKV,
         methods.PyramidKV,
+        methods.AdaKV,
         methods.H2O,
         methods.StreamingLLM,
         methods.CaM,

@@ -178,6 +178,8 @@ def test_every_method_keeps_its_budget_at_every_step(method):
         assert [x.shape for x in jax.tree.leaves(cache)] == shapes
         for number, (layer, rows) in enumerate(zip(cache.layers, occupancy(cache), strict=True)):
             pyramid = (5 / 3, 1 / 3)[number] if isinstance(method, ckv.PyramidKV) else 1
+            if isinstance(method, ckv.AdaKV):
+                rows = [[sum(row) // 2] * 2 for row in rows]
             assert rows == [[round(pyramid * n / 2) + (i + 1) % every] * 2 for n in (48, 36)]
             degree, length = np.asarray(layer.degree), np.asarray(layer.length)
             assert ((degree > 0) == (np.arange(layer.capacity) < length[..., None])).all()

@@ -1,5 +1,6 @@
 """SnapKV, PyramidKV, ChunkKV, H2O, StreamingLLM and CaM: the golden files, decoding, and what each paper promises."""
 
+import dataclasses
 import json
 
 import jax
@@ -59,6 +60,47 @@ def test_snapkv_as_kvpress_has_it():
     arrays, meta = golden("kvpress_snapkv_case0")
     method = ckv.SnapKV(Budget(ratio=1 - meta["cr"]), meta["w"], meta["ks"], "avg", pool_before_group=True)
     assert same_kept(positions(compress(method, arrays)), arrays["kept_idx"], arrays["score"])
+
+
+def kept_mask(layer, tokens):
+    """Which tokens [B, K, tokens] a layer holds, however many each head does."""
+    held = np.zeros((*layer.length.shape, tokens), bool)
+    for b, head in np.ndindex(*layer.length.shape):
+        held[b, head, np.asarray(layer.positions)[b, head, : int(layer.length[b, head])]] = True
+    return held
+
+
+def test_adakv_as_kvpress_has_it():
+    """Heads from flat to sharp: made with kvpress from the numbers in the file."""
+    arrays, meta = golden("kvpress_adakv_sharp")
+    method = ckv.AdaKV(
+        Budget(ratio=1 - meta["cr"]), meta["w"], meta["ks"], "avg", pool_before_group=True, safeguard=meta["alpha"]
+    )
+    for ceiling in (meta["hkv"], 2):  # no head wants more than twice its share here
+        layer = compress(dataclasses.replace(method, ceiling=ceiling), arrays)
+        np.testing.assert_array_equal(kept_mask(layer, meta["n"]), ~arrays["evicted"])
+        assert layer.length.tolist() == [[16, 29, 51, 64]]
+        assert layer.capacity == min(meta["n"], ceiling * 40)
+    # What is over a ceiling goes to the others; a whole safeguard makes all equal.
+    lower = compress(dataclasses.replace(method, ceiling=1.5), arrays)
+    assert lower.length.sum() == 160
+    assert lower.length.max() == lower.capacity == 60
+    assert compress(dataclasses.replace(method, safeguard=1.0), arrays).length.tolist() == [[40] * 4]
+
+
+def test_adakv_in_the_authors_counts():
+    arrays, meta = golden("kvpress_adakv_sharp")
+    scores, before, rest = arrays["score"][0], meta["n"] - meta["w"], 40 - meta["w"]
+    cut = np.sort(scores[:, :before], axis=None)[-4 * rest]
+    counts = np.round(0.8 * (scores[:, :before] >= cut).sum(-1) + int(0.2 * rest)).astype(int)
+    method = ckv.AdaKV(Budget(tokens=40), meta["w"], meta["ks"], "avg", True, mode="factory", ceiling=4)
+    layer = compress(method, arrays)
+    assert layer.length.tolist() == [(counts + meta["w"]).tolist()]
+    expected = np.zeros((4, meta["n"]), bool)
+    expected[:, before:] = True
+    for head, count in enumerate(counts):
+        expected[head, np.argsort(-scores[head, :before], kind="stable")[:count]] = True
+    np.testing.assert_array_equal(kept_mask(layer, meta["n"])[0], expected)
 
 
 def layer_rows(method, tokens, layers):

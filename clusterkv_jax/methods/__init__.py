@@ -1,5 +1,6 @@
 """Compression methods: one short file per paper."""
 
+from clusterkv_jax.methods.adakv import AdaKV
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.cam import CaM
 from clusterkv_jax.methods.centroidkv import CentroidKV
@@ -15,6 +16,7 @@ from clusterkv_jax.methods.streamingllm import StreamingLLM
 
 __all__ = [
     "H2O",
+    "AdaKV",
     "CaM",
     "CentroidKV",
     "Chelsea",

@@ -319,12 +319,16 @@ class Budgeted(Method):
         del group, queries, plan, key
         return None if self.decode_rows is None else {"budget": rows}
 
+    def held(self, group: LayerCache) -> Int[Array, " B"]:
+        """Rows per head, as they count against the budget; most methods keep equally many of every head of a group."""
+        return group.length[:, 0]
+
     def due(self, cache: KVCache) -> Bool[Array, ""] | None:
         """True when a batch row holds `decode_rows` rows more than its budget in some group of heads."""
         if self.decode_rows is None:
             return None
         full = [
-            jnp.any(group.length >= (kept["budget"] + self.decode_rows)[:, None])
+            jnp.any(self.held(group) >= kept["budget"] + self.decode_rows)
             for layer, state in zip(cache.layers, cache.state, strict=True)
             for group, kept in zip(groups(layer), state, strict=True)
             if kept is not None
@@ -348,7 +352,7 @@ class Budgeted(Method):
         for i, (group, kept) in enumerate(zip(groups(layer), state, strict=True)):
             over = None
             if kept is not None:
-                held = group.length[:, 0]
+                held = self.held(group)
                 target = jnp.where(held >= kept["budget"] + self.decode_rows, kept["budget"], held)
                 given = None if handed is None else handed[i]
                 group, kept, over = self.recompress_group(group, kept, target, position, given)

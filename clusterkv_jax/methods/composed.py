@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.attention import query_heads
 from clusterkv_jax.cache import KVCache, Layer, LayerCache, groups
 from clusterkv_jax.checks import check_fields
+from clusterkv_jax.methods.adakv import AdaKV
 from clusterkv_jax.methods.base import (
     Budgeted,
     LayerPlan,
@@ -45,6 +46,11 @@ class Composed(Method):
             self,
             ("prefill", isinstance(self.prefill, Full | Budgeted), "a method"),
             ("decode", known, "a method"),
+            (
+                "decode",
+                isinstance(self.decode, Full) or not isinstance(self.prefill, AdaKV),
+                "Full() after AdaKV: other methods know no heads of unequal lengths",
+            ),
             ("decode", again, "Full() or one that compresses while decoding"),
             ("decode", not moved, "Full() where keys are rerotated: no other method knows how they were moved"),
         )

@@ -100,7 +100,7 @@ class Windowed(Budgeted):
         if handed is None:
             positions = position[:, None] - self.window + jnp.arange(self.window)
             handed = self.keep(group, state["queries"], positions, target)
-        keep = _or_all(handed, group, group.length[:, 0] > target)
+        keep = _or_all(handed, group, self.held(group) > target)
 
         def take(tree):
             group, keep = tree

@@ -36,9 +36,9 @@ def row_merge(
     return mean(keys), mean(values), degree, _close_gaps(rows, length, merged)
 
 
-def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"]) -> Bool[Array, "B K A"]:
+def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K A"]:
     """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
-    wanted = count[:, None, None]
+    wanted = count.reshape(count.shape[0], -1, 1)
     rank = _ordered_bits(score)
     least = _kth_highest(rank, wanted)
     edge = score > -jnp.inf
@@ -54,7 +54,7 @@ def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B 1 1"]) -> UInt32[Array, "B K 1"]:
+def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B #K 1"]) -> UInt32[Array, "B K 1"]:
     """The k-th highest of every row, found bit by bit from the top: the largest t with at least k entries >= t.
 
     A count per bit instead of a sort: no accelerator sorts fast, and a sort takes seconds to compile on a TPU.
