@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.evaluation import command
+from clusterkv_jax.evaluation import calibrate, command
 
 app = typer.Typer(
     add_completion=False,
@@ -74,6 +74,10 @@ def generate(
     ] = None,
     cache_ratio: Annotated[float | None, _cache(help="Share of the cache to keep, e.g. 0.25.")] = None,
     cache_tokens: Annotated[int | None, _cache(help="Rows to keep per head, instead of a share.")] = None,
+    calibration: Annotated[
+        Path | None,
+        _cache(help="What 'clusterkv calibrate' wrote: outlier heads, or the heads' shares of the budget."),
+    ] = None,
     question: Annotated[
         list[str] | None,
         typer.Option(help="Asked after the text has been compressed, so the cache cannot know it; repeatable."),
@@ -102,12 +106,16 @@ def generate(
     """Continue a text, or answer questions about it, from a compressed cache."""
     with _one_sentence_errors(debug):
         text = read_text(prompt_file)
-        methods = _methods(method or ["full"], cache_ratio, cache_tokens)
-
         import clusterkv_jax as ckv
+        from clusterkv_jax.calibration import read
+
+        measured = None if calibration is None else read(calibration)
+        methods = _methods(method or ["full"], cache_ratio, cache_tokens, measured)
 
         sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         loaded = ckv.load(model)
+        if measured is not None:
+            measured.check(loaded.config)
         prompts, questions = _wrap(loaded.tokenizer, text, question or [], chat)
         stream = len(methods) == 1 and len(prompts) == 1 and not as_json
         answer = partial(
@@ -162,6 +170,7 @@ def methods(
         Console(width=None if Console().is_terminal else 1000).print(table)
 
 
+app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command()(command.evaluate)
 app.command("join")(command.join)
 app.command()(command.inspect)
@@ -201,7 +210,7 @@ def _one_sentence_errors(debug: bool) -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _methods(names: list[str], ratio: float | None, tokens: int | None) -> list[tuple[str, Any]]:
+def _methods(names: list[str], ratio: float | None, tokens: int | None, calibration: Any) -> list[tuple[str, Any]]:
     """The methods asked for, each with the budget where it takes one."""
     from clusterkv_jax.budget import Budget
     from clusterkv_jax.presets import find_preset, preset
@@ -215,7 +224,7 @@ def _methods(names: list[str], ratio: float | None, tokens: int | None) -> list[
     for name in names:
         if takes_budget[name] and budget is None and find_preset(name).budget is None:
             raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
-    return [(name, preset(name, budget if takes_budget[name] else None)) for name in names]
+    return [(name, preset(name, *((budget, calibration) if takes_budget[name] else ()))) for name in names]
 
 
 def _wrap(tokenizer: Any, text: str, questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:

@@ -7,6 +7,7 @@ A preset names a method, says where its numbers come from, and may leave the bud
     source: where the numbers are printed
     settings: {r_init: 0.35, r_decay: 0.1, r_steps: 2}
     budget: {ratio: 0.2}          # optional
+    calibration: my-llama.yaml    # optional: what `clusterkv calibrate` wrote, beside this file
 """
 
 import dataclasses
@@ -22,8 +23,10 @@ import yaml
 
 from clusterkv_jax import methods
 from clusterkv_jax.budget import Budget
+from clusterkv_jax.calibration import Calibration
+from clusterkv_jax.calibration import read as read_calibration
 
-_KEYS = ("method", "description", "source", "settings", "budget")
+_KEYS = ("method", "description", "source", "settings", "budget", "calibration")
 # In the order of the documentation; pairs of methods (`Composed`) are made in Python.
 _METHODS = {
     cls.__name__: cls
@@ -53,6 +56,7 @@ class Preset:
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
+    calibration: Calibration | None = None
 
     @property
     def takes_budget(self) -> bool:
@@ -60,12 +64,19 @@ class Preset:
         return "budget" in _fields(self.method)
 
 
-def preset(name: str, budget: Budget | None = None, **settings: Any):
+def preset(name: str, budget: Budget | None = None, calibration: Calibration | None = None, **settings: Any):
     """The method of a preset, of a method's own defaults (`"chelsea"`), or of a `.yaml` file.
 
-    `budget` and `settings` go before what the preset says.
+    `budget`, `calibration` and `settings` go before what the preset says.
     """
     found = find_preset(name)
+    calibrated = calibration or found.calibration
+    method = _made(found, budget, settings)
+    return method if calibrated is None else calibrated.applied(method)
+
+
+def _made(found: Preset, budget: Budget | None, settings: Mapping[str, Any]):
+    name = found.name
     checked = _checked_settings(found.method, settings, f"preset {name!r}")
     chosen = budget or found.budget
     if found.takes_budget:
@@ -122,7 +133,15 @@ def read_preset(file) -> Preset:
         source=content["source"],
         settings=_checked_settings(method, content.get("settings", {}), where),
         budget=None if budget is None else _budget(budget, where),
+        calibration=_calibration(content.get("calibration"), file, where),
     )
+
+
+def _calibration(name: Any, file: Any, where: str) -> Calibration | None:
+    """The calibration file of that name beside the preset."""
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"Key 'calibration' of {where} must be the name of a file, got {name!r}.")
+    return None if name is None else read_calibration(file.parent / name)
 
 
 def _budget(content: Any, where: str) -> Budget:

@@ -133,7 +133,7 @@ def test_chat_cuts_the_template_between_text_and_question(model, text):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--method", "centroid"], "Unknown method or preset 'centroid'; known: cam, centroidkv, chelsea,"),
+        (["--method", "centroid"], "Unknown method or preset 'centroid'; known: adakv, adakv-kvpress, cam,"),
         (["--method", "centroidkv"], "--method centroidkv needs --cache-ratio or --cache-tokens."),
         (["--cache-ratio", "0.5"], "--method full keeps the whole cache and takes no --cache-ratio or --cache-tokens."),
         (["--method", "centroidkv", "--cache-ratio", "0.5", "--cache-tokens", "9"], "not both (got 0.5 and 9)"),

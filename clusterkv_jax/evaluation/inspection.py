@@ -7,56 +7,27 @@ error of the attention output                                ChunkKV Table 8
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.cache import group_heads, groups
-from clusterkv_jax.calibration import outlier_share
+from clusterkv_jax.calibration import Observed, observe_layers, outlier_share
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.compression import compress
 from clusterkv_jax.methods import Full, Method
-from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
 
 MAP_ROWS = 128  # keys of a cosine map
 DISTANCES = 64  # largest distance of the similarity curve
 QUERIES = 64  # last queries of the text whose attention outputs are compared
 
 
-@dataclass(frozen=True)
-class Observed:
-    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D]."""
-
-    queries: Float[Array, "1 H N D"]
-    keys: Float[Array, "1 K N D"]
-    values: Float[Array, "1 K N D"]
-
-
 def observe(model: Model, tokens: Sequence[int]) -> list[Observed]:
     """Queries, keys and values of every layer; all layers stay in memory."""
-    ids = jnp.asarray([tokens], jnp.int32)
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    hidden = transformer.embed(model.params, model.config, ids, positions)
-    found = []
-    for weights in model.params["layers"]:
-        hidden, q, k, v = _layer(weights, model.config, hidden, positions)
-        found.append(Observed(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v))))
-    return found
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
-    q, k, v = transformer.qkv(weights, config, hidden, positions)
-    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
+    return list(observe_layers(model, tokens))
 
 
 # --- keys ---

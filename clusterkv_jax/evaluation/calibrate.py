@@ -1,0 +1,202 @@
+"""`clusterkv calibrate`: outlier heads and head shares of a model from plain text, as a YAML file and a map."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+EXAMPLES = """[bold]What for[/bold]
+
+Some heads have keys without similar neighbours and lose most when they are clustered. Chelsea lets the 4 % worst keep
+everything. Which ones they are is the model's, not the text's, so it is measured once:
+
+  clusterkv calibrate ./my-llama --data wiki.test.raw --output my-llama.yaml
+
+and then given to methods; Chelsea takes the outlier heads, every other method the heads' shares of its budget, as
+AdaKV would spread it:
+
+  clusterkv generate --model ./my-llama --prompt-file book.txt --method chelsea-llama3 \\
+    --cache-ratio 0.2 --calibration my-llama.yaml
+
+From the hub (needs the package datasets), with Llama-2's first layer whole as Chelsea has it:
+
+  clusterkv calibrate meta-llama/Llama-2-7b-hf --whole-layer 0 \\
+    --data Salesforce/wikitext:wikitext-2-raw-v1:test
+"""
+
+_statistic = partial(typer.Option, rich_help_panel="Statistic")
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    data: Annotated[
+        str, typer.Option(help="A text file, a folder of .txt files (.gz too), or a hub data set as ID:CONFIG:SPLIT.")
+    ],
+    output: Annotated[Path, typer.Option(help="The YAML file; the map goes beside it as .png.")] = Path(
+        "calibration.yaml"
+    ),
+    plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
+    sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of each piece.", min=2)] = 4096,
+    seed: Annotated[int, typer.Option(help="Of the choice of pieces.")] = 0,
+    outliers: Annotated[float, _statistic(help="Share of all heads that become outlier heads.", min=0, max=1)] = 0.04,
+    whole_layer: Annotated[
+        list[int] | None, _statistic(help="A layer whose heads are all outliers; repeatable.", show_default="none")
+    ] = None,
+    threshold: Annotated[float, _statistic(help="A cosine below this is no similar neighbour.")] = 0.8,
+    chunk: Annotated[int, _statistic(help="Rows among which a neighbour is looked for, even.", min=2)] = 256,
+    ratio: Annotated[float, _statistic(help="Share of the cache that AdaKV spreads for the heads' shares.")] = 0.25,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        _check(output, plot, chunk, ratio)
+        texts = read_texts(data)
+
+        import clusterkv_jax as ckv
+        from clusterkv_jax import calibration
+        from clusterkv_jax.evaluation import runner
+
+        loaded = ckv.load(model)
+        if tokens > loaded.config.max_positions:
+            raise ValueError(f"--tokens {tokens} exceed the model's {loaded.config.max_positions} positions.")
+        pieces = cut(loaded.tokenizer, texts, tokens, sequences, seed)
+        with _bar(len(pieces) * loaded.config.num_layers) as progress:
+            found = calibration.calibrate(
+                loaded,
+                pieces,
+                outliers=outliers,
+                whole_layers=tuple(whole_layer or ()),
+                chunk=chunk,
+                threshold=threshold,
+                ratio=ratio,
+                progress=progress,
+            )
+        if plot:
+            draw(found, output.with_suffix(".png"))
+        runner.write_whole(output, calibration.to_yaml(found))
+        _report(found, output, plot)
+
+
+def _check(output: Path, plot: bool, chunk: int, ratio: float) -> None:
+    """What would be noticed only after minutes of work."""
+    if chunk % 2:
+        raise ValueError(f"--chunk must be an even number of rows, got {chunk}.")
+    if not 0 < ratio < 1:
+        raise ValueError(f"--ratio must be between 0 and 1, got {ratio}.")
+    if output.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--output must be a .yaml file, got {output}.")
+    if not output.parent.is_dir():
+        raise ValueError(f"the folder {output.parent} does not exist; make it before a calibration is written there.")
+    if plot:
+        from clusterkv_jax.evaluation.scoring import library
+
+        library("matplotlib", "Drawing the map (leave it out with --no-plot)")
+
+
+def read_texts(data: str) -> list[str]:
+    """Texts of a file, a folder, or a hub data set `ID[:CONFIG[:SPLIT]]` with a column "text"."""
+    from clusterkv_jax.evaluation import sources
+
+    place = Path(data)
+    if place.exists():
+        return list(sources.books(data).values())
+    name, config, split = (*data.split(":"), None, None)[:3]
+    if "/" not in name or data.startswith((".", "/")):
+        raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
+    found = sources.rows(None, name, (name, config or None, split or "train"))
+    if not found or not isinstance(found[0].get("text"), str):
+        raise ValueError(f"data set {data} has no column 'text'; it has {', '.join(found[0]) if found else 'no rows'}.")
+    return ["".join(row["text"] for row in found)]
+
+
+def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int) -> list[list[int]]:
+    """At most `most` pieces of `tokens` tokens, chosen at random from those that tile the texts.
+
+    Raises ValueError where the texts do not fill one.
+    """
+    import numpy as np
+
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer, so no text can be read with it.")
+    pieces = []
+    longest = 0
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        longest = max(longest, len(ids))
+        pieces += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
+    if not pieces:
+        raise ValueError(f"no text has {tokens} tokens, the longest {longest}; give more text or fewer --tokens.")
+    chosen = np.random.default_rng(seed).permutation(len(pieces))[:most]
+    return [pieces[i] for i in sorted(chosen)]
+
+
+def draw(found: Any, file: Path) -> None:
+    """The share of rows without a similar neighbour by layer and head, outlier heads framed (Chelsea Figures 6, 7)."""
+    import numpy as np
+
+    from clusterkv_jax.evaluation.plots import new_figure
+
+    shares = np.asarray(found.outlier_share)
+    layers, heads = shares.shape
+    figure, axes = new_figure(2.6 + 0.25 * heads, 2.2 + 0.15 * layers)
+    image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for layer, head in found.outlier_heads:
+        axes.add_patch(_frame(head, layer))
+    axes.set_xlabel("KV head")
+    axes.set_ylabel("layer")
+    axes.set_xticks(range(0, heads, max(1, heads // 8)))
+    axes.set_yticks(range(0, layers, max(1, layers // 8)))
+    axes.set_title(found.model, fontsize=9)
+    figure.colorbar(image, ax=axes, label="keys without a similar neighbour, %")
+    temporary = file.with_suffix(".png.tmp")
+    figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+    temporary.replace(file)
+
+
+def _frame(x: int, y: int):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=1.5)
+
+
+def _report(found: Any, output: Path, plot: bool) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("layer", "without neighbours, by head", "share of rows, by head"):
+        table.add_column(name, justify="right" if name == "layer" else "left")
+    for layer, (shares, rows) in enumerate(zip(found.outlier_share, found.head_shares, strict=True)):
+        cells = (
+            f"[red]{share:.0%}[/]" if (layer, head) in found.outlier_heads else f"{share:.0%}"
+            for head, share in enumerate(shares)
+        )
+        table.add_row(str(layer), " ".join(cells), " ".join(f"{row:g}" for row in rows))
+    console = Console()
+    console.print(table)
+    used = found.settings
+    heads = sum(map(len, found.outlier_share))
+    console.print(
+        f"{len(found.outlier_heads)} of {heads} heads are outliers, from {used['sequences']} pieces of "
+        f"{used['tokens']:,} tokens.",
+        highlight=False,
+    )
+    written = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
+    console.print(f"Written to {written}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    """A bar with an estimate on standard error; called with the layers done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("layers", total=total)
+        yield lambda done, _: bar.update(task, completed=done)

@@ -1,0 +1,145 @@
+"""`clusterkv calibrate`: what it measures, what it writes, and that methods take it."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import clusterkv_jax as ckv
+from clusterkv_jax import calibration, cli
+from clusterkv_jax.presets import preset
+from tests.tiny import prompt, tiny
+
+TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
+HALF = ckv.Budget(ratio=0.5)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+
+def test_outliers_are_the_largest_shares_and_whole_layers():
+    shares = np.asarray([[0.1, 0.2], [0.9, 0.3], [0.3, 0.4]])
+    assert calibration.choose_outliers(shares, 0.5) == ((1, 0), (1, 1), (2, 1))  # of two equal ones the first
+    assert calibration.choose_outliers(shares, 0.5, (0,)) == ((0, 0), (0, 1), (1, 0))
+    assert calibration.choose_outliers(shares, 0.04) == ()
+    with pytest.raises(ValueError, match="heads of 2 whole layers are 4, more than the 3 outlier heads"):
+        calibration.choose_outliers(shares, 0.5, (0, 2))
+    with pytest.raises(ValueError, match="no layer 3 to keep whole: the model has 3"):
+        calibration.choose_outliers(shares, 0.5, (3,))
+
+
+def test_a_calibration_is_the_mean_over_sequences():
+    pieces, done = [prompt(1, 160), prompt(2, 160)], []
+    both = calibration.calibrate(tiny(), pieces, ratio=0.5, progress=lambda *now: done.append(now))
+    each = [calibration.calibrate(tiny(), [piece], ratio=0.5) for piece in pieces]
+    mean = np.mean([one.outlier_share for one in each], axis=0)
+    np.testing.assert_allclose(both.outlier_share, mean, atol=1e-4)
+    assert np.ptp(both.outlier_share) > 0
+    assert done == [(i + 1, 4) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The demo model's calibration, from two short pieces of its chapter."""
+    file = tmp_path_factory.mktemp("calibration") / "demo.yaml"
+    done = run(
+        *("calibrate", "demo", "--data", TEXT, "--output", file, "--outliers", 0.1),
+        *("--sequences", 2, "--tokens", 256, "--chunk", 64),
+    )
+    assert done.exit_code == 0, done.output
+    assert "1 of 12 heads are outliers, from 2 pieces of 256 tokens" in done.stdout
+    return file
+
+
+def test_the_file_says_what_was_measured(written):
+    assert {path.name for path in written.parent.iterdir()} == {"demo.yaml", "demo.png"}
+    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    found = calibration.read(written)
+    assert calibration.to_yaml(found) == written.read_text()
+    shares = np.asarray(found.outlier_share)
+    assert found.outlier_heads == (tuple(np.unravel_index(shares.argmax(), shares.shape)),)
+    steps = np.asarray(found.head_shares) / calibration.SHARE_STEP
+    assert (steps == np.rint(steps)).all()
+    assert (steps > 0).all()
+    assert found.settings["tokens"] == 256
+
+
+def test_presets_take_it(written):
+    found = calibration.read(written)
+    assert preset("chelsea-llama3", HALF, found) == preset("chelsea-llama3", HALF, outlier_heads=found.outlier_heads)
+    assert preset("snapkv", HALF, found) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=found.head_shares))
+    mine = written.with_name("mine.yaml")
+    mine.write_text("method: Chelsea\ndescription: mine\nsource: mine\ncalibration: demo.yaml\n")
+    assert preset(str(mine), HALF) == ckv.Chelsea(HALF, outlier_heads=found.outlier_heads)
+    mine.unlink()
+    with pytest.raises(ValueError, match="Full has no budget"):
+        preset("full", None, found)
+
+
+def test_the_command_answers_with_it(written):
+    done = run(
+        *("generate", "--prompt-file", TEXT, "--max-new-tokens", 1, "--json"),
+        *("--method", "chelsea-llama3", "--cache-ratio", 0.25, "--calibration", written),
+    )
+    assert done.exit_code == 0, done.output
+    stats = json.loads(done.stdout)["runs"][0]["stats"]
+    tokens = stats["prompt_tokens"][0]
+    whole = [(layer, rows[0].index(tokens)) for layer, rows in enumerate(stats["kept_rows"]) if tokens in rows[0]]
+    assert tuple(whole) == calibration.read(written).outlier_heads
+    assert sum(sum(rows[0]) for rows in stats["kept_rows"]) <= 12 * int(0.25 * (tokens + 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "nowhere.txt"], "--data nowhere.txt is no file, no folder and no hub data set"),
+        (["--data", TEXT, "--tokens", 8000], "no text has 8000 tokens, the longest"),
+        (["--data", TEXT, "--tokens", 10000], "--tokens 10000 exceed the model's 8192 positions"),
+        (["--data", TEXT, "--chunk", 7], "--chunk must be an even number of rows, got 7"),
+        (["--data", TEXT, "--ratio", 1.5], "--ratio must be between 0 and 1, got 1.5"),
+        (["--data", TEXT, "--output", "here.txt"], "--output must be a .yaml file, got here.txt"),
+        (["--data", TEXT, "--output", "no/such/folder.yaml"], "the folder no/such does not exist"),
+    ],
+)
+def test_mistakes_are_named_in_one_sentence(arguments, said):
+    done = run("calibrate", "demo", *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr.replace("\n", " ")
+
+
+def test_without_matplotlib_it_says_so_before_it_works(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("calibrate", "demo", "--data", TEXT, "--output", tmp_path / "x.yaml")
+    assert done.exit_code == 2
+    assert "Drawing the map (leave it out with --no-plot) needs the package 'matplotlib'" in done.stderr
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
+    def stopped(*_, progress, **__):
+        progress(1, 12)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "calibrate", stopped)
+    done = run("calibrate", "demo", "--data", TEXT, "--tokens", 256, "--output", tmp_path / "x.yaml")
+    assert done.exit_code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_no_calibration_and_other_models(written, tmp_path):
+    found = calibration.read(written)
+    with pytest.raises(ValueError, match=r"of demo, 6 layers of 2 KV heads; this model has 2 of 2"):
+        found.check(tiny().config)
+    other = tmp_path / "other.yaml"
+    for text, said in (
+        ("a: [", "is not YAML text"),
+        ("model: demo", "must hold exactly the keys model, outlier_share, "),
+        (written.read_text().replace("outlier_heads:\n", "outlier_heads: 3\nx:\n"), "must hold exactly the keys"),
+        (written.read_text().replace("- [", "- [x, ", 1), "is damaged"),
+    ):
+        other.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            calibration.read(other)
