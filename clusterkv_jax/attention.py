@@ -20,7 +20,8 @@ def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
 def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores."""
     if isinstance(layer, LayerCache):
-        return _attend_rows(q, layer)
+        out, lse = _attend_rows(q, layer)
+        return out, lse
     kv_heads = sum(map(len, layer.heads))
     parts = [
         attend_cache(group, query_heads(q, index, kv_heads, axis=2))
@@ -28,6 +29,17 @@ def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array,
     ]
     out, lse = zip(*parts, strict=True)
     return join_heads(out, layer.heads), join_heads(lse, layer.heads)
+
+
+def attend_with_probabilities(
+    group: LayerCache, q: Float[Array, "B T H D"]
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B K C"]]:
+    """`attend_cache` over one group of heads, and what each of its rows got: the probabilities of all T queries in sum,
+    mean over the query heads of a KV head.
+    """
+    out, _, probs = _attend_rows(q, group, return_probs=True)
+    batch, kv_heads, slots = group.degree.shape
+    return out, jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
 
 
 def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -> Array:
@@ -47,11 +59,12 @@ def join_heads(pieces: Sequence[Float[Array, "B T heads ..."]], heads: tuple[tup
     return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
 
 
-def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache) -> tuple[Array, Array]:
-    """`attend_cache` over one group of heads, each device its own: the partitioner cannot look into a kernel."""
+def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:
+    """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel."""
 
-    def attend(q: Array, layer: LayerCache) -> tuple[Array, Array]:
-        return biased_attention(q, layer.keys, layer.values, layer.degree, layer.length, return_lse=True)
+    def attend(q: Array, layer: LayerCache) -> tuple[Array, ...]:
+        rows = (layer.keys, layer.values, layer.degree, layer.length)
+        return biased_attention(q, *rows, return_lse=True, return_probs=return_probs)
 
     mesh = ambient_mesh()
     if mesh is None:
@@ -59,8 +72,8 @@ def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache) -> tuple[Array, 
     # Query heads go where their KV head is: split as those are, and whole where those are whole.
     queries = partition(("batch", None, "kv_heads"), (*q.shape[:2], layer.keys.shape[1]), mesh)
     rows = jax.tree.map(lambda x: partition(CACHE_AXES[x.ndim], x.shape, mesh), layer)
-    specs = (queries, rows)
-    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(queries, queries), check_vma=False)(q, layer)
+    out = (queries, queries, *([rows.degree] if return_probs else []))
+    return jax.shard_map(attend, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
 
 
 def attend_new(

@@ -12,6 +12,7 @@ from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, whole_axes
 from tests.tiny import prompt, tiny
 
+HALF = ckv.Budget(ratio=0.5)
 CENTROID = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4)
 CHELSEA = ckv.Chelsea(
     ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4, outlier_heads=((1, 0), (1, 2), (1, 3))
@@ -29,7 +30,16 @@ def placed(model, mesh):
 
 
 @pytest.mark.parametrize(
-    ("shape", "method"), [((2, 4), ckv.Full()), ((2, 4), CENTROID), ((1, 4), CHELSEA), ((8,), CENTROID)]
+    ("shape", "method"),
+    [
+        ((2, 4), ckv.Full()),
+        ((2, 4), CENTROID),
+        ((1, 4), CHELSEA),
+        ((8,), CENTROID),
+        ((2, 4), ckv.H2O(HALF)),
+        ((2, 4), ckv.CaM(HALF)),
+        ((2, 4), ckv.AdaKV(HALF, window=4, kernel=3, decode_interval=4)),
+    ],
 )
 def test_tokens_are_those_of_one_device(shape, method):
     model, prompts = tiny(kv_heads=4), [prompt(1, 48), prompt(2, 33)]

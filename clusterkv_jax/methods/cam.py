@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.attention import attend_with_probabilities
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, take_rows
 from clusterkv_jax.checks import check_fields, is_count
-from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.methods.base import LayerPlan, NewTokens, State, append_new, one_by_one
 from clusterkv_jax.methods.eviction import needed, replace_row
 from clusterkv_jax.methods.streamingllm import Streaming
@@ -86,12 +86,9 @@ class CaM(Streaming):
 
     def _step(self, group: LayerCache, state: Any, new: NewTokens) -> tuple[Array, LayerCache, State]:
         group = append_new(group, new)
-        attended, probs = biased_attention(
-            new.q, group.keys, group.values, group.degree, group.length, return_probs=True
-        )
-        batch, kv_heads, slots = group.degree.shape
-        slot = self.oldest(group)
-        weight = self._weight(group_mean(probs.reshape(batch, kv_heads, -1, slots)), group, slot, state)
+        attended, attention = attend_with_probabilities(group, new.q)
+        slot, slots = self.oldest(group), group.capacity
+        weight = self._weight(attention, group, slot, state)
         gone = jnp.take_along_axis(group.values, slot[..., None, None], axis=2).astype(jnp.float32)
         drop = new.real[:, 0] & (group.length[:, 0] > state["budget"])
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring

@@ -8,14 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.attention import attend_with_probabilities
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, take_rows
 from clusterkv_jax.checks import check_fields, is_count
-from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.row_merge import best_edges
 from clusterkv_jax.methods.base import LayerPlan, NewTokens, State, append_new, one_by_one
 from clusterkv_jax.methods.eviction import EveryStep, needed, replace_row
-from clusterkv_jax.scores import accumulated_scores, group_mean
+from clusterkv_jax.scores import accumulated_scores
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,9 @@ class H2O(EveryStep):
     def _step(self, group: LayerCache, state: Any, new: NewTokens) -> tuple[Array, LayerCache, State]:
         group = append_new(group, new)
         assert group.positions is not None
-        attended, probs = biased_attention(
-            new.q, group.keys, group.values, group.degree, group.length, return_probs=True
-        )
+        attended, attention = attend_with_probabilities(group, new.q)
         real, now = new.real[:, 0], new.positions[:, 0]
-        batch, kv_heads, slots = group.degree.shape
-        probs = group_mean(probs.reshape(batch, kv_heads, -1, slots))
-        sums = jnp.where(real[:, None, None], state["sums"] + probs, state["sums"])
+        sums = jnp.where(real[:, None, None], state["sums"] + attention, state["sums"])
 
         old = group.positions <= (now - self._recent(state["budget"]))[:, None, None]
         ranked = jnp.where(old & (group.degree > 0), self._ranked(sums, group, now), jnp.inf)
@@ -106,7 +102,7 @@ class H2O(EveryStep):
         drop = real & (group.length[:, 0] > state["budget"])
 
         last = group.length - 1
-        here, end = (jnp.arange(slots) == at[..., None] for at in (slot, last))
+        here, end = (jnp.arange(group.capacity) == at[..., None] for at in (slot, last))
         moved = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
         sums = jnp.where(drop[:, None, None], moved, sums)
         return attended, replace_row(group, slot, drop), state | {"sums": sums}

@@ -1,0 +1,81 @@
+"""Compiles one layer's prefill for a TPU, method by method, and prints its memory as JSON; run by test_tpu_compile.
+
+Usage: python tests/tpu_prefill_programs.py TOKENS [METHOD ...]
+A process of its own, as tpu_decode_program. Prefill is a host loop over one jitted layer: beside the program's own
+memory there are the parameters and the caches of the layers that are done.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from unittest import mock
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    TPU_WORKER_ID="0",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import clusterkv_jax as ckv
+from clusterkv_jax import decoding
+from clusterkv_jax.cache import groups
+from clusterkv_jax.methods.base import Request
+from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.presets import list_presets, preset
+
+CONFIG = ModelConfig("llama", 128256, 4096, 14336, 2, 32, 8, 128, 131072, Rope(5e5, 128))
+RATIO = 0.2
+
+
+def compile_layer(name: str, tokens: int) -> dict[str, float]:
+    """Layer 0 of Llama-3.1-8B over one prompt of `tokens` tokens, a fifth of it kept."""
+    topology = topologies.get_topology_desc("v5p:2x2x1", platform="tpu")
+    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("model",))
+    method = preset(name, None if name == "full" else ckv.Budget(ratio=RATIO, base="prompt"))
+
+    def whole(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    weights = jax.tree.map(lambda spec: whole(spec.shape, jnp.bfloat16), abstract(CONFIG)["layers"][0])
+    request = Request(
+        np.asarray([tokens]), CONFIG.num_layers, CONFIG.num_kv_heads, reserve=128, row_bytes=516, rope=CONFIG.rope
+    )
+    begin = time.perf_counter()
+    with jax.set_mesh(mesh), mock.patch("jax.default_backend", return_value="tpu"):
+        plan = method.plan(0, request)
+        hidden = whole((1, tokens, CONFIG.hidden_size), jnp.bfloat16)
+        rows = whole((1, len(plan.heads)), jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        arguments = (weights, CONFIG, method, plan, None, hidden, whole((1,), jnp.int32), rows)
+        lowered = decoding._prefill_layer.lower(*arguments, whole(key.shape, key.dtype), None)
+        _, layer, _, _ = lowered.out_info
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return {
+        "cache": sum(
+            math.prod(x.shape) * x.dtype.itemsize for g in groups(layer) for x in (g.keys, g.values, g.degree)
+        ),
+        "slots": sum(g.keys.shape[1] * g.keys.shape[2] for g in groups(layer)) / CONFIG.num_kv_heads,
+        "temporary": memory.temp_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+
+
+if __name__ == "__main__":
+    names = sys.argv[2:] or list(list_presets())
+    print(json.dumps({name: compile_layer(name, int(sys.argv[1])) for name in names}))
