@@ -37,10 +37,29 @@ def test_every_kernel_compiles_for_every_tpu():
 
 
 def test_the_decode_loop_works_in_the_donated_cache():
-    found = run("tpu_decode_program.py", LAYERS, BATCH, TOKENS)
+    found = run("tpu_decode_program.py", "centroidkv", LAYERS, BATCH, TOKENS)
     # Aliased: the whole cache (and the small loop state beside it).
     assert found["cache"] <= found["alias"] <= 1.01 * found["cache"]
     # Some 2.6 MB a layer whatever the cache holds: almost all of it are tables of operations with several results, of
     # which each takes 16 KiB. Nothing grows with the cache.
     assert found["temporary"] <= 0.02 * found["cache"]
     assert found["conditionals"] == 1
+
+
+def test_attention_that_is_counted_is_a_kernel_on_every_device_too():
+    """A kernel outside of shard_map does not compile over a mesh; H2O asks it for probabilities."""
+    found = run("tpu_decode_program.py", "h2o", "1", "1", "8192")
+    assert found["kernels"] == 1
+    assert found["conditionals"] == 0
+    assert found["alias"] >= found["cache"]
+
+
+def test_reading_a_prompt_makes_no_square_of_it():
+    """Beside parameters and caches: the activations of one layer, its own full keys and values, and no n x n scores."""
+    found = run("tpu_prefill_programs.py", "32768", "h2o", "centroidkv")
+    for name, program in found.items():
+        assert program["temporary"] <= program["activations"] + program["full_cache"], name
+        assert program["temporary"] < 32768**2 * 4, name  # not even the scores of a single head
+        # The hidden states are handed on in place; what comes out beside them is the compressed cache.
+        assert program["alias"] == 32768 * 4096 * 2, name
+        assert abs(program["slots"] - int(0.2 * 32768)) <= 128 + 16, name

@@ -1,6 +1,6 @@
 """Compiles the decode program for a TPU topology and prints what it found as JSON; run by test_tpu_compile.
 
-Usage: python tests/tpu_decode_program.py LAYERS BATCH TOKENS
+Usage: python tests/tpu_decode_program.py PRESET LAYERS BATCH TOKENS
 A process of its own: libtpu reads its settings from the environment once, and a compiler's abort must not end the
 tests.
 """
@@ -30,17 +30,18 @@ import clusterkv_jax as ckv
 from clusterkv_jax.decoding import decode_loop
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.presets import preset
 from clusterkv_jax.sharding import CACHE_AXES, param_shardings, partition
 
 DEVICES = 8
 
 
-def compile_loop(layers: int, batch: int, tokens: int) -> dict[str, float]:
+def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, float]:
     """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over eight v5e chips, 20 % of the prompt kept."""
     topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(1, DEVICES), ("data", "model"))
     config = ModelConfig("llama", 128256, 4096, 14336, layers, 32, 8, 128, 131072, Rope(5e5, 128))
-    method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
+    method = preset(name, ckv.Budget(ratio=0.2))
 
     def whole(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -84,8 +85,9 @@ def compile_loop(layers: int, batch: int, tokens: int) -> dict[str, float]:
         "temporary": memory.temp_size_in_bytes,
         "alias": memory.alias_size_in_bytes,
         "conditionals": len(re.findall(r"\bconditional\(", compiled.as_text())),
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_loop(*map(int, sys.argv[1:]))))
+    print(json.dumps(compile_loop(sys.argv[1], *map(int, sys.argv[2:]))))

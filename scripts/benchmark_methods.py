@@ -1,0 +1,136 @@
+"""Times what each method adds to a prompt's prefill, at Llama-3.1-8B's shapes with random weights and keys.
+
+    python scripts/benchmark_methods.py                    32k tokens, batch 1, a fifth kept
+    python scripts/benchmark_methods.py --tokens 65536
+
+One layer's attention alone, and one layer's compression alone, each the median of several timings after a warm-up and
+until its results are there. A model's prefill is the layers' sum; where layers reuse what others chose (ChunkKV), the
+mean over a group of layers. Two published claims are checked at the end: reuse over 4 layers makes ChunkKV's
+compression at least 2.5 times as fast, and H2O's prefill takes at most twice SnapKV's.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jaxtyping import Array
+
+import clusterkv_jax as ckv
+from clusterkv_jax.methods.base import Method, Request
+from clusterkv_jax.models import transformer
+from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.transformer import Params
+
+RATIO, REUSE, WARM_UP = 0.2, 4, 2
+BUDGET = ckv.Budget(ratio=RATIO, base="prompt")
+METHODS = {
+    "Full": ckv.Full(),
+    "SnapKV": ckv.SnapKV(BUDGET),
+    "PyramidKV": ckv.PyramidKV(BUDGET),
+    "AdaKV": ckv.AdaKV(BUDGET),
+    "ChunkKV": ckv.ChunkKV(BUDGET),
+    f"ChunkKV, reuse {REUSE}": ckv.ChunkKV(BUDGET, reuse_layers=REUSE),
+    "H2O": ckv.H2O(BUDGET),
+    "StreamingLLM": ckv.StreamingLLM(BUDGET),
+    "CaM": ckv.CaM(BUDGET),
+    "CentroidKV": ckv.CentroidKV(BUDGET),
+    "GravityKV": ckv.GravityKV(BUDGET),
+    "Chelsea": ckv.Chelsea(BUDGET),
+}
+
+
+def llama(scale: int) -> ModelConfig:
+    """Llama-3.1-8B with `REUSE` layers, hidden and feed-forward sizes divided by `scale`."""
+    return ModelConfig("llama", 128, 4096 // scale, 14336 // scale, REUSE, 32, 8, 128, 131072, Rope(5e5, 128))
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median time of `run`, until its results are there."""
+    times = []
+    for _ in range(WARM_UP + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+@partial(jax.jit, static_argnames=("config",))
+def read_layer(weights: Params, config: ModelConfig, hidden: Array) -> Array:
+    """A layer over the whole prompt: projections, attention, MLP."""
+    positions = jnp.broadcast_to(jnp.arange(hidden.shape[1], dtype=jnp.int32), hidden.shape[:2])
+    q, k, v = transformer.qkv(weights, config, hidden, positions)
+    return transformer.finish(weights, config, hidden, causal_attention(q, k, v))
+
+
+@partial(jax.jit, static_argnames=("method", "plan"))
+def compress_layer(method: Method, plan: Any, tensors: Sequence[Array], rows: Array, key: Array, handed: Any):
+    """A layer's cache, and what it hands to the next."""
+    queries, keys, values = tensors
+    lengths = jnp.full(keys.shape[0], keys.shape[2], jnp.int32)
+    layer, _, hand = method.compress(queries, keys, values, lengths, rows, plan, key, handed)
+    return layer, hand
+
+
+def random_weights(config: ModelConfig) -> Params:
+    """One layer's, bf16."""
+
+    def draw(spec: Any, key: Array) -> Array:
+        return (jax.random.normal(key, spec.shape) / spec.shape[0] ** 0.5).astype(jnp.bfloat16)
+
+    specs, tree = jax.tree.flatten(transformer.abstract(config)["layers"][0])
+    return jax.tree.unflatten(tree, [draw(spec, jax.random.key(i)) for i, spec in enumerate(specs)])
+
+
+def compression_time(method: Method, config: ModelConfig, tensors: Sequence[Array], repeats: int) -> float:
+    """Seconds per layer, mean over `REUSE` layers: the first hands on what it chose."""
+    batch, kv_heads, tokens, _ = tensors[1].shape
+    request = Request(np.asarray([tokens]), REUSE, kv_heads, reserve=128, row_bytes=516, rope=config.rope)
+    times, handed = [], None
+    for number in range(REUSE):
+        plan = method.plan(number, request)
+        budgets = [method.rows(request.lengths, request, number, heads[0])[0] for heads in plan.heads]
+        rows = jnp.broadcast_to(jnp.asarray(budgets, jnp.int32), (batch, len(budgets)))
+        given = None if plan.scores else handed
+        run = partial(compress_layer, method, plan, tensors, rows, jax.random.key(number), given)
+        handed = run()[1] if plan.scores else handed
+        times.append(seconds(run, repeats))
+    return statistics.mean(times)
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 32768,
+    repeats: Annotated[int, typer.Option(help="Timings of each number.")] = 10,
+    scale: Annotated[int, typer.Option(help="Divide hidden and feed-forward sizes, for a dry run.")] = 1,
+) -> None:
+    """Print the table, then the two claims."""
+    config = llama(scale)
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {tokens:,} tokens, batch 1, {RATIO:.0%} kept\n")
+    draw = partial(jax.random.normal, dtype=jnp.bfloat16)
+    hidden = draw(jax.random.key(0), (1, tokens, config.hidden_size))
+    layer = seconds(partial(read_layer, random_weights(config), config, hidden), repeats)
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shapes = [(1, count, tokens, config.head_dim) for count in heads]
+    tensors = [draw(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in tensors)
+    attention = seconds(partial(jax.jit(causal_attention), q, k, v), repeats)
+    print(f"a layer without compression: {layer * 1e3:.2f} ms, of which attention {attention * 1e3:.2f} ms\n")
+    print("| method | compression, ms a layer | of the layer |\n|---|---|---|")
+    times = {}
+    for name, method in METHODS.items():
+        times[name] = compression_time(method, config, tensors, repeats)
+        print(f"| {name} | {times[name] * 1e3:.2f} | {times[name] / layer:.1%} |", flush=True)
+    faster = times["ChunkKV"] / times[f"ChunkKV, reuse {REUSE}"]
+    longer = (layer + times["H2O"]) / (layer + times["SnapKV"])
+    print(f"\nChunkKV's compression with reuse {REUSE}: {faster:.2f} times as fast as without (aim: 2.5 or more)")
+    print(f"H2O's prefill: {longer:.2f} times SnapKV's (aim: 2 or less)")
+
+
+if __name__ == "__main__":
+    typer.run(main)
