@@ -23,7 +23,8 @@ from clusterkv_jax.cache import groups
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.compression import compress
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.methods import AdaKV, Method
+from clusterkv_jax.methods import AdaKV, Chelsea, Method
+from clusterkv_jax.methods.base import Budgeted
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
@@ -80,13 +81,11 @@ class Calibration:
 
         Raises ValueError for a method that can take neither.
         """
-        names = {f.name for f in dataclasses.fields(method)}
-        if "outlier_heads" in names:
-            return dataclasses.replace(method, **{"outlier_heads": self.outlier_heads})
-        if "budget" not in names:
+        if isinstance(method, Chelsea):
+            return dataclasses.replace(method, outlier_heads=self.outlier_heads)
+        if not isinstance(method, Budgeted):
             raise ValueError(f"{type(method).__name__} has no budget, so a calibration has nothing to give it.")
-        budget = dataclasses.replace(method.budget, shares=self.head_shares)
-        return dataclasses.replace(method, **{"budget": budget})
+        return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=self.head_shares))
 
 
 def calibrate(

@@ -224,7 +224,7 @@ def _methods(names: list[str], ratio: float | None, tokens: int | None, calibrat
     for name in names:
         if takes_budget[name] and budget is None and find_preset(name).budget is None:
             raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
-    return [(name, preset(name, *((budget, calibration) if takes_budget[name] else ()))) for name in names]
+    return [(name, preset(name, budget, calibration) if takes_budget[name] else preset(name)) for name in names]
 
 
 def _wrap(tokenizer: Any, text: str, questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:

@@ -110,7 +110,8 @@ def read_texts(data: str) -> list[str]:
     place = Path(data)
     if place.exists():
         return list(sources.books(data).values())
-    name, config, split = (*data.split(":"), None, None)[:3]
+    name, _, part = data.partition(":")
+    config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
     found = sources.rows(None, name, (name, config or None, split or "train"))
