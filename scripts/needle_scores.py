@@ -1,8 +1,8 @@
 """How often the demo model finds a needle, by method and by the share of the cache that is kept.
 
 Each context is the demo's chapter with four needles at random depths (RULER's wording, keys held out from training).
-It is read and compressed once, without any question; then it is asked for each of the four numbers. A hit is the
-exact number.
+It is read and compressed once, without any question; then it is asked for each of the four numbers. A hit is exactly
+the right reply.
 """
 
 import re
@@ -20,13 +20,16 @@ from clusterkv_jax.evaluation import haystack, synthetic
 from clusterkv_jax.presets import preset
 
 ROOT = Path(__file__).parent.parent
-METHODS = ("centroidkv", "chelsea-llama3")
-SHARES = (0.5, 0.25)
+METHODS = ("gravitykv", "centroidkv", "chelsea-llama3", "snapkv", "chunkkv", "streamingllm")
+SHARES = (0.5, 0.25, 0.125, 0.0625)
 NEEDLES = synthetic.Needles(keys=4)
+REPLY = 32  # tokens: a uuid and the end of the sentence
 
 
-def contexts(tokenizer: Any, tokens: int, count: int, seed: int) -> list[tuple[synthetic.Example, ...]]:
-    """`count` contexts of `tokens` tokens, each as its four examples."""
+def contexts(
+    tokenizer: Any, tokens: int, count: int, seed: int, needles: synthetic.Needles = NEEDLES
+) -> list[tuple[synthetic.Example, ...]]:
+    """`count` contexts of `tokens` tokens, each as an example per key."""
 
     def tokens_of(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -36,22 +39,21 @@ def contexts(tokenizer: Any, tokens: int, count: int, seed: int) -> list[tuple[s
     book = haystack.book(chapter, lambda texts: [tokens_of(text) for text in texts])
     return [
         synthetic.niah(
-            np.random.default_rng([seed, i]), tokens, tokens_of, NEEDLES, book, questions=NEEDLES.keys, split="valid"
+            np.random.default_rng([seed, i]), tokens, tokens_of, needles, book, questions=needles.keys, split="valid"
         )
         for i in range(count)
     ]
 
 
 def score(model: ckv.Model, method: Any, cases: list[tuple[synthetic.Example, ...]], name: str) -> float:
-    """Share of questions answered with exactly the right number."""
+    """Share of questions answered with exactly the right value."""
     hits = []
     for examples in track(cases, name, transient=True):
         asked = [example.question + example.answer_prefix for example in examples]
         result = ckv.generate(
-            model, [example.context for example in examples], questions=asked, method=method, max_new_tokens=8
+            model, [example.context for example in examples], questions=asked, method=method, max_new_tokens=REPLY
         )
-        found = [re.match(r"\s*(\d+)", text) for text in result.texts]
-        hits += [bool(m) and m.group(1) == example.answers[0] for m, example in zip(found, examples, strict=True)]
+        hits += [text == example.reply for text, example in zip(result.texts, examples, strict=True)]
     return float(np.mean(hits))
 
 

@@ -103,4 +103,4 @@ def _text(source: Library, numbers: Sequence[int]) -> str:
 
 
 def _fill(assemble, others: Sequence[int], length: int, count: Count) -> str:
-    return longest(assemble, len(others), length, count)[1]
+    return longest(assemble, len(others), length, count, item=200)[1]

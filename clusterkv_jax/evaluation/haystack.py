@@ -91,11 +91,14 @@ def fit(assemble: Callable[[int], str], length: int, count: Count) -> str:
 
 
 def longest(
-    assemble: Callable[[int], tuple[list[str], str]], most: int, length: int, count: Count
+    assemble: Callable[[int], tuple[list[str], str]], most: int, length: int, count: Count, item: int = 8
 ) -> tuple[list[str], str]:
-    """A size up to `most` whose text fills `length` tokens to within 1 %, or as far as whole items allow."""
+    """A size up to `most` whose text fills `length` tokens to within 1 %, or as far as whole items allow.
+
+    `item` is about what an item takes, where the search begins.
+    """
     low, high, best = 0, most, None
-    size = min(most, max(1, length // 8))
+    size = min(most, max(1, length // item))
     while low < high:
         made = assemble(size)
         tokens = count(made[1])

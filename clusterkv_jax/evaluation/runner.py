@@ -17,7 +17,7 @@ from typing import Any
 from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.evaluation.engine import Answer, Respond
 from clusterkv_jax.evaluation.scoring import score
-from clusterkv_jax.generation import bucket
+from clusterkv_jax.generation import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
 RESULTS, RUN = "results.jsonl", "run.json"
@@ -145,7 +145,7 @@ def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
             case.max_new_tokens,
             case.stop,
             bucket(len(prompt.context), 64),
-            bucket(len(prompt.question), 16) if prompt.question else 0,
+            bucket(len(prompt.question), QUESTION_STEP) if prompt.question else 0,
             bucket(len(prompt.continuation), 16) if prompt.continuation else 0,
         )
 

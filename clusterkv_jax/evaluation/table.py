@@ -187,7 +187,7 @@ def cell_text(cell: Cell | None, perplexity: bool) -> str:
     if cell is None:
         return "-"
     text = f"{cell.value:.2f}" if perplexity else f"{cell.value:.1f}"
-    return f"{text} ({cell.value - cell.below:.0f}-{cell.value + cell.above:.0f})" if cell.count else text
+    return f"{text} ({max(0.0, cell.value - cell.below):.0f}-{cell.value + cell.above:.0f})" if cell.count else text
 
 
 def markdown(summary: Summary) -> str:

@@ -1,0 +1,66 @@
+"""What each part of GravityKV's edge score is worth: needles found by the demo model with parts left out or changed.
+
+The cases are those of `needle_scores.py`: four needles in a chapter, read and compressed once before any question is
+known, then asked for one by one. A hit is the exact value.
+"""
+
+from dataclasses import replace
+from typing import Annotated
+
+import needle_scores
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import clusterkv_jax as ckv
+
+BASE = ckv.GravityKV(ckv.Budget(ratio=1.0))
+VARIANTS = {
+    "GravityKV": BASE,
+    "distance of keys alone": replace(BASE, value_weight=0.0, gravity=0.0),
+    "without gravity": replace(BASE, gravity=0.0),
+    "without values": replace(BASE, value_weight=0.0),
+    "half the weight of values": replace(BASE, value_weight=0.5),
+    "twice the weight of values": replace(BASE, value_weight=2.0),
+    "twice the gravity": replace(BASE, gravity=0.1),
+    "heavy clusters repel (Ward-like)": replace(BASE, gravity=-0.05),
+    "rounds of 0.2": replace(BASE, merge_ratio=0.2),
+    "rounds of 0.45": replace(BASE, merge_ratio=0.45),
+    "chunks of 128": replace(BASE, chunk=128),
+    "chunks of 512": replace(BASE, chunk=512),
+    "cosine of keys (CentroidKV)": ckv.CentroidKV(ckv.Budget(ratio=1.0)),
+}
+
+
+def main(
+    model: Annotated[str, typer.Option(help="'demo' or a folder.")] = "demo",
+    shares: Annotated[str, typer.Option(help="Shares of the cache, between commas.")] = "0.25,0.125,0.0625",
+    kinds: Annotated[str, typer.Option(help="Kinds of values: numbers, words, uuids, between commas.")] = "numbers",
+    cases: Annotated[int, typer.Option(help="Contexts; each is asked four questions.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of a context.")] = 3584,
+    seed: Annotated[int, typer.Option(help="Of depths, keys and values.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
+) -> None:
+    """Measure every variant and print a table, a column for each kind of value and share."""
+    loaded = ckv.load(model, dtype=dtype)
+    columns = [(kind, float(share)) for kind in kinds.split(",") for share in shares.split(",")]
+    made = {
+        kind: needle_scores.contexts(
+            loaded.tokenizer, tokens, cases, seed, replace(needle_scores.NEEDLES, value_kind=kind)
+        )
+        for kind in kinds.split(",")
+    }
+    table = Table("variant", *(f"{kind}, {share:.2%}" for kind, share in columns), title=f"{4 * cases} questions each")
+    for name, method in VARIANTS.items():
+        found = [
+            needle_scores.score(
+                loaded, replace(method, budget=ckv.Budget(ratio=share)), made[kind], f"{name} {share:.2%}"
+            )
+            for kind, share in columns
+        ]
+        table.add_row(name, *(f"{value:.3f}" for value in found))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
