@@ -9,8 +9,6 @@ from typing import Annotated
 
 import needle_scores
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import clusterkv_jax as ckv
 
@@ -41,7 +39,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of depths, keys and values.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
 ) -> None:
-    """Measure every variant and print a table, a column for each kind of value and share."""
+    """Measure every variant; a Markdown table, a row as soon as it is known, a column for each kind of value and share."""
     loaded = ckv.load(model, dtype=dtype)
     columns = [(kind, float(share)) for kind in kinds.split(",") for share in shares.split(",")]
     made = {
@@ -50,7 +48,8 @@ def main(
         )
         for kind in kinds.split(",")
     }
-    table = Table("variant", *(f"{kind}, {share:.2%}" for kind, share in columns), title=f"{4 * cases} questions each")
+    names = [f"{kind}, {share:.2%}" for kind, share in columns]
+    print("| variant | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|", sep="\n", flush=True)
     for name, method in VARIANTS.items():
         found = [
             needle_scores.score(
@@ -58,8 +57,7 @@ def main(
             )
             for kind, share in columns
         ]
-        table.add_row(name, *(f"{value:.3f}" for value in found))
-    Console(width=160).print(table)
+        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def contexts(
 def score(model: ckv.Model, method: Any, cases: list[tuple[synthetic.Example, ...]], name: str) -> float:
     """Share of questions answered with exactly the right value."""
     hits = []
-    for examples in track(cases, name, transient=True):
+    for examples in track(cases, name, console=Console(stderr=True), transient=True):
         asked = [example.question + example.answer_prefix for example in examples]
         result = ckv.generate(
             model, [example.context for example in examples], questions=asked, method=method, max_new_tokens=REPLY
