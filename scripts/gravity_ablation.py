@@ -39,7 +39,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of depths, keys and values.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
 ) -> None:
-    """Measure every variant; a Markdown table, a row as soon as it is known, a column for each kind of value and share."""
+    """Measure every variant: a Markdown table, a row as soon as it is known, a column for each kind and share."""
     loaded = ckv.load(model, dtype=dtype)
     columns = [(kind, float(share)) for kind in kinds.split(",") for share in shares.split(",")]
     made = {

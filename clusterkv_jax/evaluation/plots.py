@@ -13,6 +13,7 @@ from clusterkv_jax.evaluation.table import Cell, Row, Summary, budget_name
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255", "#44AA99")
 _BINS = 10
 _DASHES = ("-", "--", "-.", ":")
+_WIDEST = 11.0  # inches of a row of bars
 
 
 def score_over_budget(summary: Summary) -> str | None:
@@ -26,12 +27,13 @@ def score_over_budget(summary: Summary) -> str | None:
     if not lines:
         return None
     figure, axes = new_figure(7.5, 4.2)
-    colours = _colours(summary)
+    colours, dashes = _colours(summary), _turns(summary, _DASHES)
     for name, found in lines.items():
         rows: list[Row] = sorted([*found, *([full] if full else [])], key=lambda row: float(row.budget))
         kept = [100 * float(row.budget) for row in rows]
         values, reach = [row.average.value for row in rows], _reach([row.average for row in rows])
-        axes.errorbar(kept, values, yerr=reach, label=name, color=colours[name], marker="o", markersize=4, capsize=2)
+        look = {"color": colours[name], "linestyle": dashes[name], "marker": "o", "markersize": 4, "capsize": 2}
+        axes.errorbar(kept, values, yerr=reach, label=name, **look)
     ticks = sorted({100 * float(row.budget) for rows in lines.values() for row in rows} | ({100.0} if full else set()))
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g} %" for tick in ticks])
@@ -45,19 +47,26 @@ def score_over_budget(summary: Summary) -> str | None:
 
 
 def bars_by_task(summary: Summary, budget: str) -> str:
-    """A group of bars per task, one per method, at one budget (the full cache beside it)."""
+    """A group of bars per task, one per method, at one budget (the full cache beside it); many take several rows."""
     rows = [row for row in summary.rows if row.source == "measured" and (row.budget == budget or row.method == "full")]
-    figure, axes = new_figure(max(7.5, 0.16 * len(summary.columns) * (len(rows) + 2)), 3.8)
+    colours, hatches = _colours(summary), _turns(summary, ("", "////", "...."))
+    in_a_row = max(2, min(len(summary.columns), int(_WIDEST / (0.16 * (len(rows) + 2)))))
+    parts = [summary.columns[i : i + in_a_row] for i in range(0, len(summary.columns), in_a_row)]
+    figure, panels = new_panels(max(7.5, 0.16 * in_a_row * (len(rows) + 2)), 0.8 + 2.8 * len(parts), len(parts))
     width = 0.8 / len(rows)
-    places, colours = np.arange(len(summary.columns)), _colours(summary)
-    for i, row in enumerate(rows):
-        cells = [row.cells.get(column, Cell(0.0)) for column in summary.columns]
-        left, heights = places + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
-        axes.bar(left, heights, width, color=colours[row.method], label=row.method)
-        axes.errorbar(left, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
-    axes.set_xticks(places, summary.columns, rotation=35, ha="right")
-    axes.set_ylabel("perplexity" if summary.perplexity else "score")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    for axes, columns in zip(panels, parts, strict=True):
+        for i, row in enumerate(rows):
+            cells = [row.cells.get(column, Cell(0.0)) for column in columns]
+            left, heights = np.arange(len(columns)) + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
+            look = {"color": colours[row.method], "hatch": hatches[row.method], "edgecolor": "white", "linewidth": 0}
+            axes.bar(left, heights, width, label=row.method, **look)
+            axes.errorbar(left, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_xlim(-0.5, in_a_row - 0.5)
+        axes.set_ylabel("perplexity" if summary.perplexity else "score")
+        if not summary.perplexity:
+            axes.set_ylim(0, 103)
+    panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return as_svg(figure)
 
 
@@ -117,6 +126,11 @@ def _colours(summary: Summary) -> dict[str, str]:
     return {method: COLOURS[i % len(COLOURS)] for i, method in enumerate(methods)}
 
 
+def _turns(summary: Summary, looks: Sequence[str]) -> dict[str, str]:
+    """What tells methods of the same colour apart."""
+    return {method: looks[i // len(COLOURS) % len(looks)] for i, method in enumerate(_colours(summary))}
+
+
 def _reach(cells: Sequence[Cell]) -> list[list[float]]:
     """How far intervals reach below and above, as matplotlib takes it."""
     return [[cell.below for cell in cells], [cell.above for cell in cells]]
@@ -124,12 +138,19 @@ def _reach(cells: Sequence[Cell]) -> list[list[float]]:
 
 def new_figure(width: float, height: float):
     """An empty figure and its axes."""
+    figure, (axes,) = new_panels(width, height, 1)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, count: int):
+    """An empty figure and `count` axes, one below the other."""
     library("matplotlib", "Drawing a report").use("Agg")
     figure = library("matplotlib.figure", "Drawing a report").Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    return figure, axes
+    panels = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    return figure, panels
 
 
 def as_svg(figure: Any) -> str:

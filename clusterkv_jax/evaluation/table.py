@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from clusterkv_jax.evaluation import longbench, ruler
+
 Z95 = 1.959964
 Line = Mapping[str, Any]
+_ORDER = {task: i for i, task in enumerate((*ruler.TASKS, *longbench.TASKS))}  # the suites' own; others as they come
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table: columns in order of first appearance, rows in order of the run; `metric` "nll" means perplexities."""
+    """A table: columns in their suite's order, rows in order of the run; `metric` "nll" means perplexities."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -60,7 +63,8 @@ def summarize(lines: Sequence[Line]) -> Summary:
     for line in lines:
         found = groups.setdefault((line["method"], line["budget"]), {})
         found.setdefault(column(line, several), []).append(line["score"])
-    columns = tuple(dict.fromkeys(name for found in groups.values() for name in found))
+    met = dict.fromkeys(name for found in groups.values() for name in found)
+    columns = tuple(sorted(met, key=lambda name: _ORDER.get(name.split("@")[0], len(_ORDER))))
     rows = tuple(
         _row(method, budget, {name: _cell(scores, perplexity) for name, scores in found.items()}, perplexity)
         for (method, budget), found in groups.items()
