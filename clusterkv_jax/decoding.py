@@ -98,6 +98,8 @@ def prefill(
     layers, state, handed = [], [], None
     for number, layer in enumerate(params["layers"]):
         plan = method.plan(number, facts)
+        if known is not None:
+            plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
         rows = request_rows(method, asked, number, exact)
         draw = jax.random.fold_in(key, number)
         hand = None if plan.scores else handed

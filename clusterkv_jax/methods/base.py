@@ -79,6 +79,13 @@ class Method:
             self.makes_scores(layer),
         )
 
+    def rounds(self, layer: int, request: Request) -> int | None:
+        """Rounds that compressing exactly these prompts takes, for a program that is not to ask the device; None for
+        methods without rounds, and where asking is cheap.
+        """
+        del layer, request
+        return None
+
     def makes_scores(self, layer: int) -> bool:
         """Whether this layer decides for itself; otherwise it does what the last one did that decided."""
         del layer
