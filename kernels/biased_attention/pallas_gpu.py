@@ -23,6 +23,7 @@ MOST_QUERIES = 64  # query rows of a tile
 MOST_SPLITS = 128
 MOST_SPAN = 512  # short rows of a ragged batch free their multiprocessors early
 PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
+COMBINED_COLUMNS = 32  # of a program that combines splits: more programs, each sooner done
 LOG2_E = math.log2(math.e)
 
 
@@ -75,11 +76,12 @@ def biased_attention(
         interpret=interpret,
     )
     out, lse = call(
-        partial(_combine, kv_heads=kv_heads),
+        partial(_combine, span=span, kv_heads=kv_heads),
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         out,
         lse,
-        grid=(queries, batch * kv_heads),
+        end,
+        grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
         interpret=interpret,
     )
@@ -134,50 +136,54 @@ def _scores(query, keys, degree, head, slot, inside, columns):
 
 
 def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads):
-    """Attention of one tile of queries over the slots of one split."""
-    split, head = pl.program_id(0), pl.program_id(1)
+    """Attention of one tile of queries over the slots of one split; of an empty split nothing is written."""
+    split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
     width = keys.shape[2]
-    columns = arange(power_of_two(width, 16))
-    row = pl.program_id(2) * tile + arange(tile)
-    query = _load_queries(q, _query_rows(q, head, pl.program_id(2) * tile, tile, kv_heads), columns)
     first = split * span
     last = jnp.minimum(end[head], first + span)
 
-    def body(i, state):
-        peak, total, mixed = state
-        slot = first + i * block + arange(block)
-        score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
-        higher = jnp.maximum(peak, jnp.max(score, axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
-        value = load_rows(values, head, slot, columns, occupied, width)
-        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
-        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+    @pl.when(first < last)
+    def _():
+        columns = arange(power_of_two(width, 16))
+        row = first_row + arange(tile)
+        query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns)
 
-    peak, total, mixed = jax.lax.fori_loop(
-        0,
-        pl.cdiv(jnp.maximum(last - first, 0), block),
-        body,
-        (
-            jnp.full((tile,), -jnp.inf, jnp.float32),
-            jnp.zeros((tile,), jnp.float32),
-            jnp.zeros((tile, columns.shape[0]), jnp.float32),
-        ),
-    )
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
-    inside = row < out.shape[2]
-    mask = inside[:, None] & (columns < width)[None, :]
-    plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
-    plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
+        def body(i, state):
+            peak, total, mixed = state
+            slot = first + i * block + arange(block)
+            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
+            higher = jnp.maximum(peak, jnp.max(score, axis=1))
+            base = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
+            value = load_rows(values, head, slot, columns, occupied, width)
+            mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+            return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+
+        peak, total, mixed = jax.lax.fori_loop(
+            0,
+            pl.cdiv(last - first, block),
+            body,
+            (
+                jnp.full((tile,), -jnp.inf, jnp.float32),
+                jnp.zeros((tile,), jnp.float32),
+                jnp.zeros((tile, columns.shape[0]), jnp.float32),
+            ),
+        )
+        mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+        inside = row < out.shape[2]
+        mask = inside[:, None] & (columns < width)[None, :]
+        plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
+        plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
 
 
-def _combine(parts, lses, out, lse, *, kv_heads):
-    """One query row: its splits weighted by their share of the whole sum."""
+def _combine(parts, lses, end, out, lse, *, span, kv_heads):
+    """Some columns of one query row: its splits weighted by their share of the whole sum."""
     row, head = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts.shape[1:]
     group = out.shape[2] // kv_heads
-    split, columns = arange(power_of_two(splits)), arange(power_of_two(width))
-    inside = split < splits
+    split = arange(power_of_two(splits))
+    columns = arange(min(COMBINED_COLUMNS, power_of_two(width)), pl.program_id(2) * COMBINED_COLUMNS)
+    inside = (split < splits) & (split * span < end[head])
     part_lse = plgpu.load(lses.at[head, split, row], mask=inside, other=-jnp.inf)
     peak = jnp.max(part_lse)
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -188,7 +194,10 @@ def _combine(parts, lses, out, lse, *, kv_heads):
     mixed = jnp.sum(part * weight[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
     where = (head // kv_heads, row // group, (head % kv_heads) * group + row % group)
     plgpu.store(out.at[(*where, columns)], mixed.astype(out.dtype), mask=columns < width)
-    lse[where] = (base + jnp.log2(total)) / LOG2_E
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        lse[where] = (base + jnp.log2(total)) / LOG2_E
 
 
 def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads):
