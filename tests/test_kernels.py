@@ -34,7 +34,7 @@ STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, nu
 
 ATTENTION = {
     "xla": attention_reference.biased_attention,
-    "gpu": partial(attention_gpu.biased_attention, block=64, span=128, interpret=True),
+    "gpu": partial(attention_gpu.biased_attention, sizes={"block": 64, "span": 128}, interpret=True),
     "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
 }
 MATCHING = {

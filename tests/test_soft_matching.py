@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.kernels.row_merge import best_edges
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.soft_matching import cluster, count_rounds, edge_counts, merge_round, merge_schedule
