@@ -78,6 +78,11 @@ def caches(batch: int, slots: int, sets: int, fill: Sequence[int] | None = None)
     ]
 
 
+def half_filled(slots: int) -> list[int]:
+    """Lengths of 16 rows that are half full on average."""
+    return [slots * (i + 1) // 17 for i in range(16)]
+
+
 def attention_time(sets: list[tuple[jax.Array, ...]], backend: str | None) -> float:
     """Seconds of one attention call, from a chain of them."""
     loops = 32  # some 10 ms in all: what the host does before and after is then nothing
@@ -109,15 +114,14 @@ def attention(bandwidth: float) -> None:
         kernel, xla = attention_time(given, None), attention_time(given, "xla")
         share = slots * slot_bytes / kernel / bandwidth
         report(f"attention, {slots} slots", kernel, target, f"{xla / kernel:.2f} × XLA, {share:.0%} of read bandwidth")
-    fill = [13312 * (i + 1) // 17 for i in range(16)]
+    fill = half_filled(13312)
     whole, part = attention_time(caches(16, 13312, 2), None), attention_time(caches(16, 13312, 2, fill), None)
     filled = sum(fill) / 16 / 13312
     report("attention, batch 16, ragged", part, "1 ± 15 %", f"{part / whole / filled:.2f} × its share of the full time")
 
 
-def clustering(bandwidth: float) -> None:
-    """A 64k prompt to 20 %: what compressing one layer costs over keeping it, with CentroidKV's rounds."""
-    del bandwidth
+def clustering_time() -> tuple[float, str]:
+    """Seconds that compressing one layer's 64k prompt to 20 % takes beyond keeping it, with CentroidKV's rounds."""
     tokens, method = 65536, ckv.CentroidKV(ckv.Budget(ratio=0.2))
     keep = tokens // 5
     schedule = soft_matching.merge_schedule(tokens, method.chunk, method.ratios, method.merge_of)
@@ -140,19 +144,30 @@ def clustering(bandwidth: float) -> None:
     # As many programs in a row as a prefill has layers: while one runs, the host sends the next.
     row = layers * (LAYERS // len(layers))
     both, alone = (seconds(lambda f=f: [f(*kv) for kv in row]) / len(row) for f in (clustered, keep_all))
-    share = LAYERS * (both - alone) / PREFILL_64K
-    note = f"{share:.2%} of the prefill, {int(done[0])} rounds, compiled in {compiled:.1f} s"
-    report("clustering, 64k to 20 %, a layer", both - alone, "≤ 0.7 %", note)
+    return both - alone, f"{int(done[0])} rounds, compiled in {compiled:.1f} s"
 
 
-def k_means(bandwidth: float) -> None:
-    """20 Lloyd steps of 32k keys and 400 centroids."""
+def clustering(bandwidth: float) -> None:
+    """What clustering is of the prefill."""
     del bandwidth
+    taken, note = clustering_time()
+    share = LAYERS * taken / PREFILL_64K
+    report("clustering, 64k to 20 %, a layer", taken, "≤ 0.7 %", f"{share:.2%} of the prefill, {note}")
+
+
+def k_means_time() -> float:
+    """Seconds of 20 Lloyd steps of 32k keys and 400 centroids."""
     tokens, centroids = 32768, 400
     keys = [jax.random.normal(jax.random.key(i), (1, HEADS, tokens, DIM), jnp.bfloat16) for i in range(2)]
     first = jnp.asarray(np.random.default_rng(0).choice(tokens, centroids, replace=False), jnp.int32)
     run = jax.jit(kmeans.cluster)
-    taken = seconds(lambda: [run(x, first) for x in keys]) / len(keys)
+    return seconds(lambda: [run(x, first) for x in keys]) / len(keys)
+
+
+def k_means(bandwidth: float) -> None:
+    """What K-means is of a layer's prefill."""
+    del bandwidth
+    taken = k_means_time()
     note = f"{taken * LAYERS / PREFILL_32K:.1%} of the layer's prefill, one final assignment more than 20"
     report("kmeans, 32k keys, 400 clusters, 20 steps", taken, "≤ 6 %", note)
 

@@ -11,8 +11,8 @@ in their seventh digit, and what differs then is compared no further.
 import argparse
 import dataclasses
 import json
-import os
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import jax
@@ -48,7 +48,10 @@ def shaken(model: Model, seed: int) -> Model:
 
 def same(one: Tokens, other: Tokens) -> list[int]:
     """How many tokens each row begins with that are the same in both."""
-    return [len(os.path.commonprefix(rows)) for rows in zip(one, other, strict=True)]
+    return [
+        sum(1 for _ in takewhile(bool, (x == y for x, y in zip(*rows, strict=False))))
+        for rows in zip(one, other, strict=True)
+    ]
 
 
 def main() -> None:

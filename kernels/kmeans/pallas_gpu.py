@@ -40,12 +40,11 @@ def kmeans(
     *,
     with_sums: bool,
     parts: int = 2,
-    sizes: Mapping[str, int] | None = None,
     interpret: bool = False,
 ):
     """See `clusterkv_jax.kernels.kmeans.reference.kmeans`.
 
-    `parts` is how many fp16 numbers a centroid is; `sizes` go before what was measured on this device and `SIZES`.
+    `parts` is how many fp16 numbers a centroid is.
     """
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
@@ -57,7 +56,7 @@ def kmeans(
         end = jnp.clip(length.reshape(-1).astype(jnp.int32), 0, rows)
     flat = keys.reshape(batch * heads, rows, dim)
     known = blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize)
-    chosen = (FLOAT32_SIZES if keys.dtype == jnp.float32 else SIZES) | known | dict(sizes or {})
+    chosen = (FLOAT32_SIZES if keys.dtype == jnp.float32 else SIZES) | known
     tile, block = chosen["label_keys"], min(chosen["label_centroids"], power_of_two(count, 16))
     labels = call(
         partial(_assign, tile=tile, block=block, parts=parts),
