@@ -18,13 +18,13 @@ import clusterkv_jax as ckv
 from clusterkv_jax.models.config import Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.transformer import init
 
-REPEATS = 3
+REPEATS = 2
 NEW_TOKENS = 289  # two intervals of clustering, in whole segments of the decode loop
 BUDGET = ckv.Budget(ratio=0.2)
 METHODS = {
-    "full": ckv.Full(),
     "CentroidKV, 20 %": ckv.CentroidKV(BUDGET),
     "CentroidKV, 20 %, prompt only": ckv.Composed(ckv.CentroidKV(BUDGET), ckv.Full()),
+    "full": ckv.Full(),
 }
 
 

@@ -1,6 +1,6 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton kernels, bytes of temporaries, of arguments and of aliased arguments.
+Prints as JSON what each program holds: Triton kernels, loops, bytes of temporaries, of arguments and of aliased ones.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/gpu_programs.py
@@ -51,9 +51,9 @@ def programs(array):
     def cluster(layer, budget, rounds):
         method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
-        return soft_matching.cluster(
-            layer, budget, rounds, schedule, sinks=method.sinks, recent=method.recent, chunk=method.chunk, slots=SLOTS
-        )
+        apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
+        known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
+        return soft_matching.cluster(layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known)
 
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
@@ -89,6 +89,7 @@ def compile_all() -> dict[str, dict[str, int]]:
         memory = compiled.memory_analysis()
         found[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
+            "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,
             "alias": memory.alias_size_in_bytes,
