@@ -8,7 +8,7 @@
 
 Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
 full KV is alive beside the compressed ones. Decoding is one program with its layers unrolled, its cache donated, and
-one scalar lax.cond around the clustering of all layers.
+one loop of at most one round around the clustering of all layers.
 """
 
 from collections.abc import Callable
@@ -137,8 +137,16 @@ def extend(
     """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
     cache, logits = feed(params, config, method, cache, tokens, counts)
     if (due := method.due(cache)) is not None:
-        cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)
+        cache = _where_due(due, method.recompress, cache)
     return cache, logits
+
+
+def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function(tree)` if due, else `tree`: a loop of one round or none, whose state stays where it lies. A lax.cond
+    would be copied whole at every step on a GPU, by the branch that changes nothing.
+    """
+    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
 def feed(
