@@ -8,7 +8,7 @@
 
 Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
 full KV is alive beside the compressed ones. Decoding is one program with its layers unrolled, its cache donated, and
-one loop of at most one round around the clustering of all layers.
+one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention, query_block_attention
@@ -141,14 +142,6 @@ def extend(
     return cache, logits
 
 
-def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function(tree)` if due, else `tree`: a loop of one round or none, whose state stays where it lies. A lax.cond
-    would be copied whole at every step on a GPU, by the branch that changes nothing.
-    """
-    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
-    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
-
-
 def feed(
     params: Params,
     config: ModelConfig,
@@ -238,6 +231,18 @@ recompress_jit = jax.jit(
     lambda method, cache: method.recompress(cache), static_argnames=("method",), donate_argnames=("cache",)
 )
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
+
+
+def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function(tree)` if due, else `tree`.
+
+    On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a
+    conditional, in the branch that changes nothing too, and that at every step.
+    """
+    if platform() != "gpu":
+        return jax.lax.cond(due, function, lambda tree: tree, tree)
+    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
 def _check_lengths(lengths: Int[Array, " B"], batch: int, width: int) -> None:
