@@ -15,12 +15,13 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test lint format parity clean
+.PHONY: help demo test gpu-compile lint format parity clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    answer a question from a book chapter with the full cache and with a quarter of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
+	@echo "make gpu-compile  the GPU kernels compiled for an H100, no GPU needed"
 	@echo "make lint    ruff and pyright"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
 	@echo "make format  rewrite the code as ruff formats it"
@@ -35,6 +36,10 @@ demo: $(STAMPS)/base
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not parity" $(ARGS)
+
+# Apart from `make test`: what compiles for a GPU takes half a gigabyte.
+gpu-compile: $(STAMPS)/gpu-compile
+	$(BIN)/python -m pytest $(ARGS) tests/test_gpu_compile.py
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
@@ -62,7 +67,7 @@ $(STAMPS)/base: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
-$(STAMPS)/test $(STAMPS)/dev: $(STAMPS)/%: pyproject.toml | $(BIN)/python
+$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/gpu-compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
 	@echo "Installing the '$*' extra into $(VENV) (once) ..."
 	@$(PIP) --editable '.[$*]'
 	@touch $@

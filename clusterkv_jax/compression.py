@@ -1,5 +1,7 @@
 """Any method on bare tensors: no model needed."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +70,8 @@ def compress(
     )
     method.check(known.tolist() if known is not None else [], request)
     plan = method.plan(layer, request)
+    if known is not None:
+        plan = replace(plan, rounds=method.rounds(layer, replace(request, lengths=known)))
     rows = request_rows(method, counts, layer, request)
     key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
     return _compress(method, queries, keys, values, jnp.asarray(counts, jnp.int32), rows, plan, key)[0]

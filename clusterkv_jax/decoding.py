@@ -8,7 +8,7 @@
 
 Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
 full KV is alive beside the compressed ones. Decoding is one program with its layers unrolled, its cache donated, and
-one scalar lax.cond around the clustering of all layers.
+one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention, query_block_attention
@@ -98,6 +99,8 @@ def prefill(
     layers, state, handed = [], [], None
     for number, layer in enumerate(params["layers"]):
         plan = method.plan(number, facts)
+        if known is not None:
+            plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
         rows = request_rows(method, asked, number, exact)
         draw = jax.random.fold_in(key, number)
         hand = None if plan.scores else handed
@@ -135,7 +138,7 @@ def extend(
     """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
     cache, logits = feed(params, config, method, cache, tokens, counts)
     if (due := method.due(cache)) is not None:
-        cache = jax.lax.cond(due, method.recompress, lambda cache: cache, cache)
+        cache = _where_due(due, method.recompress, cache)
     return cache, logits
 
 
@@ -228,6 +231,18 @@ recompress_jit = jax.jit(
     lambda method, cache: method.recompress(cache), static_argnames=("method",), donate_argnames=("cache",)
 )
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
+
+
+def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function(tree)` if due, else `tree`.
+
+    On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a
+    conditional, in the branch that changes nothing too, and that at every step.
+    """
+    if platform() != "gpu":
+        return jax.lax.cond(due, function, lambda tree: tree, tree)
+    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
 def _check_lengths(lengths: Int[Array, " B"], batch: int, width: int) -> None:

@@ -20,13 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.row_merge import row_merge
 
 # From the slots of some heads, and which of them are middle rows: features and row biases for `chunked_matching`.
 EdgeFeatures = Callable[[LayerCache, Bool[Array, "B K C"]], tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]]
-UNROLLED = 4  # rounds of a batch that are written out in a row: what stands between the kernels is then fused
+UNROLLED = 4  # known rounds that are written out in a row: what stands between their kernels is then fused
 
 
 def merge_round(
@@ -74,6 +73,7 @@ def cluster(
     chunk: int,
     slots: int | None = None,
     features: EdgeFeatures | None = None,
+    known_rounds: int | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
 
@@ -91,6 +91,8 @@ def cluster(
         chunk: rows per chunk.
         slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
         features: what edges are scored by instead of the cosine of their keys; hashable.
+        known_rounds: what `count_rounds` says of these rows, where the host knows them; otherwise the device is asked
+            after every round, and a GPU idles until the answer is back.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -104,38 +106,37 @@ def cluster(
         merges = jnp.maximum(1, jnp.minimum(planned, held - budget))
         return jnp.where(held > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
 
-    def one_round(_, state):
+    def one_round(state):
         layer, held, rounds, merges = state
         layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, features=features)
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, held, rounds, merges_due(layer, rounds)
 
-    # A loop of known length asks the GPU nothing between its rounds, and its kernels skip what is done: there, whole
-    # batches of rounds. Elsewhere asking is cheap, and a round too many costs as much as any.
-    slots = layer.capacity if slots is None else slots
-    on_gpu = platform() == "gpu"
-    at_once = _rounds_to(slots, layer.capacity, schedule, edge_table, sinks + recent) if on_gpu else 1
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
-    unroll = min(at_once, UNROLLED)
-    layer, held, rounds, _ = jax.lax.while_loop(
-        lambda state: jnp.any(state[3] > 0),
-        lambda state: jax.lax.fori_loop(0, at_once, one_round, state, unroll=unroll),
-        state,
-    )
-    return pick(layer, held, sinks, slots), rounds
+    if known_rounds is None:
+        state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
+    else:
+        unroll = max(1, min(known_rounds, UNROLLED))
+        state = jax.lax.fori_loop(0, known_rounds, lambda _, state: one_round(state), state, unroll=unroll)
+    layer, held, rounds, _ = state
+    return pick(layer, held, sinks, layer.capacity if slots is None else slots), rounds
 
 
-def _rounds_to(rows: int, held: int, schedule: np.ndarray, edge_table: np.ndarray, apart: int) -> int:
-    """Rounds from `held` rows, `apart` of them outside the middle, to `rows`; at least 1."""
+def count_rounds(
+    lengths: np.ndarray, budget: np.ndarray, schedule: np.ndarray, *, sinks: int, recent: int, chunk: int
+) -> int:
+    """The rounds in which `cluster` brings fresh prompts of these lengths to these budgets, those of the slowest."""
+    held = np.asarray(lengths)
+    edges = edge_counts(int(held.max()), chunk)
     rounds = 0
-    while held > rows:
-        middle = max(held - apart, 0)
-        merges = max(1, min(schedule[min(rounds, len(schedule) - 1), middle], held - rows))
-        held, rounds = held - min(merges, edge_table[middle]), rounds + 1
-        if not edge_table[middle]:
-            break
-    return max(rounds, 1)
+    while True:
+        middle = np.maximum(held - sinks - recent, 0)
+        merges = np.maximum(1, np.minimum(schedule[min(rounds, len(schedule) - 1), middle], held - budget))
+        merges = np.where(held > budget, np.minimum(merges, edges[middle]), 0)
+        if not merges.any():
+            return rounds
+        held, rounds = held - merges, rounds + 1
 
 
 def merge_schedule(rows: int, chunk: int, ratios: tuple[float, ...], merge_of: str) -> np.ndarray:

@@ -29,9 +29,19 @@ def blocks(op: str, **shape: int | str) -> dict[str, int]:
     return dict(_blocks(op, device_kind(), tuple(sorted(shape.items()))))
 
 
+def file(op: str, device: str) -> Path:
+    """Where the measured block sizes of an op on a kind of device stand."""
+    return Path(__file__).parent / op / f"{device.lower().replace(' ', '_')}.json"
+
+
+def forget() -> None:
+    """Read the files anew: they changed."""
+    _blocks.cache_clear()
+
+
 @cache
 def _blocks(op: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> dict[str, int]:
-    path = Path(__file__).parent / op / f"{device.lower().replace(' ', '_')}.json"
+    path = file(op, device)
     given = dict(shape)
     for entry in json.loads(path.read_text()) if path.exists() else []:
         if unknown := entry["where"].keys() - given.keys():

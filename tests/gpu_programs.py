@@ -1,6 +1,6 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton kernels, bytes of temporaries, of arguments and of aliased arguments.
+Prints as JSON what each program holds: Triton kernels, loops, bytes of temporaries, of arguments and of aliased ones.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/gpu_programs.py
@@ -23,10 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
 from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.decoding import decode_loop
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.transformer import abstract
 
 BATCH, HEADS, QUERY_HEADS, DIM, SLOTS = 1, 8, 32, 128, 13312
 PROMPT, CENTROIDS, RECALLED = 65536, 400, 1024
@@ -51,9 +54,25 @@ def programs(array):
     def cluster(layer, budget, rounds):
         method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
-        return soft_matching.cluster(
-            layer, budget, rounds, schedule, sinks=method.sinks, recent=method.recent, chunk=method.chunk, slots=SLOTS
-        )
+        apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
+        known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
+        return soft_matching.cluster(layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known)
+
+    config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
+    method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
+
+    def decode(params, cache, token, done, key, number):
+        fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
+        return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
+
+    params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
+    given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
+    held, _ = jax.eval_shape(
+        lambda p, *given: ckv.prefill(p, config, method, *given, max_new_tokens=384), params, *given
+    )
+    held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
+    key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
 
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
@@ -68,6 +87,7 @@ def programs(array):
         "kmeans": (lloyd, (prompt, centroids), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
+        "decode": (decode, state, (1, 2, 3)),
     }
 
 
@@ -83,12 +103,15 @@ def compile_all() -> dict[str, dict[str, int]]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     found = {}
-    for name, (function, args, donated) in programs(array).items():
+    with jax.set_mesh(mesh):
+        described = programs(array)
+    for name, (function, args, donated) in described.items():
         with jax.set_mesh(mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
         memory = compiled.memory_analysis()
         found[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
+            "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,
             "alias": memory.alias_size_in_bytes,

@@ -40,3 +40,14 @@ def test_clustering_works_in_place(found):
     """Temporaries are one copy of the prompt's rows, which the caller keeps, and small lists: no copy per round."""
     cluster = found["cluster"]
     assert cluster["temporary"] <= 1.1 * cluster["arguments"]
+
+
+def test_clustering_of_known_rounds_asks_the_device_nothing(found):
+    """No loop whose end the host would wait for."""
+    assert found["cluster"]["loops"] == 0
+
+
+def test_decoding_holds_one_cache(found):
+    """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
+    decode = found["decode"]
+    assert decode["temporary"] <= decode["alias"] / 2

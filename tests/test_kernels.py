@@ -34,7 +34,7 @@ STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, nu
 
 ATTENTION = {
     "xla": attention_reference.biased_attention,
-    "gpu": partial(attention_gpu.biased_attention, block=64, span=128, interpret=True),
+    "gpu": partial(attention_gpu.biased_attention, sizes={"block": 64, "span": 128}, interpret=True),
     "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
 }
 MATCHING = {
@@ -66,10 +66,13 @@ def test_the_op_is_its_definition(check, op):
     ("check", "op", "shape"),
     [
         (base.check_attention, ATTENTION["tpu"], (2, 1, 2, 1, 130, 8, jnp.float32)),
+        (base.check_attention, ATTENTION["tpu"], (1, 3, 8, 2, 260, 16, jnp.bfloat16)),
         (base.check_matching, MATCHING["tpu"], (2, 1, 300, 8, 16, True, False, False, jnp.float32)),
+        (base.check_matching, MATCHING["tpu"], (1, 2, 520, 16, 256, False, True, True, jnp.bfloat16)),
         (base.check_kmeans, KMEANS["tpu"], (2, 1, 140, 3, 8, jnp.float32)),
+        (base.check_kmeans, KMEANS["tpu"], (1, 2, 260, 17, 16, jnp.bfloat16)),
     ],
-    ids=["attention", "matching", "kmeans"],
+    ids=[f"{op}-{heads}" for op in ("attention", "matching", "kmeans") for heads in ("one-head", "two-heads")],
 )
 def test_tpu_kernels_race_no_one(check, op, shape, capfd):
     check(partial(op, interpret=STRICT), shapes=[shape], examples=1)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
+from clusterkv_jax.cache import from_tokens
 from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.kernels.row_merge import best_edges
-from clusterkv_jax.soft_matching import edge_counts, merge_round
+from clusterkv_jax.methods.base import Request
+from clusterkv_jax.soft_matching import cluster, count_rounds, edge_counts, merge_round, merge_schedule
 from tests.golden_files import golden, names
 
 # Few shapes: every one of them compiles.
@@ -183,3 +185,28 @@ def test_clustering_is_the_same_under_jit_with_traced_lengths():
     assert rows == 35 == int(traced.length[0, 0])
     for name in ("keys", "values", "degree", "positions"):
         np.testing.assert_array_equal(getattr(eager, name)[:, :, :rows], getattr(traced, name)[:, :, :rows])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ckv.CentroidKV(ckv.Budget(ratio=0.2), sinks=2, recent=4, chunk=16),
+        ckv.Chelsea(ckv.Budget(ratio=0.3), sinks=2, recent=4, chunk=16, interval=16),
+    ],
+    ids=["CentroidKV", "Chelsea"],
+)
+def test_rounds_are_known_on_the_host(method):
+    """As many as a loop that looks for itself does, and the same rows after so many."""
+    lengths = np.asarray([90, 7, 64, 33])
+    keys, values, _ = random_rows(5, 90)
+    keys, values = (jnp.tile(x[:1], (4, 1, 1, 1)) for x in (keys, values))
+    request = Request(lengths, 1, keys.shape[1])
+    rows = method.rows(lengths, request)
+    target = np.where(lengths >= rows + method.prefill_slack, rows, lengths)
+    schedule = merge_schedule(90, 16, method.ratios, method.merge_of)
+    apart = {"sinks": 2, "recent": 4, "chunk": 16}
+    args = (from_tokens(keys, values, jnp.asarray(lengths)), jnp.asarray(target), jnp.zeros(4, jnp.int32), schedule)
+    asked, done = cluster(*args, **apart)
+    known = count_rounds(lengths, target, schedule, **apart)
+    assert known == int(done.max()) > 2
+    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, known_rounds=known)[0], asked)

@@ -6,7 +6,7 @@ A method is a frozen dataclass, budget first, hashable and so static under jit. 
     compress   what is kept of a layer's prompt?         jit, once per layer, right after that layer's attention
     step       how do new tokens enter and attend?       jit, once per layer and step
     due        must the cache be compressed again?       jit, a scalar for all layers, after every step
-    recompress ... and how?                              jit, under one lax.cond, when due
+    recompress ... and how?                              jit, under one condition, when due
 
 A layer is one group of KV heads, or several where heads have different budgets. `compress` and `step` take a layer
 apart into its groups; a method says with `compress_group`, `step_group` and `recompress_group` what happens to one.
@@ -78,6 +78,13 @@ class Method:
             tuple(bool(np.min(b) >= MOST_ROWS) for b in rows),
             self.makes_scores(layer),
         )
+
+    def rounds(self, layer: int, request: Request) -> int | None:
+        """Rounds that compressing exactly these prompts takes, for a program that is not to ask the device; None for
+        methods without rounds, and where asking is cheap.
+        """
+        del layer, request
+        return None
 
     def makes_scores(self, layer: int) -> bool:
         """Whether this layer decides for itself; otherwise it does what the last one did that decided."""

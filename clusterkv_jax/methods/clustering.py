@@ -68,6 +68,22 @@ class Clustering(Budgeted):
             return np.full(np.shape(lengths), MOST_ROWS, np.int64)
         return super().rows(lengths, request, layer, head)
 
+    def rounds(self, layer: int, request: Request) -> int | None:
+        """On a GPU those of the slowest head; elsewhere one program serves any number of rounds."""
+        if platform() != "gpu":
+            return None
+        lengths, counts = np.asarray(request.lengths), []
+        schedule = self._schedule(request.longest)
+        for heads in self.head_groups(layer, request):
+            rows = self.rows(lengths, request, layer, heads[0])
+            target = np.where(lengths >= rows + self.prefill_slack, rows, lengths)
+            apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
+            counts.append(soft_matching.count_rounds(lengths, target, schedule, **apart))
+        return max(counts)
+
+    def _schedule(self, rows: int) -> np.ndarray:
+        return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)
+
     def start(self, group: LayerCache, rows: Array, queries: Array | None, plan: LayerPlan, key: Any) -> State:
         """The budget of each batch row, and the rounds done in its life."""
         del group, queries, plan, key
@@ -88,21 +104,29 @@ class Clustering(Budgeted):
         state: Any = self.start(prompt, rows, queries, plan, key)
         lengths = prompt.length[:, 0]
         target = jnp.where(lengths >= rows + self.prefill_slack, rows, lengths)
-        cluster = partial(self._cluster, slots=min(capacity, prompt.capacity))
+        cluster = partial(self._cluster, slots=min(capacity, prompt.capacity), known_rounds=plan.rounds)
         group, rounds = over_heads(cluster, prompt, target, state["rounds"])
         return group, state | {"rounds": rounds}, None
 
-    def _cluster(self, group: LayerCache, target: Int[Array, " B"], rounds: Int[Array, " B"], slots: int | None = None):
+    def _cluster(
+        self,
+        group: LayerCache,
+        target: Int[Array, " B"],
+        rounds: Int[Array, " B"],
+        slots: int | None = None,
+        known_rounds: int | None = None,
+    ):
         return soft_matching.cluster(
             group,
             target,
             rounds,
-            soft_matching.merge_schedule(group.capacity, self.chunk, self.ratios, self.merge_of),
+            self._schedule(group.capacity),
             sinks=self.sinks,
             recent=self.recent,
             chunk=self.chunk,
             slots=slots,
             features=self.features,
+            known_rounds=known_rounds,
         )
 
     def recompress_group(

@@ -106,6 +106,10 @@ class Composed(Method):
             slots.append(aligned(int(np.max(most))))
         return replace(plan, capacities=tuple(slots))
 
+    def rounds(self, layer: int, request: Request) -> int | None:
+        """As the prefill method has it."""
+        return self.prefill.rounds(layer, request)
+
     def compress(
         self,
         queries: Float[Array, "B H N D"] | None,

@@ -17,7 +17,8 @@ class LayerPlan:
     """The static facts of one layer: per group of its KV heads, the slots and whether the group keeps everything.
 
     Layers of equal plans share one compiled program. `scores` says whether a method whose layers may share their
-    decisions makes this layer's own; `rope` are the model's rotations, for methods that move keys.
+    decisions makes this layer's own; `rope` are the model's rotations, for methods that move keys; `rounds` are those
+    that compressing takes, where they are known.
     """
 
     heads: tuple[tuple[int, ...], ...]
@@ -25,6 +26,7 @@ class LayerPlan:
     keep_all: tuple[bool, ...]
     scores: bool = True
     rope: Rope | None = None
+    rounds: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

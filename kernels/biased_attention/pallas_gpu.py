@@ -9,7 +9,9 @@ online in base 2. Partial outputs are float32: 4 (D + 1) bytes per split and que
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,13 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.tuning import blocks
 
 MOST_QUERIES = 64  # query rows of a tile
 MOST_SPLITS = 128
 MOST_SPAN = 512  # short rows of a ragged batch free their multiprocessors early
 PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
+COMBINED_COLUMNS = 32  # of a program that combines splits: more programs, each sooner done
 LOG2_E = math.log2(math.e)
 
 
@@ -35,13 +39,14 @@ def biased_attention(
     *,
     return_lse: bool,
     return_probs: bool,
-    block: int = 64,
-    span: int | None = None,
-    warps: int = 4,
-    stages: int = 3,
+    sizes: Mapping[str, int] | None = None,
     interpret: bool = False,
 ):
-    """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
+    """See `clusterkv_jax.kernels.biased_attention.biased_attention`.
+
+    `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots
+    of a block and of a split (`span`), warps of a program, and `stages`, blocks on their way at once.
+    """
     check_dtypes("biased_attention", q, keys, values)
     batch, tokens, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
@@ -51,13 +56,13 @@ def biased_attention(
         raise NotImplementedError(f"the GPU kernel of biased_attention takes D up to 256, got {dim}.")
     queries = tokens * heads // kv_heads
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
-    if q.dtype == jnp.float32:
-        block, stages = 32, 2
-    span = span or _span(slots, batch * kv_heads * pl.cdiv(queries, tile), block)
+    programs = batch * kv_heads * pl.cdiv(queries, tile)
+    known = blocks("biased_attention", heads=programs, tile=tile, slots=slots, dim=dim, itemsize=q.dtype.itemsize)
+    chosen = _sizes(q.dtype, slots, programs) | known | dict(sizes or {})
+    block, span, warps = chosen["block"], chosen["span"], chosen["warps"]
     splits = pl.cdiv(slots, span)
-    end = jnp.full((batch * kv_heads,), slots, jnp.int32)
-    if length is not None:
-        end = jnp.minimum(length.reshape(-1).astype(jnp.int32), slots)
+    end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
+    end = end.astype(jnp.int32)
     flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])  # noqa: E731
     cache = (flat(keys), flat(values), flat(degree), end)
 
@@ -71,15 +76,16 @@ def biased_attention(
         *cache,
         grid=(splits, batch * kv_heads, pl.cdiv(queries, tile)),
         warps=warps,
-        stages=stages,
+        stages=chosen["stages"],
         interpret=interpret,
     )
     out, lse = call(
-        partial(_combine, kv_heads=kv_heads),
+        partial(_combine, span=span, kv_heads=kv_heads),
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         out,
         lse,
-        grid=(queries, batch * kv_heads),
+        end,
+        grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
         interpret=interpret,
     )
@@ -101,11 +107,13 @@ def biased_attention(
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def _span(slots: int, heads: int, block: int) -> int:
-    """Slots per program: enough programs to fill the device, few enough that combining them stays cheap."""
-    splits = min(MOST_SPLITS, max(1, PROGRAMS // heads), pl.cdiv(slots, block))
+def _sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
+    """Where nothing was measured: spans that fill the device with programs, but few enough to combine cheaply."""
+    block, stages = (32, 2) if dtype == jnp.float32 else (64, 3)
+    splits = min(MOST_SPLITS, max(1, PROGRAMS // programs), pl.cdiv(slots, block))
     splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, MOST_SPAN)))
-    return pl.cdiv(pl.cdiv(slots, splits), block) * block
+    span = pl.cdiv(pl.cdiv(slots, splits), block) * block
+    return {"block": block, "span": span, "warps": 4, "stages": stages}
 
 
 def _query_rows(q, head, first, tile, kv_heads):
@@ -134,50 +142,54 @@ def _scores(query, keys, degree, head, slot, inside, columns):
 
 
 def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads):
-    """Attention of one tile of queries over the slots of one split."""
-    split, head = pl.program_id(0), pl.program_id(1)
+    """Attention of one tile of queries over the slots of one split; of an empty split nothing is written."""
+    split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
     width = keys.shape[2]
-    columns = arange(power_of_two(width, 16))
-    row = pl.program_id(2) * tile + arange(tile)
-    query = _load_queries(q, _query_rows(q, head, pl.program_id(2) * tile, tile, kv_heads), columns)
     first = split * span
-    last = jnp.minimum(end[head], first + span)
+    last = jnp.minimum(jnp.minimum(end[head], keys.shape[1]), first + span)
 
-    def body(i, state):
-        peak, total, mixed = state
-        slot = first + i * block + arange(block)
-        score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
-        higher = jnp.maximum(peak, jnp.max(score, axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
-        value = load_rows(values, head, slot, columns, occupied, width)
-        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
-        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+    @pl.when(first < last)
+    def _():
+        columns = arange(power_of_two(width, 16))
+        row = first_row + arange(tile)
+        query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns)
 
-    peak, total, mixed = jax.lax.fori_loop(
-        0,
-        pl.cdiv(jnp.maximum(last - first, 0), block),
-        body,
-        (
-            jnp.full((tile,), -jnp.inf, jnp.float32),
-            jnp.zeros((tile,), jnp.float32),
-            jnp.zeros((tile, columns.shape[0]), jnp.float32),
-        ),
-    )
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
-    inside = row < out.shape[2]
-    mask = inside[:, None] & (columns < width)[None, :]
-    plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
-    plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
+        def body(i, state):
+            peak, total, mixed = state
+            slot = first + i * block + arange(block)
+            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
+            higher = jnp.maximum(peak, jnp.max(score, axis=1))
+            base = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
+            value = load_rows(values, head, slot, columns, occupied, width)
+            mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+            return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+
+        peak, total, mixed = jax.lax.fori_loop(
+            0,
+            pl.cdiv(last - first, block),
+            body,
+            (
+                jnp.full((tile,), -jnp.inf, jnp.float32),
+                jnp.zeros((tile,), jnp.float32),
+                jnp.zeros((tile, columns.shape[0]), jnp.float32),
+            ),
+        )
+        mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+        inside = row < out.shape[2]
+        mask = inside[:, None] & (columns < width)[None, :]
+        plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
+        plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
 
 
-def _combine(parts, lses, out, lse, *, kv_heads):
-    """One query row: its splits weighted by their share of the whole sum."""
+def _combine(parts, lses, end, out, lse, *, span, kv_heads):
+    """Some columns of one query row: its splits weighted by their share of the whole sum."""
     row, head = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts.shape[1:]
     group = out.shape[2] // kv_heads
-    split, columns = arange(power_of_two(splits)), arange(power_of_two(width))
-    inside = split < splits
+    split = arange(power_of_two(splits))
+    columns = arange(min(COMBINED_COLUMNS, power_of_two(width)), pl.program_id(2) * COMBINED_COLUMNS)
+    inside = (split < splits) & (split * span < end[head])
     part_lse = plgpu.load(lses.at[head, split, row], mask=inside, other=-jnp.inf)
     peak = jnp.max(part_lse)
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -188,7 +200,10 @@ def _combine(parts, lses, out, lse, *, kv_heads):
     mixed = jnp.sum(part * weight[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
     where = (head // kv_heads, row // group, (head % kv_heads) * group + row % group)
     plgpu.store(out.at[(*where, columns)], mixed.astype(out.dtype), mask=columns < width)
-    lse[where] = (base + jnp.log2(total)) / LOG2_E
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        lse[where] = (base + jnp.log2(total)) / LOG2_E
 
 
 def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads):
@@ -205,7 +220,7 @@ def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads)
     def one_token(t, total):
         token = jnp.full((tile,), t, jnp.int32)
         query = _load_queries(q, (b, token, first + member, inside), columns)
-        score, _ = _scores(query, keys, degree, head, slot, slot < end[head], columns)
+        score, _ = _scores(query, keys, degree, head, slot, slot < jnp.minimum(end[head], slots), columns)
         whole = plgpu.load(lse.at[b, token, first + member], mask=inside, other=0.0) * LOG2_E
         return total + jnp.exp2(score - jnp.where(whole == -jnp.inf, 0.0, whole)[:, None])
 

@@ -13,10 +13,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile
-MOST_COLUMNS = 64
-WARPS = 8
+SIZES = {"columns": 64, "warps": 8, "stages": 2}  # columns read at once; warps and stages of a tile of MOST_ROWS
 
 
 def chunked_matching(
@@ -45,11 +45,13 @@ def chunked_matching(
     # tf32 products keep several copies of a float32 tile in shared memory.
     most = MOST_ROWS // 2 if features.dtype == jnp.float32 else MOST_ROWS
     tile = min(power_of_two(chunk // 2, 16), most)
-    blocks = pl.cdiv(chunk // 2, tile)
+    across = pl.cdiv(chunk // 2, tile)
+    sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=width, itemsize=features.dtype.itemsize)
     kernel = partial(
         _kernel,
         chunk=chunk,
         tile=tile,
+        step=sizes["columns"],
         edges=edges,
         width=width,
         normalize=normalize,
@@ -64,15 +66,15 @@ def chunked_matching(
         first.reshape(-1),
         count.reshape(-1),
         *optional,
-        grid=(pl.cdiv(edges, chunk // 2) * blocks, batch * heads),
-        warps=WARPS if tile == MOST_ROWS else 4,
-        stages=1 if features.dtype == jnp.float32 else 2,
+        grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
+        warps=sizes["warps"] if tile == MOST_ROWS else 4,
+        stages=1 if features.dtype == jnp.float32 else sizes["stages"],
         interpret=interpret,
     )
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
 
 
-def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize, names):
+def _kernel(features, first, count, *refs, chunk, tile, step, edges, width, normalize, names):
     """Edges of one tile of A rows of one chunk of one head."""
     optional, (match, score) = dict(zip(names, refs[:-2], strict=True)), refs[-2:]
     half, blocks = chunk // 2, pl.cdiv(chunk // 2, tile)
@@ -100,7 +102,7 @@ def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize,
     def _():
         def best_of(block, best):
             b, b_inside, b_rows = locate(block, 1)
-            value, a_square, b_square = _products(features, head, a_rows, a_inside, b_rows, b_inside, width)
+            value, a_square, b_square = _products(features, head, a_rows, a_inside, b_rows, b_inside, width, step)
             if normalize:
                 value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
             if "bias" in optional:
@@ -123,9 +125,9 @@ def _kernel(features, first, count, *refs, chunk, tile, edges, width, normalize,
         plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=written)
 
 
-def _products(features, head, a_rows, a_inside, b_rows, b_inside, width):
+def _products(features, head, a_rows, a_inside, b_rows, b_inside, width, step):
     """Dot products of A and B rows, and the sums of squares of both, over tiles of columns."""
-    tile, step = a_rows.shape[0], min(power_of_two(width, 16), MOST_COLUMNS)
+    tile, step = a_rows.shape[0], min(power_of_two(width, 16), step)
     value = jnp.zeros((tile, tile), jnp.float32)
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):

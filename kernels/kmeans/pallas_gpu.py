@@ -10,6 +10,7 @@
 Arithmetic: 4 C D per key for the labels and 2 C D for the sums (16-bit keys); the matrix units bound both.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -20,9 +21,15 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.kmeans.reference import unit_rows
+from clusterkv_jax.kernels.tuning import blocks
 
-KEYS = 64  # keys of a tile
-CENTROIDS = 64  # centroids of a tile
+# Keys and centroids of a tile, warps and stages of the programs for the labels and of those for the sums. float32 keys
+# are multiplied in parts, which take more of the shared memory.
+SIZES = {
+    **{"label_keys": 128, "label_centroids": 64, "label_warps": 8, "label_stages": 2},
+    **{"sum_keys": 32, "sum_centroids": 64, "sum_warps": 4, "sum_stages": 2},
+}
+FLOAT32_SIZES = SIZES | {"label_keys": 64, "label_warps": 4, "label_stages": 1, "sum_keys": 64, "sum_stages": 1}
 PROGRAMS = 1056  # programs of `_sums` wanted at least
 
 
@@ -33,11 +40,12 @@ def kmeans(
     *,
     with_sums: bool,
     parts: int = 2,
-    warps: int = 4,
-    stages: int = 2,
     interpret: bool = False,
 ):
-    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`."""
+    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`.
+
+    `parts` is how many fp16 numbers a centroid is.
+    """
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -47,20 +55,23 @@ def kmeans(
     if length is not None:
         end = jnp.clip(length.reshape(-1).astype(jnp.int32), 0, rows)
     flat = keys.reshape(batch * heads, rows, dim)
+    known = blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize)
+    chosen = (FLOAT32_SIZES if keys.dtype == jnp.float32 else SIZES) | known
+    tile, block = chosen["label_keys"], min(chosen["label_centroids"], power_of_two(count, 16))
     labels = call(
-        partial(_assign, block=min(CENTROIDS, power_of_two(count, 16)), parts=parts),
+        partial(_assign, tile=tile, block=block, parts=parts),
         jax.ShapeDtypeStruct((batch * heads, rows), jnp.int32),
         flat,
         *_half_parts(unit_rows(centroids).reshape(batch * heads, count, dim)),
         end,
-        grid=(pl.cdiv(rows, KEYS), batch * heads),
-        warps=warps,
-        stages=1 if keys.dtype == jnp.float32 else stages,
+        grid=(pl.cdiv(rows, tile), batch * heads),
+        warps=chosen["label_warps"],
+        stages=chosen["label_stages"],
         interpret=interpret,
     )
     if not with_sums:
         return labels.reshape(batch, heads, rows)
-    sums, sizes = _segment_sums(flat, labels, end, count, interpret)
+    sums, sizes = _segment_sums(flat, labels, end, count, chosen, interpret)
     shape = (batch, heads, count)
     return labels.reshape(batch, heads, rows), sums.reshape(*shape, dim), sizes.reshape(shape)
 
@@ -80,10 +91,10 @@ def _scaled(key: Float[Array, "n D"]) -> Float[Array, "n D"]:
     return key * jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
 
 
-def _assign(keys, heads_of, tails_of, end, labels, *, block, parts):
+def _assign(keys, heads_of, tails_of, end, labels, *, tile, block, parts):
     """Labels of one tile of keys: -1 at or beyond `end`."""
     head, (count, width) = pl.program_id(1), heads_of.shape[1:]
-    row = pl.program_id(0) * KEYS + arange(KEYS)
+    row = pl.program_id(0) * tile + arange(tile)
     inside = row < end[head]
     columns = arange(power_of_two(width, 16))
     key = load_rows(keys, head, row, columns, inside, width)
@@ -107,22 +118,26 @@ def _assign(keys, heads_of, tails_of, end, labels, *, block, parts):
         better = top > best[1]
         return jnp.where(better, lowest, best[0]), jnp.where(better, top, best[1])
 
-    start = (jnp.zeros((KEYS,), jnp.int32), jnp.full((KEYS,), -jnp.inf, jnp.float32))
+    start = (jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf, jnp.float32))
     label, _ = jax.lax.fori_loop(0, pl.cdiv(count, block), body, start)
     plgpu.store(labels.at[head, row], jnp.where(inside, label, -1), mask=row < labels.shape[1])
 
 
 def _segment_sums(
-    keys: Float[Array, "H N D"], labels: Int[Array, "H N"], end: Int[Array, " H"], count: int, interpret: bool
+    keys: Float[Array, "H N D"],
+    labels: Int[Array, "H N"],
+    end: Int[Array, " H"],
+    count: int,
+    sizes: Mapping[str, int],
+    interpret: bool,
 ):
     """Sums f32 [H,C,D] and sizes i32 [H,C] of the keys by label."""
     heads, rows, width = keys.shape
-    block = min(CENTROIDS, power_of_two(count, 16))
-    blocks = pl.cdiv(count, block)
-    tiles = pl.cdiv(rows, KEYS)
-    shares = min(tiles, pl.cdiv(PROGRAMS, heads * blocks))
-    sums, sizes = call(
-        partial(_sums, block=block, tiles=pl.cdiv(tiles, shares)),
+    tile, block = sizes["sum_keys"], min(sizes["sum_centroids"], power_of_two(count, 16))
+    across, tiles = pl.cdiv(count, block), pl.cdiv(rows, tile)
+    shares = min(tiles, pl.cdiv(PROGRAMS, heads * across))
+    sums, counts = call(
+        partial(_sums, tile=tile, block=block, tiles=pl.cdiv(tiles, shares)),
         (
             jax.ShapeDtypeStruct((shares, heads, count, width), jnp.float32),
             jax.ShapeDtypeStruct((shares, heads, count), jnp.int32),
@@ -130,15 +145,15 @@ def _segment_sums(
         keys,
         labels,
         end,
-        grid=(blocks, shares, heads),
-        warps=4,
-        stages=1 if keys.dtype == jnp.float32 else 2,
+        grid=(across, shares, heads),
+        warps=sizes["sum_warps"],
+        stages=sizes["sum_stages"],
         interpret=interpret,
     )
-    return jnp.sum(sums, axis=0), jnp.sum(sizes, axis=0)
+    return jnp.sum(sums, axis=0), jnp.sum(counts, axis=0)
 
 
-def _sums(keys, labels, end, sums, sizes, *, block, tiles):
+def _sums(keys, labels, end, sums, sizes, *, tile, block, tiles):
     """Sums and sizes of one tile of centroids over one share of the keys."""
     number = pl.program_id(0) * block + arange(block)
     share, head = pl.program_id(1), pl.program_id(2)
@@ -147,7 +162,7 @@ def _sums(keys, labels, end, sums, sizes, *, block, tiles):
 
     def body(i, state):
         total, size = state
-        row = (share * tiles + i) * KEYS + arange(KEYS)
+        row = (share * tiles + i) * tile + arange(tile)
         label = plgpu.load(labels.at[head, row], mask=row < end[head], other=-1)
         key = load_rows(keys, head, row, columns, row < end[head], width)
         member = label[None, :] == number[:, None]

@@ -21,12 +21,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, power_of_two
+from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
 MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
-PLAN_WARPS = 4
-MOVED_ROWS = 16  # b rows of a program of `_move`
-MOVE_WARPS = 4
+SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a program of `_move`
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -56,6 +55,7 @@ def row_merge(
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
 
+    sizes = SIZES | blocks("row_merge", chunk=chunk, dim=width, itemsize=keys.dtype.itemsize)
     score, match, length = flat(score), flat(match), length.reshape(-1)
     wanted = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
     chunks = pl.cdiv(edges, chunk // 2)
@@ -85,13 +85,13 @@ def row_merge(
         last,
         before,
         grid=(chunks, batch * heads),
-        warps=PLAN_WARPS if half <= 128 else 16,
+        warps=sizes["plan_warps"] if half <= 128 else 16,
         aliases={0: 0},
         interpret=interpret,
     )
     in_place = [flat(keys), flat(values)]
     made = call(
-        partial(_move, width=width),
+        partial(_move, tile=sizes["moved_rows"], width=width),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
         *in_place,
         flat(rows),
@@ -101,8 +101,8 @@ def row_merge(
         weight,
         start,
         count,
-        grid=(pl.cdiv(chunks * half, MOVED_ROWS), batch * heads, 2),
-        warps=MOVE_WARPS,
+        grid=(pl.cdiv(chunks * half, sizes["moved_rows"]), batch * heads, 2),
+        warps=sizes["move_warps"],
         aliases={0: 0, 1: 1},
         interpret=interpret,
     )
@@ -258,12 +258,12 @@ def _plan(
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, joined, weight, start, count, new_keys, new_values, *, width):
+def _move(keys, values, rows, length, total, joined, weight, start, count, new_keys, new_values, *, tile, width):
     """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
     del keys, values  # in place: read and written as the outputs that alias them
-    head, edge = pl.program_id(1), pl.program_id(0) * MOVED_ROWS + arange(MOVED_ROWS)
+    head, edge = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
     inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
-    busy = 2 * pl.program_id(0) * MOVED_ROWS + 1 < length[head]
+    busy = 2 * pl.program_id(0) * tile + 1 < length[head]
     for number, x in enumerate((new_keys, new_values)):
 
         @pl.when(busy & (pl.program_id(2) == number))

@@ -1,0 +1,67 @@
+"""Times reading a long prompt and decoding behind it, with Llama-3.1-8B's shapes and random weights.
+
+    python scripts/benchmark_generation.py [prompt tokens, default 65536]    about two minutes on an H200
+
+Each line is a method: the time to the first token, the time per token after it, and what compiling took. A request is
+made once to compile and then REPEATS times; the median is printed.
+"""
+
+import argparse
+import statistics
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clusterkv_jax as ckv
+from clusterkv_jax.models.config import Llama3Scaling, ModelConfig, Rope
+from clusterkv_jax.models.transformer import init
+
+REPEATS = 2
+NEW_TOKENS = 289  # two intervals of clustering, in whole segments of the decode loop
+BUDGET = ckv.Budget(ratio=0.2)
+METHODS = {
+    "CentroidKV, 20 %": ckv.CentroidKV(BUDGET),
+    "CentroidKV, 20 %, prompt only": ckv.Composed(ckv.CentroidKV(BUDGET), ckv.Full()),
+    "full": ckv.Full(),
+}
+
+
+def llama_8b() -> ModelConfig:
+    """Llama-3.1-8B, without end tokens: random weights would stop anywhere."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=131072,
+        rope=Rope(5e5, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+        dtype="bfloat16",
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=int, nargs="?", default=65536)
+    tokens = parser.parse_args().tokens
+    config = llama_8b()
+    params = init(jax.random.key(0), config, jnp.bfloat16)
+    model = ckv.Model(params, config, None, None, "random")
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, tokens).tolist()
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, prompt of {tokens} tokens\n")
+    print("| method | first token | per token | compiling |\n|---|---|---|---|")
+    for name, method in METHODS.items():
+        request = partial(ckv.generate, model, [prompt], method=method, max_new_tokens=NEW_TOKENS)
+        runs = [request().stats for _ in range(1 + REPEATS)]
+        first, per = (statistics.median(getattr(run, what) for run in runs[1:]) for what in ("ttft_s", "tpot_s"))
+        print(f"| {name} | {first:.3f} s | {per * 1e3:.3f} ms | {runs[0].compile_s:.1f} s |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Measures block sizes of the GPU kernels on this device and writes them to kernels/<op>/<device kind>.json.
+
+    python scripts/tune_kernels.py    about a minute on an H200
+
+Sizes are tried one kind after the other, each with the best so far of the others. How an entry is found: `tuning.py`.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import benchmark_kernels as benchmark
+import jax
+
+from clusterkv_jax.kernels import tuning
+from clusterkv_jax.kernels.dispatch import device_kind
+
+Sizes = dict[str, int]
+
+
+def grid(**values: tuple[int, ...]) -> list[Sizes]:
+    """All combinations."""
+    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+
+
+def keep_fastest(op: str, where: dict[str, Any], candidates: list[Sizes], measure: Callable[[], float]) -> None:
+    """Measure every candidate as the entry for `where` and leave the fastest in the file."""
+    path = tuning.file(op, device_kind())
+    others = [entry for entry in _entries(path) if entry["where"] != where]
+    before = next((entry["blocks"] for entry in _entries(path) if entry["where"] == where), {})
+
+    def write(sizes: Sizes) -> None:
+        entries = [json.dumps(entry) for entry in [*others, {"where": where, "blocks": before | sizes}]]
+        path.write_text("[\n  " + ",\n  ".join(entries) + "\n]\n")
+        tuning.forget()
+        jax.clear_caches()
+
+    times = dict(_timed(op, candidates, write, measure))
+    write(candidates[min(times, key=times.__getitem__)])
+
+
+def _timed(
+    op: str, candidates: list[Sizes], write: Callable[[Sizes], None], measure: Callable[[], float]
+) -> Iterator[tuple[int, float]]:
+    for number, sizes in enumerate(candidates):
+        write(sizes)
+        try:
+            taken = measure()
+        except jax.errors.JaxRuntimeError as error:  # does not fit this device
+            print(f"{op} {sizes}: {str(error).splitlines()[0][:80]}", flush=True)
+            continue
+        print(f"{op} {sizes}: {taken * 1e6:.1f} µs", flush=True)
+        yield number, taken
+
+
+def _entries(path: Any) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def attention() -> None:
+    """One row with a long cache, and a batch whose rows are full or half full."""
+    bf16 = {"tile": 16, "dim": benchmark.DIM, "itemsize": 2}
+    shapes = [
+        (13312, 8, [2048, 24576], (128, 256)),
+        (65536, 2, [24577, 98304], (512, 1024, 2048)),
+        (131072, 1, [98305, 2**20], (1024, 2048, 4096)),
+    ]
+    for slots, sets, occurring, spans in shapes:
+        given = benchmark.caches(1, slots, sets)
+        where = bf16 | {"heads": [1, 32], "slots": occurring}
+        candidates = grid(span=spans, block=(64,), warps=(4,), stages=(3,))
+        candidates += grid(span=spans[-1:], block=(64,), warps=(4,), stages=(4,))
+        candidates += grid(span=spans[-1:], block=(128,), warps=(8,), stages=(2,))
+        keep_fastest("biased_attention", where, candidates, lambda given=given: benchmark.attention_time(given, "gpu"))
+    fill = benchmark.half_filled(13312)
+    full, part = benchmark.caches(16, 13312, 1), benchmark.caches(16, 13312, 1, fill)
+    candidates = grid(span=(384, 512, 768, 1024, 2048), block=(64,), warps=(4,), stages=(3,))
+    candidates += grid(span=(512,), block=(64,), warps=(4,), stages=(4,))
+    candidates += grid(span=(512,), block=(32,), warps=(4,), stages=(4,))
+    # The full batch is twice the work of the other: weighed alike.
+    both = lambda: benchmark.attention_time(full, "gpu") + 2 * benchmark.attention_time(part, "gpu")  # noqa: E731
+    keep_fastest("biased_attention", bf16 | {"heads": [33, 2**20], "slots": [2048, 2**20]}, candidates, both)
+
+
+def clustering() -> None:
+    """Matching and merging, by the time of the whole clustering."""
+    measure = lambda: benchmark.clustering_time()[0]  # noqa: E731
+    chunks = {"chunk": [128, 512], "itemsize": 2}
+    matching = [*grid(columns=(64,), warps=(8, 4), stages=(2,)), *grid(columns=(32, 128), warps=(8,), stages=(2,))]
+    keep_fastest("chunked_matching", chunks | {"width": [65, 256]}, matching, measure)
+    where = chunks | {"dim": [65, 256]}
+    keep_fastest(
+        "row_merge",
+        where,
+        [*grid(moved_rows=(16, 8, 32), move_warps=(4,)), *grid(moved_rows=(8, 4), move_warps=(2,))],
+        measure,
+    )
+    keep_fastest("row_merge", where, grid(plan_warps=(4, 8)), measure)
+
+
+def kmeans() -> None:
+    """Labels, then sums."""
+    where = {"centroids": [128, 4096], "dim": [65, 128], "itemsize": 2}
+    labels = [(128, 64, 8, 2), (128, 64, 4, 3), (128, 32, 4, 3)]
+    names = ("keys", "centroids", "warps", "stages")
+    candidates = [{f"label_{name}": size for name, size in zip(names, sizes, strict=True)} for sizes in labels]
+    keep_fastest("kmeans", where, candidates, benchmark.k_means_time)
+    sums = [(32, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4), (64, 64, 4, 4)]
+    candidates = [{f"sum_{name}": size for name, size in zip(names, sizes, strict=True)} for sizes in sums]
+    keep_fastest("kmeans", where, candidates, benchmark.k_means_time)
+
+
+if __name__ == "__main__":
+    print(f"jax {jax.__version__}, {device_kind()}")
+    for section in (attention, clustering, kmeans):
+        section()
