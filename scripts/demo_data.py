@@ -168,12 +168,10 @@ def make_row(corpus: Corpus, count: Count, length: int, seed: Sequence[int]) -> 
         ids, weights = _slice(rng, corpus.prose, length - 1), np.ones(length - 1, np.uint8)
     else:
         ids, weights = quiz
-    row = np.full(length, corpus.tokenizer.token_to_id(PAD), np.uint16)
-    row[0] = corpus.tokenizer.token_to_id(BEGIN)
-    row[1 : 1 + len(ids)] = ids
-    weight = np.zeros(length, np.uint8)
-    weight[1 : 1 + len(ids)] = weights
-    return row, weight
+    begin = np.array([corpus.tokenizer.token_to_id(BEGIN)], np.uint16)
+    padding = np.full(length - 1 - len(ids), corpus.tokenizer.token_to_id(PAD), np.uint16)
+    tokens = np.concatenate([begin, ids, padding])
+    return tokens, np.concatenate([np.zeros(1, np.uint8), weights, np.zeros(len(padding), np.uint8)])
 
 
 def _slice(rng: np.random.Generator, stream: np.ndarray, length: int) -> np.ndarray:

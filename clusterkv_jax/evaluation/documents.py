@@ -87,8 +87,8 @@ def question(rng: np.random.Generator, length: int, count: Count, source: Librar
     seed = int(rng.integers(2**32))
 
     def assemble(extra: int) -> tuple[list[int], str]:
-        order = np.random.default_rng(seed).permutation([*asked.documents, *others[:extra]])
-        return list(order), _text(source, order)
+        order = np.random.default_rng(seed).permutation([*asked.documents, *others[:extra]]).tolist()
+        return order, _text(source, order)
 
     if count(assemble(0)[1]) > length:
         raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}")
