@@ -43,7 +43,7 @@ def test_commands_exist(code):
         assert f"\n{target}:" in makefile
     for command in re.findall(r"^clusterkv (.*(?:\\\n.*)*)", code, re.MULTILINE):
         name = command.split()[0]
-        assert name in ("generate", "methods", "calibrate", "evaluate", "inspect", "lm-eval")
+        assert name in ("generate", "methods", "calibrate", "evaluate", "inspect", "join", "lm-eval")
         if name == "lm-eval":  # its options are the harness's
             continue
         options = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "300"}).stdout
