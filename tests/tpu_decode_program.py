@@ -7,24 +7,14 @@ tests.
 
 import json
 import math
-import os
 import re
 import sys
-
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_ID="0",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
 from clusterkv_jax.decoding import decode_loop
@@ -38,8 +28,7 @@ DEVICES = 8
 
 def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, float]:
     """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over eight v5e chips, 20 % of the prompt kept."""
-    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
-    mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(1, DEVICES), ("data", "model"))
+    mesh = jax.sharding.Mesh(np.array(tpu_devices("v5e:2x4")).reshape(1, DEVICES), ("data", "model"))
     config = ModelConfig("llama", 128256, 4096, 14336, layers, 32, 8, 128, 131072, Rope(5e5, 128))
     method = preset(name, ckv.Budget(ratio=0.2))
 

@@ -5,24 +5,14 @@ whole on one device and split over the devices of the topology.
 """
 
 import json
-import os
 from functools import partial
-
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_ID="0",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tpu_topology import tpu_devices
 
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
@@ -90,7 +80,7 @@ def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
 if __name__ == "__main__":
     found = {}
     for name in TOPOLOGIES:
-        devices = topologies.get_topology_desc(name, platform="tpu").devices
+        devices = tpu_devices(name)
         for program, make in PROGRAMS.items():
             count = len(devices) if program in SPLIT else 1
             found[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())

@@ -7,24 +7,14 @@ memory there are the parameters and the caches of the layers that are done.
 
 import json
 import math
-import os
 import sys
 from unittest import mock
-
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_ID="0",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
@@ -40,8 +30,7 @@ RATIO = 0.2
 
 def compile_layer(name: str, tokens: int) -> dict[str, float]:
     """Layer 0 of Llama-3.1-8B over one prompt of `tokens` tokens, a fifth of it kept."""
-    topology = topologies.get_topology_desc("v5p:2x2x1", platform="tpu")
-    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("model",))
+    mesh = jax.sharding.Mesh(np.array(tpu_devices("v5p:2x2x1")[:1]), ("model",))
     method = preset(name, None if name == "full" else ckv.Budget(ratio=RATIO, base="prompt"))
 
     def whole(shape, dtype):
