@@ -11,7 +11,7 @@ from clusterkv_jax.kernels.kmeans import lloyd
 
 def cluster(
     keys: Float[Array, "B K N D"],
-    initial_rows: Int[Array, " C"],
+    initial_rows: Int[Array, " C"] | Int[Array, "B K C"],
     *,
     max_iterations: int = 20,
     length: Int[Array, "B K"] | None = None,
@@ -20,7 +20,8 @@ def cluster(
 
     Args:
         keys: post-RoPE keys. Nearness is the cosine; centroids are means of the keys as they are.
-        initial_rows: the rows, the same for all heads, that the centroids start from.
+        initial_rows: the rows that the centroids start from, the same for all heads or of each; -1 behind a head's
+            last one, where heads have different numbers of clusters.
         max_iterations: the most Lloyd steps.
         length: rows of each head that take part, default all.
 
@@ -34,7 +35,9 @@ def cluster(
     if max_iterations < 0:
         raise ValueError(f"max_iterations must be at least 0, got {max_iterations}.")
     _check_rows(initial_rows, keys.shape[2])
-    start = keys[:, :, jnp.asarray(initial_rows)].astype(jnp.float32)
+    first = jnp.broadcast_to(jnp.asarray(initial_rows), (*keys.shape[:2], initial_rows.shape[-1]))
+    count = jnp.sum(first >= 0, axis=-1, dtype=jnp.int32)
+    start = jnp.take_along_axis(keys, jnp.maximum(first, 0)[..., None], axis=2).astype(jnp.float32)
 
     def unfinished(state):
         step, _, _, changed = state
@@ -42,21 +45,22 @@ def cluster(
 
     def body(state):
         step, centroids, labels, _ = state
-        centroids, new, _ = lloyd(keys, centroids, length)
+        centroids, new, _ = lloyd(keys, centroids, length, count)
         return step + 1, centroids, new, jnp.any(new != labels)
 
     # -2 is no label: the first step always counts as a change.
     state = (jnp.int32(0), start, jnp.full(keys.shape[:3], -2, jnp.int32), jnp.bool_(True))
     _, centroids, _, _ = jax.lax.while_loop(unfinished, body, state)
-    _, labels, sizes = lloyd(keys, centroids, length)
+    _, labels, sizes = lloyd(keys, centroids, length, count)
     return centroids, labels, sizes
 
 
-def _check_rows(initial_rows: Int[Array, " C"], rows: int) -> None:
-    if not initial_rows.shape[0]:
+def _check_rows(initial_rows: Int[Array, "... C"], rows: int) -> None:
+    if not initial_rows.shape[-1]:
         raise ValueError("initial_rows must name at least one row, got none.")
     if isinstance(initial_rows, core.Tracer):  # unknown until it runs
         return
-    wrong = [int(row) for row in np.asarray(initial_rows) if not 0 <= row < rows]
+    least = 0 if initial_rows.ndim == 1 else -1
+    wrong = [int(row) for row in np.ravel(np.asarray(initial_rows)) if not least <= row < rows]
     if wrong:
         raise ValueError(f"initial_rows must be rows of the keys, 0 to {rows - 1}, got {wrong[0]}.")

@@ -224,19 +224,22 @@ def check_kmeans_of(shape, implementation, examples):
     batch, heads, rows, count, dim, dtype = shape
     run = jax.jit(partial(implementation, with_sums=True))
 
-    def check(seed, ties, length):
+    def check(seed, ties, length, used):
         keys = jnp.asarray(normal(seed, batch, heads, rows, dim), dtype)
         centroids = normal(seed + 1, batch, heads, count, dim)
         if ties:  # the second of two equal centroids gets nothing
             centroids[:, :, -1] = centroids[:, :, 0]
         real = np.arange(rows) < length[..., None]
         centroids = jnp.asarray(centroids, jnp.float32)
-        labels, sums, sizes = run(poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length))
+        used = np.full((batch, heads), used)
+        used[0, 0] = count  # heads may have different numbers of centroids
+        labels, sums, sizes = run(poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used))
         assert (labels.dtype, sums.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
         np.testing.assert_array_equal(labels >= 0, real)
         keys, centroids = (np.asarray(x, np.float64) for x in (keys, centroids))
         unit = centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)
         cosine = np.einsum("bknd,bkcd->bknc", keys / np.linalg.norm(keys, axis=-1, keepdims=True), unit)
+        cosine = np.where(np.arange(count) < used[..., None, None], cosine, -np.inf)
         chosen = np.take_along_axis(cosine, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(np.where(real, chosen, 1), np.where(real, cosine.max(-1), 1), atol=F32, rtol=0)
         member = np.asarray(labels)[..., None] == np.arange(count)
@@ -251,7 +254,80 @@ def check_kmeans_of(shape, implementation, examples):
         st.integers(0, 2**16),
         st.booleans(),
         lengths(batch, heads, rows, count, 128, 256, rows),
+        st.integers(1, count),
     )
+
+
+# --- the rows of the best clusters
+
+# batch, heads, selections per head, clusters, rows wanted
+SELECT_SHAPES = [(2, 2, 3, 37, 40), (1, 2, 1, 150, 100)]
+
+
+def check_select(implementation, *, ordered=True, examples=6):
+    for shape in SELECT_SHAPES:
+        check_select_of(shape, implementation, ordered, examples)
+
+
+def check_select_of(shape, implementation, ordered, examples):
+    batch, heads, each, clusters, count = shape
+    run = jax.jit(partial(implementation, count=count))
+
+    def check(seed, levels, largest, room):
+        rng = np.random.default_rng(seed)
+        scores = np.round(rng.normal(size=(batch, heads, each, clusters)) * levels) / levels
+        sizes = rng.integers(0, largest + 1, (batch, heads, clusters))
+        starts = np.cumsum(sizes, axis=-1) - sizes
+        order = rng.permuted(np.tile(np.arange(clusters * 9), (batch, heads, 1)), axis=-1)
+        room = np.asarray(room[:batch])
+        ints = [jnp.asarray(x, jnp.int32) for x in (sizes, starts, order, room)]
+        ints[2] = ints[2] if ordered else None
+        found = run(jnp.asarray(scores, jnp.float32), *ints)
+        assert found.dtype == jnp.int32
+        for b, k, j in np.ndindex(batch, heads, each):
+            ranked = np.argsort(-scores[b, k, j], kind="stable")
+            places = [starts[b, k, c] + i for c in ranked for i in range(sizes[b, k, c])][: room[b]]
+            expected = order[b, k, places] if ordered else places
+            np.testing.assert_array_equal(found[b, k, j], [*expected, *[-1] * (count - len(places))])
+
+    levels = st.sampled_from([1, 1000])  # many ties, hardly any
+    rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)
+    drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms)
+
+
+# --- attention to rows by index
+
+
+def check_recalled(implementation, *, examples=4):
+    for each, dtype in ((4, jnp.float32), (1, jnp.float32), (2, jnp.bfloat16)):
+        check_recalled_of(each, dtype, implementation, examples)
+
+
+def check_recalled_of(each, dtype, implementation, examples):
+    run = jax.jit(implementation)
+
+    def check(seed, holes):
+        q, keys, values = (normal(seed + i, 2, 2, n, 24) for i, n in enumerate((4, 90, 90)))
+        rng = np.random.default_rng(seed)
+        rows = np.where(rng.random((2, 2, each, 70)) < holes, -1, rng.integers(0, 90, (2, 2, each, 70)))
+        unread = np.ones((2, 2, 90), bool)
+        for b, k in np.ndindex(2, 2):
+            unread[b, k, rows[b, k][rows[b, k] >= 0]] = False
+        arrays = [jnp.asarray(x, dtype) for x in (q, keys, values)]
+        dirty = (poisoned(x, jnp.asarray(unread)) for x in arrays[1:])
+        out = run(arrays[0], *dirty, jnp.asarray(rows, jnp.int32))
+        assert out.dtype == dtype
+        q, keys, values = (np.asarray(x, np.float64) for x in arrays)
+        expected = np.zeros(q.shape)
+        for b, k, g in np.ndindex(2, 2, 4):
+            own = rows[b, k, g * each // 4]
+            own = own[own >= 0]
+            score = keys[b, k, own] @ q[b, k, g] / np.sqrt(24)
+            weight = np.exp(score - score.max(initial=-np.inf))
+            expected[b, k, g] = weight @ values[b, k, own] / max(weight.sum(), 1e-30)
+        near(out, expected, tolerance(dtype), axes=(2, 3))
+
+    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([0.3, 0.0, 1.0]))
 
 
 # --- rows by index

@@ -25,8 +25,13 @@ from clusterkv_jax.kernels.kmeans import assign
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.kmeans import pallas_tpu as kmeans_tpu
 from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
+from clusterkv_jax.kernels.recalled_attention import pallas_gpu as recalled_gpu
+from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.recalled_attention import reference as recalled_reference
 from clusterkv_jax.kernels.row_merge import pallas_gpu as merge_gpu
 from clusterkv_jax.kernels.row_merge import reference as merge_reference
+from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
+from clusterkv_jax.kernels.select_rows import reference as select_reference
 from tests import kernel_base as base
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
@@ -47,6 +52,11 @@ KMEANS = {
     "gpu": partial(kmeans_gpu.kmeans, interpret=True),
     "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
 }
+SELECT = {"xla": select_reference.select_rows, "gpu": partial(select_gpu.select_rows, interpret=True)}
+RECALLED = {
+    "xla": recalled_reference.recalled_attention,
+    "gpu": partial(recalled_gpu.recalled_attention, sizes={"span": 32}, interpret=True),
+}
 GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_rows, interpret=True)}
 
 CHECKS = [
@@ -54,6 +64,8 @@ CHECKS = [
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
     *((base.check_gather, name, op) for name, op in GATHER.items()),
+    *((base.check_select, name, op) for name, op in SELECT.items()),
+    *((base.check_recalled, name, op) for name, op in RECALLED.items()),
 ]
 
 
@@ -113,14 +125,31 @@ def matching_without_bias(features, *, bias, **options):
     return matching_reference.chunked_matching(features, bias=None, **options)
 
 
-def kmeans_without_tail_mask(keys, centroids, length, *, with_sums):
-    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, with_sums=with_sums)
+def kmeans_without_tail_mask(keys, centroids, length, used, *, with_sums):
+    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, used, with_sums=with_sums)
 
 
-def kmeans_without_the_last_key(keys, centroids, length, *, with_sums):
-    _, sums, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, with_sums=with_sums)
-    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, with_sums=with_sums)
+def kmeans_without_the_last_key(keys, centroids, length, used, *, with_sums):
+    _, sums, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, used, with_sums=with_sums)
+    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, used, with_sums=with_sums)
     return full, sums, sizes
+
+
+def kmeans_with_every_centroid(keys, centroids, length, used, *, with_sums):
+    return kmeans_reference.kmeans(keys, centroids, length, with_sums=with_sums)
+
+
+def select_of_equals_in_any_order(scores, sizes, starts, order, room, *, count):
+    nudged = scores + 1e-5 * jnp.arange(scores.shape[-1], dtype=jnp.float32)
+    return select_reference.select_rows(nudged, sizes, starts, order, room, count=count)
+
+
+def select_of_one_row_too_many(scores, sizes, starts, order, room, *, count):
+    return select_reference.select_rows(scores, sizes, starts, order, room + 1, count=count)
+
+
+def recalled_with_the_last_row_for_none(q, keys, values, rows):
+    return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2])
 
 
 def gather_of_the_last_row_for_none(source, rows):
@@ -138,7 +167,11 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_matching, matching_without_bias),
         (base.check_kmeans, kmeans_without_tail_mask),
         (base.check_kmeans, kmeans_without_the_last_key),
+        (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_gather, gather_of_the_last_row_for_none),
+        (base.check_select, select_of_equals_in_any_order),
+        (base.check_select, select_of_one_row_too_many),
+        (base.check_recalled, recalled_with_the_last_row_for_none),
     ],
     ids=lambda f: f.__name__,
 )
@@ -223,6 +256,8 @@ def test_what_no_backend_can_serve_is_named():
         gather_rows(features, jnp.zeros((1, 1, 2), jnp.int32), backend="cuda")
     with pytest.raises(ValueError, match="at least one centroid"):
         assign(features, features[:, :, :0])
+    with pytest.raises(ValueError, match="multiple of its lists, got 4 and 3"):
+        recalled_attention(features, features, features, jnp.zeros((1, 1, 3, 2), jnp.int32))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def biased_attention(
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
     known = blocks("biased_attention", heads=programs, tile=tile, slots=slots, dim=dim, itemsize=q.dtype.itemsize)
-    chosen = _sizes(q.dtype, slots, programs) | known | dict(sizes or {})
+    chosen = split_sizes(q.dtype, slots, programs) | known | dict(sizes or {})
     block, span, warps = chosen["block"], chosen["span"], chosen["warps"]
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
@@ -80,7 +80,7 @@ def biased_attention(
         interpret=interpret,
     )
     out, lse = call(
-        partial(_combine, span=span, kv_heads=kv_heads),
+        partial(combine, span=span, kv_heads=kv_heads),
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         out,
         lse,
@@ -107,7 +107,7 @@ def biased_attention(
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def _sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
+def split_sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
     """Where nothing was measured: spans that fill the device with programs, but few enough to combine cheaply."""
     block, stages = (32, 2) if dtype == jnp.float32 else (64, 3)
     splits = min(MOST_SPLITS, max(1, PROGRAMS // programs), pl.cdiv(slots, block))
@@ -182,7 +182,7 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
         plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
 
 
-def _combine(parts, lses, end, out, lse, *, span, kv_heads):
+def combine(parts, lses, end, out, lse, *, span, kv_heads):
     """Some columns of one query row: its splits weighted by their share of the whole sum."""
     row, head = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts.shape[1:]

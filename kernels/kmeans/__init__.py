@@ -16,24 +16,27 @@ def assign(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None = None,
+    count: Int[Array, "B K"] | None = None,
     *,
     backend: str | None = None,
 ) -> Int[Array, "B K N"]:
     """The centroid of highest cosine for every key, of equal ones the first; -1 for rows at or beyond `length`.
 
+    Of each head's centroids the first `count` take part, at least one; all by default.
     Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
 
     Raises:
         ValueError: if the backend is unknown or there is no centroid.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return _kmeans(keys, centroids, length, with_sums=False, backend=backend)
+    return _kmeans(keys, centroids, length, count, with_sums=False, backend=backend)
 
 
 def lloyd(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None = None,
+    count: Int[Array, "B K"] | None = None,
     *,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
@@ -46,12 +49,14 @@ def lloyd(
     Raises:
         as `assign`.
     """
-    labels, sums, sizes = _kmeans(keys, centroids, length, with_sums=True, backend=backend)
+    labels, sums, sizes = _kmeans(keys, centroids, length, count, with_sums=True, backend=backend)
     means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[..., None]
     return jnp.where(sizes[..., None] > 0, means, centroids.astype(jnp.float32)), labels, sizes
 
 
-def _kmeans(keys: Array, centroids: Array, length: Array | None, *, with_sums: bool, backend: str | None):
+def _kmeans(
+    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, with_sums: bool, backend: str | None
+):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, with_sums=with_sums)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, with_sums=with_sums)

@@ -37,6 +37,7 @@ def kmeans(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
+    used: Int[Array, "B K"] | None = None,
     *,
     with_sums: bool,
     parts: int = 2,
@@ -54,6 +55,9 @@ def kmeans(
     end = jnp.full((batch * heads,), rows, jnp.int32)
     if length is not None:
         end = jnp.clip(length.reshape(-1).astype(jnp.int32), 0, rows)
+    present = jnp.full((batch * heads,), count, jnp.int32)
+    if used is not None:
+        present = jnp.clip(used.reshape(-1).astype(jnp.int32), 1, count)
     flat = keys.reshape(batch * heads, rows, dim)
     known = blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize)
     chosen = (FLOAT32_SIZES if keys.dtype == jnp.float32 else SIZES) | known
@@ -64,6 +68,7 @@ def kmeans(
         flat,
         *_half_parts(unit_rows(centroids).reshape(batch * heads, count, dim)),
         end,
+        present,
         grid=(pl.cdiv(rows, tile), batch * heads),
         warps=chosen["label_warps"],
         stages=chosen["label_stages"],
@@ -91,9 +96,10 @@ def _scaled(key: Float[Array, "n D"]) -> Float[Array, "n D"]:
     return key * jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
 
 
-def _assign(keys, heads_of, tails_of, end, labels, *, tile, block, parts):
+def _assign(keys, heads_of, tails_of, end, present, labels, *, tile, block, parts):
     """Labels of one tile of keys: -1 at or beyond `end`."""
-    head, (count, width) = pl.program_id(1), heads_of.shape[1:]
+    head, width = pl.program_id(1), heads_of.shape[2]
+    count = present[head]
     row = pl.program_id(0) * tile + arange(tile)
     inside = row < end[head]
     columns = arange(power_of_two(width, 16))

@@ -28,6 +28,7 @@ def kmeans(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
+    used: Int[Array, "B K"] | None = None,
     *,
     with_sums: bool,
     block: int | None = None,
@@ -44,9 +45,10 @@ def kmeans(
     if block != rows and block % LANES:
         raise NotImplementedError(f"block must be a multiple of {LANES} or all {rows} keys, got {block}.")
     ends = jnp.full((batch, heads), rows) if length is None else jnp.clip(length, 0, rows)
+    present = jnp.full((batch, heads), count) if used is None else jnp.clip(used, 1, count)
     unit = unit_rows(centroids)
     parts = _bf16_parts(unit) if keys.dtype == jnp.bfloat16 else unit[:, :, None]
-    labels, *totals = _call(keys, parts, ends.astype(jnp.int32), block, with_sums, interpret)
+    labels, *totals = _call(keys, parts, ends.astype(jnp.int32), present.astype(jnp.int32), block, with_sums, interpret)
     if not with_sums:
         return labels[:, :, 0]
     sums, sizes = totals
@@ -76,7 +78,7 @@ def _block(count: int, dim: int, itemsize: int) -> int:
     return 2 ** int(math.log2(min(room, max(LANES, step_flops() / (2 * 8 * count * lanes)))))
 
 
-def _call(keys, parts, ends, block, with_sums, interpret):
+def _call(keys, parts, ends, present, block, with_sums, interpret):
     batch, heads, rows, dim = keys.shape
     pieces, count = parts.shape[2:4]
 
@@ -84,10 +86,10 @@ def _call(keys, parts, ends, block, with_sums, interpret):
         return jnp.minimum(j, jnp.maximum(-(-ends[b, k] // block) - 1, 0))
 
     def of_head(*shape):
-        return pl.BlockSpec((None, None, *shape), lambda b, k, j, ends: (b, k, *[0] * len(shape)))
+        return pl.BlockSpec((None, None, *shape), lambda b, k, j, ends, present: (b, k, *[0] * len(shape)))
 
     out_shape = [jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.int32)]
-    out_specs = [pl.BlockSpec((None, None, 1, block), lambda b, k, j, ends: (b, k, 0, j))]
+    out_specs = [pl.BlockSpec((None, None, 1, block), lambda b, k, j, ends, present: (b, k, 0, j))]
     if with_sums:
         out_shape += [jax.ShapeDtypeStruct((batch, heads, count, n), jnp.float32) for n in (dim, 1)]
         out_specs += [of_head(count, dim), of_head(count, 1)]
@@ -95,10 +97,10 @@ def _call(keys, parts, ends, block, with_sums, interpret):
         functools.partial(_kernel, block=block),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(batch, heads, -(-rows // block)),
             in_specs=[
-                pl.BlockSpec((None, None, block, dim), lambda b, k, j, ends: (b, k, here(b, k, j, ends), 0)),
+                pl.BlockSpec((None, None, block, dim), lambda b, k, j, ends, present: (b, k, here(b, k, j, ends), 0)),
                 of_head(pieces, count, dim),
             ],
             out_specs=out_specs,
@@ -111,12 +113,13 @@ def _call(keys, parts, ends, block, with_sums, interpret):
         ),
         interpret=interpret,
         name="kmeans",
-    )(ends, keys, parts)
+    )(ends, present, keys, parts)
 
 
-def _kernel(ends, keys, parts, labels, *totals, block):
+def _kernel(ends, present, keys, parts, labels, *totals, block):
+    head = pl.program_id(0), pl.program_id(1)
     first = pl.program_id(2) * block
-    real = ends[pl.program_id(0), pl.program_id(1)] - first
+    real = ends[head] - first
     precision = matmul_precision(keys.dtype)
 
     if totals:
@@ -141,6 +144,7 @@ def _kernel(ends, keys, parts, labels, *totals, block):
                 parts[i], tile, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
         number = jax.lax.broadcasted_iota(jnp.int32, cosine.shape, 0)
+        cosine = jnp.where(number < present[head], cosine, -jnp.inf)
         best = jnp.where(cosine == jnp.max(cosine, axis=0, keepdims=True), number, cosine.shape[0])
         best = jnp.min(best, axis=0, keepdims=True)
         best = jnp.where(jax.lax.broadcasted_iota(jnp.int32, best.shape, 1) < real, best, -1)

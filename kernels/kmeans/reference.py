@@ -19,6 +19,7 @@ def kmeans(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
+    used: Int[Array, "B K"] | None = None,
     *,
     with_sums: bool,
 ):
@@ -32,6 +33,7 @@ def kmeans(
     tiles = -(-rows // tile)
     ends = jnp.full((batch, heads), rows, jnp.int32) if length is None else jnp.minimum(length, rows)
     unit = unit_rows(centroids)
+    absent = jnp.zeros((batch, heads, count), bool) if used is None else jnp.arange(count) >= used[..., None]
     padded = jnp.pad(keys, ((0, 0), (0, 0), (0, tiles * tile - rows), (0, 0)))
 
     def step(totals, i):
@@ -39,6 +41,7 @@ def kmeans(
         real = i * tile + jnp.arange(tile) < ends[..., None]
         # The length of a key is no matter to which centroid is nearest.
         cosine = jnp.einsum("bkcd,bknd->bkcn", unit, part, precision=jax.lax.Precision.HIGHEST)
+        cosine = jnp.where(absent[..., None], -jnp.inf, cosine)
         labels = jnp.where(real, jnp.argmax(cosine, axis=2).astype(jnp.int32), -1)
         if with_sums:
             member = (labels[:, :, None] == jnp.arange(count)[:, None]).astype(jnp.float32)

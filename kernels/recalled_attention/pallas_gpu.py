@@ -1,0 +1,107 @@
+"""Attention over recalled rows on GPU: flash decoding that reads its rows by index, where they lie.
+
+    grid (splits, B K J)     a program: `span` entries of one list, all queries that share it
+    then (queries, B K J)    combines the splits of one query, as `biased_attention` does
+
+Bytes: every row of a list once, 2 D elements, and 4 of its number. Gathered first, rows would be moved three times.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.biased_attention.pallas_gpu import COMBINED_COLUMNS, LOG2_E, combine, split_sizes
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+
+
+def recalled_attention(
+    q: Float[Array, "B K G D"],
+    keys: Float[Array, "B K N D"],
+    values: Float[Array, "B K N D"],
+    rows: Int[Array, "B K J R"],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B K G D"]:
+    """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`; `sizes` as in `biased_attention`."""
+    check_dtypes("recalled_attention", q, keys, values)
+    batch, heads, queries, dim = q.shape
+    each, count = rows.shape[2:]
+    if q.size == 0 or keys.size == 0 or count == 0 or power_of_two(dim) > 256:
+        raise NotImplementedError(f"the GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
+    lists, share = batch * heads * each, queries // each
+    chosen = split_sizes(q.dtype, count, lists) | dict(sizes or {})
+    block, span = chosen["block"], chosen["span"]
+    splits = pl.cdiv(count, span)
+    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+    parts = call(
+        partial(_attend, tile=power_of_two(share, 16), block=block, span=span, each=each),
+        (
+            jax.ShapeDtypeStruct((lists, splits, share, dim), jnp.float32),
+            jax.ShapeDtypeStruct((lists, splits, share), jnp.float32),
+        ),
+        q.reshape(lists, share, dim),
+        flat(keys),
+        flat(values),
+        rows.reshape(lists, count),
+        grid=(splits, lists),
+        warps=chosen["warps"],
+        stages=chosen["stages"],
+        interpret=interpret,
+    )
+    shape = (batch, 1, heads * queries, dim)
+    out, _ = call(
+        partial(combine, span=span, kv_heads=heads * each),
+        (jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)),
+        *parts,
+        jnp.full((lists,), count, jnp.int32),
+        grid=(share, lists, pl.cdiv(dim, COMBINED_COLUMNS)),
+        warps=4,
+        interpret=interpret,
+    )
+    return out.reshape(q.shape)
+
+
+def _attend(q, keys, values, rows, out, lse, *, tile, block, span, each):
+    """Attention of the queries of one list over one split of it."""
+    split, number = pl.program_id(0), pl.program_id(1)
+    head, width, share = number // each, keys.shape[2], q.shape[1]
+    columns, query_number = arange(power_of_two(width, 16)), arange(tile)
+    query = load_rows(q, number, query_number, columns, query_number < share, width)
+    first = split * span
+    last = jnp.minimum(first + span, rows.shape[1])
+
+    def body(i, state):
+        peak, total, mixed = state
+        place = first + i * block + arange(block)
+        row = plgpu.load(rows.at[number, place], mask=place < last, other=-1)
+        real = row >= 0
+        key = load_rows(keys, head, row, columns, real, width)
+        score = jnp.where(real[None, :], dot(query, key, (1, 1)) * (LOG2_E * width**-0.5), -jnp.inf)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
+        value = load_rows(values, head, row, columns, real, width)
+        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+
+    peak, total, mixed = jax.lax.fori_loop(
+        0,
+        pl.cdiv(last - first, block),
+        body,
+        (
+            jnp.full((tile,), -jnp.inf, jnp.float32),
+            jnp.zeros((tile,), jnp.float32),
+            jnp.zeros((tile, columns.shape[0]), jnp.float32),
+        ),
+    )
+    mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+    inside = query_number < share
+    mask = inside[:, None] & (columns < width)[None, :]
+    plgpu.store(out.at[number, split, query_number[:, None], columns[None, :]], mixed, mask=mask)
+    plgpu.store(lse.at[number, split, query_number], peak + jnp.log2(total), mask=inside)

@@ -1,0 +1,22 @@
+"""Attention over recalled rows in two steps: gather them, attend to what was gathered."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.gather_rows import gather_rows
+
+
+def recalled_attention(
+    q: Float[Array, "B K G D"],
+    keys: Float[Array, "B K N D"],
+    values: Float[Array, "B K N D"],
+    rows: Int[Array, "B K J R"],
+) -> Float[Array, "B K G D"]:
+    """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
+    batch, heads, queries, dim = q.shape
+    each, count = rows.shape[2:]
+    lists = rows.reshape(batch, heads, each * count)
+    keys, values = (gather_rows(x, lists).reshape(batch, heads * each, count, dim) for x in (keys, values))
+    degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
+    return biased_attention(q.reshape(batch, 1, heads * queries, dim), keys, values, degree).reshape(q.shape)

@@ -1,0 +1,37 @@
+"""Which rows to recall: those of the best clusters, until there is no room (ClusterKV section 4.3)."""
+
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.select_rows import pallas_gpu, reference
+
+BACKENDS = {"gpu": pallas_gpu.select_rows, "xla": reference.select_rows}
+
+
+def select_rows(
+    scores: Float[Array, "B K J C"],
+    sizes: Int[Array, "B K C"],
+    starts: Int[Array, "B K C"],
+    order: Int[Array, "B K N"] | None,
+    room: Int[Array, " B"],
+    *,
+    count: int,
+    backend: str | None = None,
+) -> Int[Array, "B K J count"]:
+    """The rows of the clusters of highest score, of equal ones the first, cut after `room` rows.
+
+    Args:
+        scores: f32, of every cluster for each of J selections per KV head.
+        sizes, starts: cluster c holds the rows `order[starts[c] : starts[c] + sizes[c]]`; one of size 0 is none.
+        order: rows by cluster; None where they stand so already.
+        room: rows wanted in each batch row, at most `count`.
+        count: static.
+
+    Returns:
+        rows, cluster after cluster; -1 behind the last one.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    return dispatch("select_rows", BACKENDS, backend, scores, sizes, starts, order, room, count=count)

@@ -1,0 +1,28 @@
+"""The rows of the best clusters in plain jnp, as the paper does it: sort, prefix sums, look up."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def select_rows(
+    scores: Float[Array, "B K J C"],
+    sizes: Int[Array, "B K C"],
+    starts: Int[Array, "B K C"],
+    order: Int[Array, "B K N"] | None,
+    room: Int[Array, " B"],
+    *,
+    count: int,
+) -> Int[Array, "B K J count"]:
+    """See `clusterkv_jax.kernels.select_rows.select_rows`."""
+    ranked = jnp.argsort(scores, axis=-1, stable=True, descending=True)
+    size, start = (jnp.take_along_axis(x[:, :, None], ranked, axis=-1) for x in (sizes, starts))
+    ends = jnp.cumsum(size, axis=-1)
+    place = jnp.arange(count, dtype=jnp.int32)
+    search = jnp.vectorize(lambda ends: jnp.searchsorted(ends, place, side="right"), signature="(c)->(r)")
+    # Beyond the last cluster there is none; what is read there is not used.
+    which = jnp.minimum(search(ends), scores.shape[-1] - 1)
+    at = place + jnp.take_along_axis(start - (ends - size), which, axis=-1)
+    inside = place < jnp.minimum(ends[..., -1:], room[:, None, None, None])
+    if order is not None:
+        at = jnp.take_along_axis(order[:, :, None], jnp.where(inside, at, 0), axis=-1)
+    return jnp.where(inside, at, -1)
