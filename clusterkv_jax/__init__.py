@@ -14,13 +14,17 @@ from clusterkv_jax.methods import (
     CentroidKV,
     Chelsea,
     ChunkKV,
+    ClusterKV,
     Composed,
     Full,
     GravityKV,
+    InfiniGen,
     PyramidKV,
+    Quest,
     SnapKV,
     StreamingLLM,
 )
+from clusterkv_jax.recall import build_index, select
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.saving import load as load_cache
 from clusterkv_jax.saving import save as save_cache
@@ -34,20 +38,24 @@ __all__ = [
     "CheckpointError",
     "Chelsea",
     "ChunkKV",
+    "ClusterKV",
     "Composed",
     "Full",
     "GravityKV",
     "HeadGroups",
+    "InfiniGen",
     "KVCache",
     "LayerCache",
     "Model",
     "PyramidKV",
+    "Quest",
     "Result",
     "Sampling",
     "SnapKV",
     "Stats",
     "StreamingLLM",
     "attend",
+    "build_index",
     "compress",
     "decode_step",
     "generate",
@@ -55,4 +63,5 @@ __all__ = [
     "load_cache",
     "prefill",
     "save_cache",
+    "select",
 ]

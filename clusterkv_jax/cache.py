@@ -244,13 +244,9 @@ def overflowed(cache: KVCache) -> Bool[Array, ""]:
 
 
 def nbytes(cache: KVCache) -> int:
-    """Bytes of keys, values and degrees: what attention reads and what the cache costs in memory."""
-    return sum(
-        x.size * x.dtype.itemsize
-        for layer in cache.layers
-        for group in groups(layer)
-        for x in (group.keys, group.values, group.degree)
-    )
+    """Bytes of keys, values and degrees, and of what the method keeps beside them, such as an index."""
+    rows = [(group.keys, group.values, group.degree) for layer in cache.layers for group in groups(layer)]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((rows, cache.state)))
 
 
 def slot_bytes(cache: KVCache) -> int:

@@ -157,7 +157,10 @@ def feed(
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for weights, layer, kept in zip(params["layers"], cache.layers, cache.state, strict=True):
-        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, before, config.rope)
+        ahead = None
+        if method.looks_ahead and before is not None:
+            ahead = transformer.qkv(weights, config, before, positions)[0]
+        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, ahead, config.rope)
         attended, layer, kept = method.step(layer, kept, new)
         before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
         layers.append(layer)

@@ -14,6 +14,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import is_count
 from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
 from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.sampling import Sampling
 
 Tokens = list[int]
@@ -35,7 +36,10 @@ class Stats:
         tpot_s: seconds per decode step after the first token, 0 if there was none.
         compile_s: seconds within this call that went into compiling programs not seen before.
         kept_rows: rows held at the end of prefill [layer][prompt][KV head]; equal prompts are read and counted once.
-        cache_bytes: bytes of the compressed cache of the batch.
+        recalled_rows: rows that the last step chose to attend to [layer][row][query head], of methods that keep more
+            than they attend to; a layer that attends to everything, and any other method, has none.
+        union_rows: how many different ones the query heads of a KV head chose together [layer][row][KV head].
+        cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
         full_cache_bytes: bytes of the same batch's cache without compression.
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
@@ -46,6 +50,8 @@ class Stats:
     tpot_s: float
     compile_s: float
     kept_rows: list[list[list[int]]]
+    recalled_rows: list[list[list[int]]]
+    union_rows: list[list[list[int]]]
     cache_bytes: int
     full_cache_bytes: int
     prompt_tokens: list[int]
@@ -116,13 +122,18 @@ def generate(
         token = jax.block_until_ready(sample_jit(logits, sampling, key, 0))
         first = time.perf_counter()
         cache_bytes = nbytes(cache)
-        made, steps = _decode(model, method, cache, token, key, max_new_tokens, sampling, stop, on_text, progress)
+        cache, made, steps = _decode(
+            model, method, cache, token, key, max_new_tokens, sampling, stop, on_text, progress
+        )
         end = time.perf_counter()
+    recalled, union = recalled_rows(cache)
     stats = Stats(
         ttft_s=first - begin,
         tpot_s=(end - first) / steps if steps else 0.0,
         compile_s=compiled[0],
         kept_rows=kept,
+        recalled_rows=recalled,
+        union_rows=union,
         cache_bytes=cache_bytes,
         full_cache_bytes=full_bytes,
         prompt_tokens=[len(text) for text in texts],
@@ -220,8 +231,11 @@ def _decode(
     stop: Sequence[str],
     on_text: OnText | None,
     progress: Progress | None,
-) -> tuple[list[Tokens], int]:
-    """Segments of the decode loop until every row has ended or has its tokens; returns the tokens and steps done."""
+) -> tuple[KVCache, list[Tokens], int]:
+    """Segments of the decode loop until every row has ended or has its tokens.
+
+    Returns the cache as it is then, the tokens and the steps done.
+    """
     ends = model.config.eos_ids
     made = [[int(t)] for t in np.asarray(token)]
     shown = ["" for _ in made]
@@ -235,7 +249,7 @@ def _decode(
             progress("decode", max_new_tokens if done.all() else steps + 1, max_new_tokens)
         limit = min(SEGMENT, max_new_tokens - 1 - steps)
         if done.all() or limit == 0:
-            return made, steps
+            return cache, made, steps
         cache, token, _, new, count = decode_loop(
             model.params,
             model.config,

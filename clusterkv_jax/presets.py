@@ -42,6 +42,9 @@ _METHODS = {
         methods.H2O,
         methods.StreamingLLM,
         methods.CaM,
+        methods.ClusterKV,
+        methods.Quest,
+        methods.InfiniGen,
     )
 }
 

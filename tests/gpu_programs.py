@@ -28,6 +28,8 @@ from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 
@@ -58,25 +60,30 @@ def programs(array):
         known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
         return soft_matching.cluster(layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known)
 
-    config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
-    method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
+    def decoding(method):
+        config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
 
-    def decode(params, cache, token, done, key, number):
-        fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
-        return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
+        def decode(params, cache, token, done, key, number):
+            fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
+            return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
 
-    params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
-    given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
-    held, _ = jax.eval_shape(
-        lambda p, *given: ckv.prefill(p, config, method, *given, max_new_tokens=384), params, *given
-    )
-    held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
-    key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
+        params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
+        given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
+        held, _ = jax.eval_shape(
+            lambda p, *given: ckv.prefill(p, config, method, *given, max_new_tokens=384), params, *given
+        )
+        held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
+        key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+        state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
+        return decode, state, (1, 2, 3)
 
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
+    group = QUERY_HEADS // HEADS
+    scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
+    clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
+    one_query, recalled = array((BATCH, HEADS, group, DIM), bf16), array((BATCH, HEADS, group, RECALLED), i32)
     return {
         "attention": (*attention(bf16, 1), ()),
         "attention of a question": (*attention(bf16, 64), ()),
@@ -85,9 +92,12 @@ def programs(array):
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
+        "select": (partial(select_rows, count=RECALLED), (scores, *clusters, rows, array((BATCH,), i32)), ()),
+        "recalled attention": (recalled_attention, (one_query, prompt, prompt, recalled), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
-        "decode": (decode, state, (1, 2, 3)),
+        "decode": decoding(ckv.CentroidKV(ckv.Budget(ratio=0.2))),
+        "decode with recall": decoding(ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)),
     }
 
 

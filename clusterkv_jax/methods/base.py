@@ -43,10 +43,12 @@ from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
 class Method:
     """Base of all methods: keeps every token, compresses nothing.
 
-    A method overrides what it does differently. `default_base` is what the paper takes its ratio of.
+    A method overrides what it does differently. `default_base` is what the paper takes its ratio of, `looks_ahead` says
+    whether `NewTokens.ahead` is wanted.
     """
 
     default_base: ClassVar[Base] = "prompt"
+    looks_ahead: ClassVar[bool] = False
 
     @property
     def fewest_rows(self) -> int:
@@ -364,8 +366,8 @@ def aligned(slots: int) -> int:
 
 def _of_heads(new: NewTokens, heads: tuple[int, ...]) -> NewTokens:
     index = jnp.asarray(heads)
-    q = query_heads(new.q, heads, new.k.shape[2], axis=2)
-    return replace(new, q=q, k=new.k[:, :, index], v=new.v[:, :, index])
+    q, ahead = (None if x is None else query_heads(x, heads, new.k.shape[2], axis=2) for x in (new.q, new.ahead))
+    return replace(new, q=q, ahead=ahead, k=new.k[:, :, index], v=new.v[:, :, index])
 
 
 def _with_groups(layer: Layer, made: list[LayerCache]) -> Layer:

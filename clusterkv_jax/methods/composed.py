@@ -22,6 +22,7 @@ from clusterkv_jax.methods.base import (
     append_and_attend,
 )
 from clusterkv_jax.methods.full import Full
+from clusterkv_jax.methods.recall import Recall
 from clusterkv_jax.methods.streamingllm import StreamingLLM, moved_back
 
 
@@ -51,6 +52,9 @@ class Composed(Method):
                 isinstance(self.decode, Full) or not isinstance(self.prefill, AdaKV),
                 "Full() after AdaKV: other methods know no heads of unequal lengths",
             ),
+            # An index is made of a whole prompt, and needs it whole.
+            ("prefill", not isinstance(self.prefill, Recall), "a method that drops or merges what it does not keep"),
+            ("decode", not isinstance(self.decode, Recall), "a method that drops or merges what it does not keep"),
             ("decode", again, "Full() or one that compresses while decoding"),
             ("decode", not moved, "Full() where keys are rerotated: no other method knows how they were moved"),
         )

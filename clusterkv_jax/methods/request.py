@@ -18,7 +18,8 @@ class LayerPlan:
 
     Layers of equal plans share one compiled program. `scores` says whether a method whose layers may share their
     decisions makes this layer's own; `rope` are the model's rotations, for methods that move keys; `rounds` are those
-    that compressing takes, where they are known.
+    that compressing takes, where they are known; `recalled` the most rows that a step attends to, for methods that keep
+    more than that.
     """
 
     heads: tuple[tuple[int, ...], ...]
@@ -27,6 +28,7 @@ class LayerPlan:
     scores: bool = True
     rope: Rope | None = None
     rounds: int | None = None
+    recalled: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,8 @@ class Request:
 class NewTokens:
     """T tokens that enter a layer: the first `count` of each row are real, the others padding.
 
-    `before` is what the previous layer read (None in the first), for methods that look one layer ahead.
+    `ahead` are the queries that this layer makes of what the previous layer read, for methods that look one layer
+    ahead; None in the first layer and for all others.
     """
 
     q: Float[Array, "B T H D"]
@@ -66,5 +69,5 @@ class NewTokens:
     v: Float[Array, "B T K D"]
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
-    before: Float[Array, "B T M"] | None = None
+    ahead: Float[Array, "B T H D"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})

@@ -1,0 +1,239 @@
+"""ClusterKV: recall whole clusters of keys (Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for
+Recallable Compression").
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
+from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.kmeans import cluster
+from clusterkv_jax.methods.recall import Index, Recall, scores_of
+from clusterkv_jax.sharding import over_heads
+
+
+@dataclass(frozen=True)
+class ClusterKV(Recall):
+    """Attend to the first `sinks` rows, to the clusters whose centroids score best with the query until B rows are
+    reached, and to the generated rows that are not clustered yet.
+
+    A prompt's rows behind the sinks are clustered by the cosines of their keys, one cluster for every
+    `tokens_per_cluster`; every `interval` generated tokens among themselves into `interval_clusters`. The first
+    `dense_layers` attend to everything. `per_query_head=False` chooses for all query heads of a KV head together, by
+    the largest of their scores.
+    """
+
+    budget: Budget
+    sinks: int = 16
+    tokens_per_cluster: int = 80
+    interval: int = 320
+    interval_clusters: int = 4
+    max_iterations: int = 20
+    dense_layers: int = 2
+    per_query_head: bool = True
+    store: Literal["device"] = "device"
+    cached_steps: int = 1
+
+    def __post_init__(self) -> None:
+        counts = {"sinks": 0, "tokens_per_cluster": 1, "interval": 1, "interval_clusters": 1, "max_iterations": 0}
+        counts |= {"dense_layers": 0, "cached_steps": 0}
+        check_fields(
+            self,
+            ("budget", isinstance(self.budget, Budget), "a Budget"),
+            *(
+                (name, is_count(getattr(self, name), least), f"a whole number of at least {least}")
+                for name, least in counts.items()
+            ),
+            ("interval_clusters", self.interval_clusters <= self.interval, f"at most interval = {self.interval}"),
+            ("per_query_head", isinstance(self.per_query_head, bool), "True or False"),
+            ("store", self.store == "device", '"device"'),
+        )
+
+    @property
+    def always_kept(self) -> dict[str, int]:
+        """The sinks, which are part of the budget."""
+        return {"sinks": self.sinks}
+
+    def selections(self, queries: int) -> int:
+        """One for each query head, or one for all of a KV head."""
+        return queries if self.per_query_head else 1
+
+    def unknown(self, tokens: int) -> int:
+        """What is not clustered yet: less than an interval, and the tokens of this step."""
+        return self.interval - 1 + tokens
+
+    def clusters_of(self, lengths: Any) -> Any:
+        """C0, the clusters of a prompt of so many tokens."""
+        return (lengths - self.sinks) // self.tokens_per_cluster
+
+    def build(
+        self,
+        prompt: LayerCache,
+        queries: Array | None,
+        rows: Int[Array, " B"],
+        reserve: int,
+        key: Array,
+        *,
+        initial_rows: Int[Array, " C"] | None = None,
+    ) -> Index:
+        """Cluster the keys behind the sinks, with room for the clusters of `reserve` tokens.
+
+        Clusters start from these rows of the prompt, or from random ones, of which a row of the batch draws those that
+        it would draw alone.
+        """
+        del queries, rows
+        batch = prompt.length.shape[0]
+        prompt = resize(prompt, max(prompt.capacity, self.sinks + 1))
+        if initial_rows is None:
+            most = max(1, self.clusters_of(prompt.capacity))
+            count = jnp.maximum(1, self.clusters_of(prompt.length[:, 0]))
+            draws = _draw(key, jnp.arange(prompt.capacity - self.sinks, dtype=jnp.int32))
+            draws = jnp.broadcast_to(draws, (batch, draws.shape[0]))
+            seeds = _lowest(draws, prompt.length[:, :1] - self.sinks, count, most)
+        else:
+            seeds = jnp.broadcast_to(initial_rows - self.sinks, (batch, initial_rows.shape[0]))
+            count = jnp.full(batch, initial_rows.shape[0], jnp.int32)
+        index = self._cluster_prompt(prompt, seeds, reserve)
+        if reserve < self.interval:
+            return index
+        data = jax.random.key_data(key)
+        return index | {"clusters": count, "key": jnp.broadcast_to(data, (batch, *data.shape))}
+
+    def _cluster_prompt(self, prompt: LayerCache, seeds: Int[Array, "B C"], reserve: int) -> Index:
+        """Clusters from these rows, counted behind the sinks (-1 for none)."""
+        batch, heads = prompt.length.shape
+        more = self.interval_clusters * (reserve // self.interval)
+
+        def make(prompt: LayerCache, seeds: Int[Array, "B K C"]) -> Index:
+            rest = jnp.maximum(prompt.length - self.sinks, 0)
+            centroids, labels, sizes = cluster(
+                prompt.keys[:, :, self.sinks :], seeds, max_iterations=self.max_iterations, length=rest
+            )
+            number = jnp.arange(prompt.capacity + reserve, dtype=jnp.int32)
+            ordered = self.sinks + _by_label(labels)
+            order = jnp.broadcast_to(number, (*ordered.shape[:2], number.shape[0]))
+            order = order.at[:, :, self.sinks : prompt.capacity].set(ordered)
+            behind = [(0, 0), (0, 0), (0, more)]
+            return {
+                "centroids": jnp.pad(centroids, [*behind, (0, 0)]),
+                "sizes": jnp.pad(sizes, behind),
+                "starts": jnp.pad(self.sinks + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes, behind),
+                "order": order,
+            }
+
+        each = jnp.broadcast_to(seeds[:, None], (batch, heads, seeds.shape[-1]))
+        # What is shorter than the sinks fills them before anything can be clustered.
+        return over_heads(make, prompt, each) | {"indexed": jnp.maximum(prompt.length[:, 0], self.sinks)}
+
+    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K J count"]:
+        """The sinks, then the best clusters by q . centroid."""
+        first = min(self.sinks, count)
+
+        def best(q: Array, centroids: Array, sizes: Array, starts: Array, order: Array, room: Array) -> Array:
+            scores = scores_of(q, centroids)
+            if not self.per_query_head:
+                scores = jnp.max(scores, axis=2, keepdims=True)
+            return select_rows(scores, sizes, starts, order, room, count=count - first)
+
+        arrays = (index[name] for name in ("centroids", "sizes", "starts", "order"))
+        rows = over_heads(best, q, *arrays, jnp.maximum(index["budget"] - first, 0))
+        sinks = jnp.arange(first, dtype=jnp.int32)
+        return jnp.concatenate([jnp.broadcast_to(sinks, (*rows.shape[:3], first)), rows], axis=-1)
+
+    # --- while decoding ---
+
+    def due(self, cache: KVCache) -> Bool[Array, ""] | None:
+        """True when some batch row has `interval` tokens that are not clustered; all layers have the same.
+
+        None where no room was reserved for so many.
+        """
+        found = [kept for state in cache.state for kept in state if kept is not None and "clusters" in kept]
+        return jnp.any(cache.position - found[0]["indexed"] >= self.interval) if found else None
+
+    def recompress(self, cache: KVCache) -> KVCache:
+        """Cluster intervals of the batch rows that have one, until none has; no row moves."""
+
+        def step(states):
+            return tuple(
+                tuple(
+                    kept if kept is None else self._cluster_interval(group, kept, cache.position)
+                    for group, kept in zip(groups(layer), state, strict=True)
+                )
+                for layer, state in zip(cache.layers, states, strict=True)
+            )
+
+        def unfinished(states):
+            return self.due(replace(cache, state=states))
+
+        return replace(cache, state=jax.lax.while_loop(unfinished, step, cache.state))
+
+    def _cluster_interval(self, group: LayerCache, state: Index, position: Int[Array, " B"]) -> Index:
+        """The first `interval` rows that are not clustered, in batch rows that have so many."""
+        begin = state["indexed"]
+        ready = position - begin >= self.interval
+        number = jnp.arange(self.interval, dtype=jnp.int32)
+        slots = begin[:, None] + number
+        draws = jax.vmap(lambda data, at: _draw(jax.random.wrap_key_data(data), at))(state["key"], slots)
+        most = self.interval_clusters
+        seeds = _lowest(draws, jnp.full_like(begin, self.interval)[:, None], jnp.full_like(begin, most), most)
+
+        def make(group, index, seeds, begin, clusters, ready):
+            rows = jnp.broadcast_to((begin[:, None] + number)[:, None], (*seeds.shape[:2], self.interval))
+            keys = jnp.take_along_axis(group.keys, rows[..., None], axis=2)
+            centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
+            starts = begin[:, None, None] + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
+            found = {
+                "centroids": _put(index["centroids"], centroids, clusters),
+                "sizes": _put(index["sizes"], sizes, clusters),
+                "starts": _put(index["starts"], starts, clusters),
+                "order": _put(index["order"], begin[:, None, None] + _by_label(labels), begin),
+            }
+            chosen = lambda new, old: jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
+            return jax.tree.map(chosen, found, index)
+
+        each = jnp.broadcast_to(seeds[:, None], (*group.length.shape, most))
+        index = {name: state[name] for name in ("centroids", "sizes", "starts", "order")}
+        made = over_heads(make, group, index, each, begin, state["clusters"], ready)
+        return (
+            state
+            | made
+            | {
+                "indexed": begin + jnp.where(ready, self.interval, 0),
+                "clusters": state["clusters"] + jnp.where(ready, most, 0),
+            }
+        )
+
+
+def _draw(key: Array, numbers: Int[Array, " N"]) -> Float[Array, " N"]:
+    """A random number for every row, the same in a prompt of any width."""
+    return jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number)))(numbers)
+
+
+def _lowest(
+    draws: Float[Array, "B N"], length: Int[Array, "B 1"], count: Int[Array, " B"], most: int
+) -> Int[Array, "B most"]:
+    """The rows below `length` with the lowest numbers, `count` of `most`, -1 behind them."""
+    real = jnp.arange(draws.shape[1]) < length
+    _, rows = jax.lax.top_k(jnp.where(real, -draws, -jnp.inf), most)
+    return jnp.where(jnp.arange(most) < count[:, None], rows.astype(jnp.int32), -1)
+
+
+def _by_label(labels: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
+    """Rows in the order of their labels, those of a label in their own order; without one, last."""
+    last = jnp.where(labels < 0, jnp.iinfo(jnp.int32).max, labels)
+    return jnp.argsort(last, axis=-1, stable=True).astype(jnp.int32)
+
+
+def _put(x: Shaped[Array, "B K C ..."], part: Shaped[Array, "B K n ..."], at: Int[Array, " B"]) -> Array:
+    """`x` with `part` from entry at[b] on, in every batch row."""
+
+    def one_row(x: Array, part: Array, at: Array) -> Array:
+        return jax.lax.dynamic_update_slice(x, part, (jnp.int32(0), at, *[jnp.int32(0)] * (x.ndim - 2)))
+
+    return jax.vmap(one_row)(x, part, at)

@@ -1,0 +1,110 @@
+"""Quest: recall whole pages of successive rows (Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context
+LLM Inference").
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.methods.recall import Index, Recall, scores_of
+from clusterkv_jax.methods.request import NewTokens
+from clusterkv_jax.sharding import over_heads
+
+
+@dataclass(frozen=True)
+class Quest(Recall):
+    """Attend to the pages of `page` rows whose keys could score best with the query: B // `page` of them, at least
+    `min_pages`, the newest always among them.
+
+    A page's score is sum_d max(q_d min_d, q_d max_d) over the smallest and largest entries of its keys. The first
+    `dense_layers` attend to everything.
+    """
+
+    budget: Budget
+    page: int = 16
+    min_pages: int = 3
+    dense_layers: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            ("budget", isinstance(self.budget, Budget), "a Budget"),
+            ("page", is_count(self.page, 1), "a whole number of at least 1"),
+            ("min_pages", is_count(self.min_pages, 1), "a whole number of at least 1"),
+            ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
+        )
+
+    def most_recalled(self, rows: int) -> int:
+        """At least those of the fewest pages."""
+        return max(rows, self.min_pages * self.page)
+
+    def unknown(self, tokens: int) -> int:
+        """The newest page."""
+        del tokens
+        return self.page
+
+    def build(
+        self, prompt: LayerCache, queries: Array | None, rows: Int[Array, " B"], reserve: int, key: Array
+    ) -> Index:
+        """The bounds of every page: the largest and the smallest entries of the keys there are."""
+        del queries, key
+        pages = -(-(prompt.capacity + reserve) // self.page)
+        spare = [(0, 0), (0, 0), (0, pages * self.page - prompt.capacity), (0, 0)]
+        real = jnp.arange(prompt.capacity)[:, None] < prompt.length[..., None, None]
+        most = float(jnp.finfo(prompt.keys.dtype).max)
+
+        def bound(fill: float, over: Callable[..., Array]) -> Array:
+            keys = jnp.where(real, prompt.keys, jnp.asarray(fill, prompt.keys.dtype))
+            keys = jnp.pad(keys, spare, constant_values=fill)
+            return over(keys.reshape(*keys.shape[:2], pages, self.page, -1), axis=3)
+
+        whole = jnp.minimum(self._pages(rows), prompt.length[:, 0] // self.page)
+        return {
+            "bounds": jnp.concatenate([bound(-most, jnp.max), bound(most, jnp.min)], axis=-1),
+            "room": whole * self.page,
+        }
+
+    def follow(self, index: Index, group: LayerCache, new: NewTokens) -> Index:
+        """The token's key widens the bounds of its page, the newest, which is read whatever its score."""
+        old, key = index["bounds"], jnp.swapaxes(new.k, 1, 2)
+        newest, length = new.positions // self.page, group.length[:, 0]
+        high, low = jnp.split(jnp.take_along_axis(old, newest[:, None, :, None], axis=2, mode="clip"), 2, axis=-1)
+        wider = jnp.concatenate([jnp.maximum(high, key), jnp.minimum(low, key)], axis=-1)
+        at = jnp.where(new.real, newest, old.shape[2])
+        put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
+        known = (length - 1) // self.page * self.page
+        others = (self._pages(index["budget"]) - 1) * self.page
+        return index | {
+            "bounds": put(old, wider, at),
+            "indexed": known,
+            "room": jnp.where(length <= index["budget"], known, others),
+        }
+
+    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K G count"]:
+        """The best of the pages that are indexed."""
+        known, bounds = index["indexed"], index["bounds"]
+        start = jnp.arange(bounds.shape[2], dtype=jnp.int32) * self.page
+        sizes = jnp.where(start < known[:, None], self.page, 0)
+
+        def best(q: Array, bounds: Array, sizes: Array, starts: Array, room: Array) -> Array:
+            return select_rows(page_scores(q, bounds), sizes, starts, None, room, count=count)
+
+        sizes, starts = (jnp.broadcast_to(x, bounds.shape[:3]) for x in (sizes[:, None], start))
+        rows = over_heads(best, q, bounds, sizes, starts, index["room"])
+        return jnp.where(rows < known[:, None, None, None], rows, -1)
+
+    def _pages(self, rows: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Pages of a budget, whether there are so many or not."""
+        return jnp.maximum(rows // self.page, self.min_pages)
+
+
+def page_scores(q: Float[Array, "B K G D"], bounds: Float[Array, "B K P 2D"]) -> Float[Array, "B K G P"]:
+    """sum_d max(q_d min_d, q_d max_d): what q > 0 finds in the largest entries and q < 0 in the smallest."""
+    return scores_of(jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1), bounds)
