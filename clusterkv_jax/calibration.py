@@ -167,11 +167,15 @@ def choose_outliers(
 
 @dataclass(frozen=True)
 class Observed:
-    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D]."""
+    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D].
+
+    `ahead` are the queries that the layer makes of what the layer before it read; None in the first.
+    """
 
     queries: Float[Array, "1 H N D"]
     keys: Float[Array, "1 K N D"]
     values: Float[Array, "1 K N D"]
+    ahead: Float[Array, "1 H N D"] | None = None
 
 
 def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
@@ -179,15 +183,25 @@ def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
     ids = jnp.asarray([tokens], jnp.int32)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     hidden = transformer.embed(model.params, model.config, ids, positions)
-    for weights in model.params["layers"]:
-        hidden, q, k, v = _layer(weights, model.config, hidden, positions)
-        yield Observed(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
+    before, ahead = hidden, None
+    for number, weights in enumerate(model.params["layers"]):
+        if number:
+            ahead = jnp.swapaxes(_queries(weights, model.config, before, positions), 1, 2)
+        before = hidden
+        hidden, *qkv = _layer(weights, model.config, hidden, positions)
+        queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
+        yield Observed(queries, keys, values, ahead)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
     q, k, v = transformer.qkv(weights, config, hidden, positions)
     return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _queries(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
+    return transformer.qkv(weights, config, hidden, positions)[0]
 
 
 # --- files ---

@@ -173,7 +173,7 @@ def methods(
 app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command()(command.evaluate)
 app.command("join")(command.join)
-app.command()(command.inspect)
+app.add_typer(command.inspect, name="inspect")
 app.command(context_settings=command.PASS_ON)(command.lm_eval)
 
 
@@ -299,13 +299,16 @@ def _answers(questions: list[str], runs: list[Run]) -> Table:
 def _costs(runs: list[Run]) -> Table:
     """What each method kept and how fast it was."""
     table = Table(box=SIMPLE_HEAD)
-    for column in ("method", "kept rows", "cache MB", "of full", "TTFT s", "tokens/s"):
+    recalling = any(run.stats.recalled_rows for run in runs)
+    recalled = ("recalled",) if recalling else ()
+    for column in ("method", "kept rows", *recalled, "cache MB", "of full", "TTFT s", "tokens/s"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for run in runs:
         stats = run.stats
         table.add_row(
             run.name,
             f"{_span(stats.kept_rows)} of {_span(stats.prompt_tokens)}",
+            *([_span(stats.recalled_rows) if stats.recalled_rows else "-"] if recalling else []),
             f"{stats.cache_bytes / 1e6:.2f}",
             f"{stats.cache_bytes / stats.full_cache_bytes:.1%}",
             f"{stats.ttft_s:.2f}",

@@ -46,7 +46,10 @@ def test_commands_exist(code):
         assert name in ("generate", "methods", "calibrate", "evaluate", "inspect", "join", "lm-eval")
         if name == "lm-eval":  # its options are the harness's
             continue
-        options = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "300"}).stdout
+        path = [name]
+        if name == "inspect":
+            path.append("recall" if command.split()[1] == "recall" else "keys")
+        options = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "300"}).stdout
         for option in re.findall(r"(--[\w-]+)", command):
             assert f"{option} " in options, option
 

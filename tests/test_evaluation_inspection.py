@@ -1,10 +1,12 @@
 """What is observed in keys and caches, on keys whose answers are known, and the page that shows it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import inspection, inspection_page
+from clusterkv_jax.evaluation import inspection, inspection_page, recall
 from clusterkv_jax.evaluation.inspection import Observed
 from tests.tiny import prompt, tiny
 
@@ -51,6 +53,36 @@ def test_the_full_cache_has_no_error_and_a_small_one_has(layers):
     errors = inspection.output_errors(layers, METHOD)
     assert (errors[:, 0] < 0.999).all()
     assert (errors[:, 1] > 0.01).all()
+
+
+def test_the_recall_rate_counts_the_best_rows(layers):
+    method = ckv.ClusterKV(ckv.Budget(tokens=40), sinks=2, tokens_per_cluster=8, dense_layers=1)
+    rates = recall.recall_rates(layers, method, 20)
+    assert rates.shape == (2, 4, 20)
+    assert np.isnan(rates[0]).all()
+    # By hand, for one head and step.
+    layer, step, head = layers[1], 3, 2
+    cut = 160 - 20
+    index = ckv.build_index(method, *(x[:, :, :cut] for x in (layer.keys, layer.values)))
+    query = np.asarray(layer.queries[0, :, cut + step])
+    chosen = set(np.asarray(ckv.select(method, index, query[None]))[0, head].tolist())
+    best = np.argsort(-(np.asarray(layer.keys[0, head // 2, :cut]) @ query[head]))[:40]
+    assert rates[1, head, step] == pytest.approx(len(chosen & set(best.tolist())) / 40)
+    # Every row of its own cluster: what scores best is what attends best.
+    single = recall.recall_rates(layers, dataclasses.replace(method, sinks=0, tokens_per_cluster=1), 20)
+    assert np.nanmin(single) > 0.95 > recall.mean_rate(rates) > 40 / cut
+    with pytest.raises(ValueError, match="got 140 tokens and 150 rows"):
+        recall.recall_rates(layers, dataclasses.replace(method, budget=ckv.Budget(tokens=150)), 20)
+
+
+def test_the_page_of_recall_holds_every_picture(layers):
+    pytest.importorskip("matplotlib")
+    rates = np.full((2, 4, 20), 0.5)
+    rates[0] = np.nan
+    found = {("clusterkv", 40): rates, ("quest", 40): rates / 2, ("quest", 80): rates}
+    page = recall.recall_page(tiny(), 160, 20, found)
+    assert page.count("<svg") == 4
+    assert "140 tokens" in page
 
 
 def test_the_page_holds_every_picture():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -133,7 +134,21 @@ def lm_eval(context: typer.Context) -> None:
         harness.main(context.args)
 
 
-def inspect(
+class KeysByDefault(typer.core.TyperGroup):
+    """`inspect MODEL` is `inspect keys MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Arguments that begin with no command's name are those of `keys`."""
+        if args and args[0] not in {*self.commands, "--help"}:
+            args = ["keys", *args]
+        return super().parse_args(ctx, args)
+
+
+inspect = typer.Typer(cls=KeysByDefault, help="Draw what a model's keys look like, and what methods find in them.")
+
+
+@inspect.command("keys")
+def inspect_keys(
     model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
     text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
     methods: Annotated[str, typer.Option(help="Methods to compare, between commas.")] = "centroidkv",
@@ -150,17 +165,66 @@ def inspect(
         from clusterkv_jax.evaluation import inspection_page, runner, sources
 
         loaded = ckv.load(model)
-        if loaded.tokenizer is None:
-            raise ValueError(f"model {model} has no tokenizer, which inspection needs.")
-        ids = loaded.tokenizer.encode(sources.body(sources.read_text(text)), verbose=False)
-        if not 256 <= tokens <= min(len(ids), loaded.config.max_positions):
-            raise ValueError(
-                f"--tokens must be between 256 and {min(len(ids), loaded.config.max_positions)}, what text and model "
-                f"have, got {tokens}."
-            )
+        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
         chosen = {entry.name: entry.method for entry in parse_entries(_split(methods), (budget,))}
-        runner.write_whole(output, inspection_page.page_of(loaded, ids[:tokens], chosen))
+        runner.write_whole(output, inspection_page.page_of(loaded, ids, chosen))
         Console().print(f"Written to {output}", highlight=False)
+
+
+@inspect.command("recall")
+def inspect_recall(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
+    methods: Annotated[str, typer.Option(help="Recall methods, between commas.")] = "clusterkv,quest",
+    budgets: Annotated[str, typer.Option(help="Rows to recall, between commas.")] = "256,512,768,1024",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 4096,
+    steps: Annotated[int, typer.Option(help="The last of them, whose queries are compared.")] = 64,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("recall.html"),
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Measure how many of the rows with the largest attention each recall method selects."""
+    from clusterkv_jax.cli import _one_sentence_errors
+
+    with _one_sentence_errors(debug):
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation import inspection, recall, runner, sources
+        from clusterkv_jax.methods import Recall
+
+        entries = parse_entries(_split(methods), tuple(str(_whole(part, "--budgets")) for part in _split(budgets)))
+        for entry in entries:
+            if not isinstance(entry.method, Recall):
+                raise ValueError(
+                    f"--methods must be methods that recall, and {entry.name} keeps no more than it reads."
+                )
+        loaded = ckv.load(model)
+        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
+        if not 1 <= steps < tokens:
+            raise ValueError(f"--steps must be between 1 and {tokens - 1}, got {steps}.")
+        layers = inspection.observe(loaded, ids)
+        found = {}
+        for entry in entries:
+            found[entry.name, int(entry.budget)] = recall.recall_rates(layers, entry.method, steps)
+        runner.write_whole(output, recall.recall_page(loaded, tokens, steps, found))
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("method")
+        rows = sorted({budget for _, budget in found})
+        for budget in rows:
+            table.add_column(f"B = {budget:,}", justify="right")
+        for name in dict.fromkeys(name for name, _ in found):
+            table.add_row(name, *(f"{recall.mean_rate(found[name, budget]):.3f}" for budget in rows))
+        Console().print(table)
+        Console().print(f"Written to {output}", highlight=False)
+
+
+def _tokens_of(loaded: Any, text: str, tokens: int) -> list[int]:
+    """The first `tokens` tokens of a text."""
+    if loaded.tokenizer is None:
+        raise ValueError(f"model {loaded.name} has no tokenizer, which inspection needs.")
+    ids = loaded.tokenizer.encode(text, verbose=False)
+    most = min(len(ids), loaded.config.max_positions)
+    if not 256 <= tokens <= most:
+        raise ValueError(f"--tokens must be between 256 and {most}, what text and model have, got {tokens}.")
+    return ids[:tokens]
 
 
 # What the harness's command is told goes to it as it is, --help too.
@@ -291,7 +355,7 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, option: str = "--lengths") -> int:
     if not text.isdigit():
-        raise ValueError(f"--lengths takes whole numbers such as 4096, got {text!r}.")
+        raise ValueError(f"{option} takes whole numbers such as 4096, got {text!r}.")
     return int(text)

@@ -38,10 +38,10 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
         errors = {name: inspection.output_errors(layers, method) for name, method in less.items()}
         parts += [
             "<h2>Positions kept by successive layers (Jaccard similarity)</h2>",
-            f"<figure>{_by_layer(likeness, 'similarity to the next layer')}</figure>",
+            f"<figure>{by_layer(likeness, 'similarity to the next layer')}</figure>",
             "<h2>Attention output of the last queries against the full cache</h2>",
-            f"<figure>{_by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
-            f"<figure>{_by_layer({n: e[:, 1] for n, e in errors.items()}, 'relative L1 error')}</figure>",
+            f"<figure>{by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
+            f"<figure>{by_layer({n: e[:, 1] for n, e in errors.items()}, 'relative L1 error')}</figure>",
         ]
     return page(f"{model.name}: keys and caches", parts)
 
@@ -89,7 +89,8 @@ def _outliers(shares: Float[np.ndarray, "L K"]) -> str:
     return as_svg(figure)
 
 
-def _by_layer(values: Mapping[str, Float[np.ndarray, " L"]], what: str) -> str:
+def by_layer(values: Mapping[str, Float[np.ndarray, " L"]], what: str) -> str:
+    """A line per name over the layers."""
     figure, axes = new_figure(7.5, 3.2)
     for i, (name, line) in enumerate(values.items()):
         axes.plot(range(len(line)), line, marker="o", markersize=3, label=name, color=COLOURS[i % len(COLOURS)])

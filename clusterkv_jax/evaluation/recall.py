@@ -1,0 +1,129 @@
+"""How much of what matters a recall method finds: |I_T n I_true| / B by layer, head and step (ClusterKV figure 11).
+
+The text is cut in two. Its first part is the prompt, which is indexed; every token of the second part is a step whose
+true query, that of the model with its full cache, selects rows of the prompt. I_true are the B rows of the prompt with
+the largest q . k. What is generated meanwhile, which all methods read, counts for nobody.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.evaluation.inspection import Observed
+from clusterkv_jax.evaluation.inspection_page import by_layer
+from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
+from clusterkv_jax.evaluation.report import page
+from clusterkv_jax.methods import InfiniGen, Recall
+from clusterkv_jax.recall import build_index, select
+
+Rates = Float[np.ndarray, "L H S"]
+
+
+def recall_rates(layers: Sequence[Observed], method: Recall, steps: int) -> Rates:
+    """The share of each step's B best rows that a method selects, NaN in layers that it leaves dense.
+
+    Raises:
+        ValueError: if the prompt, all but the last `steps` tokens, is not longer than the budget.
+    """
+    heads = layers[0].queries.shape[1]
+    found = np.full((len(layers), heads, steps), np.nan)
+    for number, layer in enumerate(layers):
+        if number >= method.fewest_dense_layers:
+            found[number] = np.asarray(_layer_rates(layer, method, steps))
+    return found
+
+
+def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H S"]:
+    cut = layer.keys.shape[2] - steps
+    prompt = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
+    queries, keys, values = prompt
+    index = build_index(method, keys, values, queries=queries)
+    budget = int(index["budget"][0])
+    if budget >= cut:
+        raise ValueError(f"the recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
+    asked = layer.ahead if isinstance(method, InfiniGen) else layer.queries
+    assert asked is not None  # the first layer is dense for methods that look ahead
+    return _rates(method, budget, index, layer.queries[:, :, cut:], asked[:, :, cut:], keys)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _rates(method: Recall, budget: int, index, queries: Array, asked: Array, keys: Array) -> Float[Array, "H S"]:
+    kv_heads, tokens, dim = keys.shape[1:]
+
+    def step(both):
+        query, asked = both  # [1, H, D]
+        rows = select(method, index, asked)[0]
+        score = jnp.einsum("kgd,knd->kgn", query.reshape(kv_heads, -1, dim), keys[0], precision="highest")
+        _, best = jax.lax.top_k(score.reshape(-1, tokens), budget)
+        member = jax.vmap(lambda rows: jnp.zeros(tokens, bool).at[rows].set(True, mode="drop"))
+        # -1 would name the last row.
+        chosen = member(jnp.where(rows < 0, tokens, rows))
+        return jnp.sum(jnp.take_along_axis(chosen, best, axis=1), axis=1) / budget
+
+    return jax.lax.map(step, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(asked, 2, 0))).T
+
+
+def mean_rate(rates: Rates) -> float:
+    """Over all heads and steps of the layers that recall."""
+    return float(np.nanmean(rates))
+
+
+def recall_page(model: Model, tokens: int, steps: int, found: Mapping[tuple[str, int], Rates]) -> str:
+    """Pictures of the rates of every (method, budget): over the budget, by layer, by head, over the steps."""
+    most = max(budget for _, budget in found)
+    largest = {name: rates for (name, budget), rates in found.items() if budget == most}
+    parts = [
+        f"<h1>{html.escape(model.name)}: recall rate</h1>",
+        f"<p>A prompt of {tokens - steps:,} tokens and the queries of the {steps} tokens after it: the share of the B "
+        "rows with the largest attention that each method selects.</p>",
+        f"<figure>{_over_budget(found)}</figure>",
+        f"<h2>By layer, B = {most:,}</h2>",
+        f"<figure>{by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, 'recall rate')}</figure>",
+        f"<h2>By layer (down) and head (across), B = {most:,}</h2>",
+        f"<figure>{_by_head(largest)}</figure>",
+        f"<h2>Step after step, B = {most:,}</h2>",
+        f"<figure>{_over_steps(largest)}</figure>",
+    ]
+    return page(f"{model.name}: recall rate", parts)
+
+
+def _over_budget(found: Mapping[tuple[str, int], Rates]) -> str:
+    figure, axes = new_figure(7.5, 3.6)
+    for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in found), strict=False):
+        line = sorted((budget, mean_rate(rates)) for (other, budget), rates in found.items() if other == name)
+        axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=name, color=colour)
+    axes.set_xlabel("rows recalled")
+    return _finished(figure, axes)
+
+
+def _over_steps(found: Mapping[str, Rates]) -> str:
+    figure, axes = new_figure(7.5, 3.2)
+    for colour, (name, rates) in zip(COLOURS, found.items(), strict=False):
+        axes.plot(1 + np.arange(rates.shape[2]), np.nanmean(rates, axis=(0, 1)), label=name, color=colour)
+    axes.set_xlabel("step")
+    return _finished(figure, axes)
+
+
+def _finished(figure, axes) -> str:
+    axes.set_ylabel("recall rate")
+    axes.set_ylim(0, 1)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return as_svg(figure)
+
+
+def _by_head(found: Mapping[str, Rates]) -> str:
+    layers, heads, _ = next(iter(found.values())).shape
+    figure, axes = new_figure((1.2 + 0.25 * heads) * len(found) + 0.8, 1.2 + 0.25 * layers)
+    axes.remove()
+    places = figure.subplots(1, len(found), squeeze=False)[0]
+    for place, (name, rates) in zip(places, found.items(), strict=True):
+        image = place.imshow(rates.mean(-1), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        place.set_title(name, fontsize=8)
+    figure.colorbar(image, ax=places)
+    return as_svg(figure)
