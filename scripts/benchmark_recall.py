@@ -1,0 +1,137 @@
+"""Times decoding with ClusterKV beside the full cache, with Llama-3.1-8B's shapes and random weights.
+
+    python scripts/benchmark_recall.py 32768 65536 131072        batch 1, a context after the other
+    python scripts/benchmark_recall.py 32768 --batch 16          one context, copied for every row of the batch
+    python scripts/benchmark_recall.py 512 --tiny                a toy, for a CPU
+
+Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
+warmed up before, over --steps steps. Clustering's share is what prefill takes longer than with the full cache, without
+compiling; selection's and attention's shares are those of their own programs, run for all layers, in a step.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clusterkv_jax as ckv
+from clusterkv_jax.cache import gather_rows, groups, nbytes
+from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.methods import Recall
+from clusterkv_jax.models import transformer
+from clusterkv_jax.models.config import ModelConfig, Rope
+
+LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 262144, Rope(5e5, 128))
+TINY = ModelConfig("llama", 512, 64, 128, 4, 4, 2, 16, 4096, Rope(1e4, 16))
+
+
+def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Time until the result is there, and the result."""
+    start = time.perf_counter()
+    made = jax.block_until_ready(run())
+    return time.perf_counter() - start, made
+
+
+def prefill(params: Any, config: ModelConfig, method: Any, tokens: jax.Array) -> tuple[float, Any]:
+    """The time of the second of two prefills, the first one compiles; the cache of the second."""
+    lengths = jnp.full(1, tokens.shape[1], jnp.int32)
+    run = partial(ckv.prefill, params, config, method, tokens, lengths, max_new_tokens=512)
+    seconds(run)
+    taken, (cache, _) = seconds(run)
+    return taken, cache
+
+
+def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int) -> tuple[float, Any]:
+    """Seconds per step of the decode loop, and the cache after it."""
+    batch = cache.position.shape[0]
+    token = jnp.zeros(batch, jnp.int32)
+    loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=steps)
+    for limit in (2, steps):
+        done = jnp.zeros(batch, bool)
+        rest = (token, done, jax.random.key(0), jnp.int32(1), jnp.int32(limit))
+        taken, (cache, token, *_) = seconds(lambda cache=cache, rest=rest: loop(params, config, method, cache, *rest))
+    return taken / steps, cache
+
+
+def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) -> tuple[float, float]:
+    """Seconds that selection, and attention to what was selected, take in all layers of a step."""
+    batch, heads = cache.position.shape[0], config.num_kv_heads
+    shape = (batch, heads, config.num_heads // heads, config.head_dim)
+    q = jax.random.normal(jax.random.key(1), shape, groups(cache.layers[0])[0].keys.dtype)
+    both = zip(cache.layers, cache.state, strict=True)
+    held = [(groups(layer)[0], state[0]) for layer, state in both if state[0] is not None]
+
+    # A layer's queries depend on what came out of the one before it, so that none of them overlap.
+    @jax.jit
+    def select(q, held):
+        def body(_, q):
+            for _, index in held:
+                rows = method.choose(index, q, index["recalled"].shape[-1])
+                q = q + (jnp.sum(rows) & 1).astype(q.dtype) * 1e-3
+            return q
+
+        return jax.lax.fori_loop(0, repeats, body, q)
+
+    @jax.jit
+    def attend(q, held):
+        def body(_, q):
+            for group, index in held:
+                q = q + 1e-3 * recalled_attention(q, group.keys, group.values, index["recalled"])
+            return q
+
+        return jax.lax.fori_loop(0, repeats, body, q)
+
+    times = []
+    for run in (select, attend):
+        seconds(lambda run=run: run(q, held))
+        times.append(min(seconds(lambda run=run: run(q, held))[0] for _ in range(3)) / repeats)
+    return times[0], times[1]
+
+
+def measure(params: Any, config: ModelConfig, method: Recall, context: int, batch: int, steps: int) -> None:
+    """Lines of the table for one context."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(config.vocab_size, size=(1, context)), jnp.int32)
+    whole = None
+    for name, chosen in (("full", ckv.Full()), ("clusterkv", method)):
+        ttft, cache = prefill(params, config, chosen, tokens)
+        if batch > 1:
+            cache = gather_rows(cache, jnp.zeros(batch, jnp.int32))
+        size = nbytes(cache) / 2**30
+        tpot, cache = decode(params, config, chosen, cache, steps)
+        line = f"| {context} x {batch} | {name} | {ttft:.3f} | {tpot * 1e3:.2f} | {size:.2f} |"
+        if whole is None:
+            whole = ttft, tpot
+            print(line, flush=True)
+            continue
+        select, attend = parts(method, config, cache)
+        shares = f"TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill"
+        of_step = f"selection {select * 1e3:.2f} ms = {select / tpot:.1%}, attention {attend * 1e3:.2f} ms of a step"
+        print(f"{line} {shares}; {of_step}", flush=True)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contexts", nargs="+", type=int, metavar="context", help="tokens of the prompt")
+    parser.add_argument("--batch", type=int, default=1, help="rows that decode together")
+    parser.add_argument("--budget", type=int, default=1024, help="rows that a step recalls")
+    parser.add_argument("--steps", type=int, default=64, help="steps that are timed")
+    parser.add_argument("--tiny", action="store_true", help="a toy model in float32")
+    asked = parser.parse_args()
+    config, dtype = (TINY, jnp.float32) if asked.tiny else (LLAMA, jnp.bfloat16)
+    params = jax.block_until_ready(transformer.init(jax.random.key(0), config, dtype))
+    method = ckv.ClusterKV(ckv.Budget(tokens=asked.budget))
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {method}\n")
+    print("| context x batch | method | prefill s | TPOT ms | cache GiB |\n|---|---|---|---|---|")
+    for context in asked.contexts:
+        measure(params, config, method, context, asked.batch, asked.steps)
+
+
+if __name__ == "__main__":
+    main()
