@@ -20,8 +20,6 @@ from clusterkv_jax.evaluation import haystack, synthetic
 from clusterkv_jax.presets import preset
 
 ROOT = Path(__file__).parent.parent
-METHODS = ("gravitykv", "centroidkv", "chelsea-llama3", "snapkv", "chunkkv", "streamingllm")
-SHARES = (0.5, 0.25, 0.125, 0.0625)
 NEEDLES = synthetic.Needles(keys=4)
 REPLY = 32  # tokens: a uuid and the end of the sentence
 
@@ -59,6 +57,10 @@ def score(model: ckv.Model, method: Any, cases: list[tuple[synthetic.Example, ..
 
 def main(
     model: Annotated[str, typer.Option(help="'demo' or a folder.")] = "demo",
+    methods: Annotated[str, typer.Option(help="Presets, between commas.")] = (
+        "gravitykv,centroidkv,snapkv,chunkkv,streamingllm"
+    ),
+    shares: Annotated[str, typer.Option(help="Shares of the cache, between commas.")] = "0.5,0.25,0.125",
     cases: Annotated[int, typer.Option(help="Contexts; each is asked four questions.")] = 24,
     tokens: Annotated[int, typer.Option(help="Tokens of a context.")] = 3584,
     seed: Annotated[int, typer.Option(help="Of depths, keys and values.")] = 0,
@@ -66,10 +68,11 @@ def main(
     """Measure and print the table."""
     loaded = ckv.load(model, dtype="float32")  # the same on every platform
     made = contexts(loaded.tokenizer, tokens, cases, seed)
-    table = Table("method", *(f"{share:.0%}" for share in (1.0, *SHARES)), title=f"{cases * NEEDLES.keys} questions")
+    ratios = [float(share) for share in shares.split(",")]
+    table = Table("method", *(f"{ratio:.2%}" for ratio in (1.0, *ratios)), title=f"{cases * NEEDLES.keys} questions")
     full = score(loaded, ckv.Full(), made, "full")
-    for name in METHODS:
-        found = [score(loaded, preset(name, ckv.Budget(ratio=share)), made, f"{name} {share:.0%}") for share in SHARES]
+    for name in methods.split(","):
+        found = [score(loaded, preset(name, ckv.Budget(ratio=ratio)), made, f"{name} {ratio:.2%}") for ratio in ratios]
         table.add_row(name, *(f"{value:.2f}" for value in (full, *found)))
     Console().print(table)
 
