@@ -126,8 +126,9 @@ def _sums(q, keys, lse, ends, sums, *, tile, block, group):
         stop = pl.cdiv(end, block)
 
         def step(i, total, on_diagonal):
-            member = head * group + i % group
-            row = (stop - 1 - i // group) * block + arange(block)
+            number = jax.lax.div(i, group)
+            member = head * group + i - number * group
+            row = (stop - 1 - number) * block + arange(block)
             query = load_rows(q, member, row, columns, row < end, width)
             whole = plgpu.load(lse.at[member, row], mask=row < end, other=jnp.inf)
             share = jnp.exp2(dot(key, query, (1, 1)) * (LOG2_E / math.sqrt(width)) - whole[None, :])
