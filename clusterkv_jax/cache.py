@@ -117,25 +117,33 @@ def take_rows(
     layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int
 ) -> tuple[LayerCache, Int[Array, "B K slots"]]:
     """The rows marked in `keep`, in their order, in `capacity` slots (at least as many); and the slots they had."""
-    slot = jnp.arange(layer.capacity, dtype=jnp.int32)
+    slots = kept_slots(keep, capacity)
+    return take_slots(layer, slots), slots
+
+
+def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slots"]:
+    """The numbers of the slots marked in `keep`, in their order, then -1 up to `capacity`."""
+    slot = jnp.arange(keep.shape[-1], dtype=jnp.int32)
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, capacity)
-    put = jax.vmap(jax.vmap(lambda to: jnp.zeros(capacity, jnp.int32).at[to].set(slot, mode="drop")))
-    source = put(target)
-    length = jnp.sum(keep, axis=-1, dtype=jnp.int32)
-    filled = jnp.arange(capacity) < length[..., None]
+    put = jax.vmap(jax.vmap(lambda to: jnp.full(capacity, -1, jnp.int32).at[to].set(slot, mode="drop")))
+    return put(target)
+
+
+def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
+    """The rows of these slots, in this order; -1, behind the last of a head, becomes an empty slot."""
+    filled, source = slots >= 0, jnp.maximum(slots, 0)
 
     def take(x: Array) -> Array:
         index, mask = (source[..., None], filled[..., None]) if x.ndim == 4 else (source, filled)
         return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
 
-    taken = LayerCache(
+    return LayerCache(
         keys=take(layer.keys),
         values=take(layer.values),
         degree=take(layer.degree),
-        length=length,
+        length=jnp.sum(filled, axis=-1, dtype=jnp.int32),
         positions=None if layer.positions is None else take(layer.positions),
     )
-    return taken, source
 
 
 def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.sharding import over_heads
 
 Pooling = Literal["max", "avg"]
 
@@ -63,16 +65,17 @@ def window_scores(
 
 
 def accumulated_scores(queries: Float[Array, "B H N D"], prompt: LayerCache) -> Float[Array, "B K N"]:
-    """Sum of each row's probabilities over all queries of its prompt, group mean (H2O).
+    """Sum of each row's probabilities over all queries of its prompt, group mean (H2O)."""
+    batch, _, tokens, dim = queries.shape
+    kv_heads = prompt.keys.shape[1]
 
-    Queries go in blocks, so that no more than a block's probabilities exist at once.
-    """
+    def add_up(grouped: Float[Array, "B K G*N D"], keys: Array, lengths: Array) -> Float[Array, "B K N"]:
+        own = grouped.reshape(grouped.shape[0], -1, tokens, dim)
+        return accumulated_attention(own, keys, lengths)
 
-    def add(sums: Float[Array, "B K N"], probs: Array, real: Array, _: Array) -> tuple[Array, None]:
-        return sums + jnp.sum(jnp.where(real[:, None, :, None], group_mean(probs), 0.0), axis=-2), None
-
-    none = jnp.zeros(prompt.degree.shape, jnp.float32)
-    return over_query_blocks(queries, prompt, lambda q, row: row <= q, add, none)[0]
+    # Query heads go where their KV head is.
+    grouped = queries.reshape(batch, kv_heads, -1, dim)
+    return over_heads(add_up, grouped, prompt.keys, prompt.length[:, 0])
 
 
 def over_query_blocks(

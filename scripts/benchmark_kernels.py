@@ -1,7 +1,7 @@
 """Times every kernel on this device and prints a table with the share of the bandwidth measured in the same run.
 
     python scripts/benchmark_kernels.py              all of it, about two minutes on an H200
-    python scripts/benchmark_kernels.py attention    one section: attention, clustering, kmeans, gather
+    python scripts/benchmark_kernels.py attention    one section: attention, sums, clustering, kmeans, gather
 
 Every number is the median of 20 timings after a warm-up, over several sets of inputs that together exceed the caches;
 a short kernel is repeated inside one program, each call taking the last one's output, so that no launch is measured
@@ -21,8 +21,10 @@ import numpy as np
 import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
 from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.models.attention import causal_attention
 
 HEADS, GROUP, DIM = 8, 4, 128
 # Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/kernels.md).
@@ -120,6 +122,33 @@ def attention(bandwidth: float) -> None:
     report("attention, batch 16, ragged", part, "1 ± 15 %", f"{part / whole / filled:.2f} × its share of the full time")
 
 
+def prompt(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and the length of a prompt."""
+    q, keys = (rows(i, 1, heads, tokens, DIM) for i, heads in enumerate((HEADS * GROUP, HEADS)))
+    return q, keys, jnp.asarray([tokens], jnp.int32)
+
+
+def sums_time(given: tuple[jax.Array, ...], backend: str | None) -> float:
+    """Seconds of one prompt's accumulated attention."""
+    run = jax.jit(lambda *given: accumulated_attention(*given, backend=backend))
+    return seconds(lambda: run(*given), 5)
+
+
+def sums(bandwidth: float) -> None:
+    """Accumulated attention of a 32k prompt, beside attention itself."""
+    del bandwidth
+    q, keys, length = given = prompt(32768)
+    exact = accumulated_attention(q.astype(jnp.float32), keys.astype(jnp.float32), length, backend="xla")
+    error = jnp.linalg.norm(accumulated_attention(*given) - exact) / jnp.linalg.norm(exact)
+    assert error < 1e-3, error
+    kernel, xla = sums_time(given, None), sums_time(given, "xla")
+    by_token = [jnp.swapaxes(x, 1, 2) for x in (q, keys, keys)]
+    run = jax.jit(causal_attention)
+    attention = seconds(lambda: run(*by_token), 5)
+    note = f"{xla / kernel:.2f} × XLA, {kernel / attention:.2f} × attention's {attention * 1e3:.1f} ms"
+    report("accumulated_attention, 32k tokens", kernel, "≤ 2 × attention", note)
+
+
 def clustering_time() -> tuple[float, str]:
     """Seconds that compressing one layer's 64k prompt to 20 % takes beyond keeping it, with CentroidKV's rounds."""
     tokens, method = 65536, ckv.CentroidKV(ckv.Budget(ratio=0.2))
@@ -189,7 +218,7 @@ def gather(bandwidth: float) -> None:
     report("gather_rows from pinned host, 8 x 1,024 rows", taken, "≥ 60 %", f"{share:.0%} of {link / 1e9:.1f} GB/s")
 
 
-SECTIONS = {"attention": attention, "clustering": clustering, "kmeans": k_means, "gather": gather}
+SECTIONS = {"attention": attention, "sums": sums, "clustering": clustering, "kmeans": k_means, "gather": gather}
 
 
 def main() -> None:

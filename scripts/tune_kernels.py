@@ -83,6 +83,16 @@ def attention() -> None:
     keep_fastest("biased_attention", bf16 | {"heads": [33, 2**20], "slots": [2048, 2**20]}, candidates, both)
 
 
+def sums() -> None:
+    """Accumulated attention of a prompt."""
+    given = benchmark.prompt(32768)
+    candidates = grid(tile=(128,), block=(64,), warps=(4, 8), stages=(2, 3))
+    candidates += grid(tile=(128,), block=(128,), warps=(4, 8), stages=(2, 3))
+    candidates += grid(tile=(256,), block=(64,), warps=(8,), stages=(2, 3))
+    where = {"dim": [65, 128], "itemsize": 2}
+    keep_fastest("accumulated_attention", where, candidates, lambda: benchmark.sums_time(given, "gpu"))
+
+
 def clustering() -> None:
     """Matching and merging, by the time of the whole clustering."""
     measure = lambda: benchmark.clustering_time()[0]  # noqa: E731
@@ -113,5 +123,5 @@ def kmeans() -> None:
 
 if __name__ == "__main__":
     print(f"jax {jax.__version__}, {device_kind()}")
-    for section in (attention, clustering, kmeans):
+    for section in (attention, sums, clustering, kmeans):
         section()

@@ -24,6 +24,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
@@ -47,6 +48,10 @@ def programs(array):
         rows = array(cache.shape, dtype)
         q = array((BATCH, tokens, QUERY_HEADS, DIM), dtype)
         return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
+
+    def accumulated(dtype, tokens):
+        q, keys = (array((BATCH, heads, tokens, DIM), dtype) for heads in (QUERY_HEADS, HEADS))
+        return accumulated_attention, (q, keys, array((BATCH,), i32))
 
     def matching(dtype, width, chunk):
         features = array((BATCH, HEADS, SLOTS, width), dtype)
@@ -88,6 +93,8 @@ def programs(array):
         "attention": (*attention(bf16, 1), ()),
         "attention of a question": (*attention(bf16, 64), ()),
         "attention float32": (*attention(jnp.float32, 1), ()),
+        "accumulated attention": (*accumulated(bf16, 32768), ()),
+        "accumulated attention float32": (*accumulated(jnp.float32, 4096), ()),
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),

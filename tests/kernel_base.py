@@ -127,6 +127,47 @@ def check_attention_of(shape, implementation, examples):
     )
 
 
+# --- accumulated attention
+
+# batch, query heads, KV heads, tokens, head dim, dtype
+ACCUMULATED_SHAPES = [
+    (2, 4, 1, 300, 24, jnp.float32),
+    (2, 2, 2, 140, 128, jnp.bfloat16),
+    (1, 2, 1, 5, 16, jnp.bfloat16),
+]
+
+
+def accumulated_oracle(q, keys, lengths):
+    tokens, dim = q.shape[2:]
+    real = (np.arange(tokens) < lengths[:, None])[:, None, None, :, None]
+    grouped = q.reshape(q.shape[0], keys.shape[1], -1, tokens, dim)
+    score = np.einsum("bkgtd,bknd->bkgtn", grouped, keys) / np.sqrt(dim)
+    weight = np.where(np.tri(tokens, dtype=bool), np.exp(score - score.max(axis=-1, keepdims=True)), 0)
+    return np.mean(np.sum(np.where(real, weight / weight.sum(axis=-1, keepdims=True), 0), axis=3), axis=2)
+
+
+def check_accumulated(implementation, *, shapes=ACCUMULATED_SHAPES, examples=6):
+    for shape in shapes:
+        check_accumulated_of(shape, implementation, examples)
+
+
+def check_accumulated_of(shape, implementation, examples):
+    batch, heads, kv_heads, tokens, dim, dtype = shape
+    run = jax.jit(implementation)
+
+    def check(seed, length):
+        length = length[:, 0]
+        q, keys = (jnp.asarray(normal(seed + i, batch, n, tokens, dim), dtype) for i, n in enumerate((heads, kv_heads)))
+        expected = accumulated_oracle(*(np.asarray(x, np.float64) for x in (q, keys)), length)
+        beyond = (jnp.arange(tokens) >= jnp.asarray(length)[:, None])[:, None]
+        sums = run(poisoned(q, beyond), poisoned(keys, beyond), jnp.asarray(length))
+        assert sums.dtype == jnp.float32
+        near(sums, expected, F32, axes=2)
+        assert not np.any(np.where(beyond, sums, 0))
+
+    drawn(check, examples, st.integers(0, 2**16), lengths(batch, 1, tokens, 64, 128, 256, tokens))
+
+
 # --- chunked matching
 
 # batch, heads, rows, features, chunk, bias, normalize, start, dtype

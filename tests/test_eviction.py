@@ -177,7 +177,7 @@ def test_what_stays_of_a_prompt(name, method):
 
 def test_h2o_sums_do_not_depend_on_the_blocks_of_queries(monkeypatch):
     arrays, meta = golden("h2o_prefill_case0")
-    monkeypatch.setattr("clusterkv_jax.scores.PROBABILITIES_AT_ONCE", 4 * 160 * 48)
+    monkeypatch.setattr("clusterkv_jax.kernels.accumulated_attention.reference.PROBABILITIES_AT_ONCE", 4 * 160 * 48)
     layer = compress(ckv.H2O(Budget(tokens=meta["cap"] + 1), meta["w"] + 1), arrays)
     assert set(arrays["kept_idx"][0, 0].tolist()) <= set(positions(layer)[0, 0].tolist())
 

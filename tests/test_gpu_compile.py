@@ -36,6 +36,11 @@ def test_every_op_is_a_kernel(found):
     assert all(program["kernels"] > 0 for program in found.values()), found
 
 
+def test_attention_accumulates_without_a_square(found):
+    """Beside the sums only a number per query: the log-sum-exps."""
+    assert found["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
+
+
 def test_clustering_works_in_place(found):
     """Temporaries are one copy of the prompt's rows, which the caller keeps, and small lists: no copy per round."""
     cluster = found["cluster"]

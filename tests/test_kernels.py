@@ -9,6 +9,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
+from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
+from clusterkv_jax.kernels.accumulated_attention import pallas_gpu as accumulated_gpu
+from clusterkv_jax.kernels.accumulated_attention import pallas_tpu as accumulated_tpu
+from clusterkv_jax.kernels.accumulated_attention import reference as accumulated_reference
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.biased_attention import pallas_gpu as attention_gpu
 from clusterkv_jax.kernels.biased_attention import pallas_tpu as attention_tpu
@@ -42,6 +46,13 @@ ATTENTION = {
     "gpu": partial(attention_gpu.biased_attention, sizes={"block": 64, "span": 128}, interpret=True),
     "tpu": partial(attention_tpu.biased_attention, block=128, interpret=True),
 }
+ACCUMULATED = {
+    "xla": partial(accumulated_reference.accumulated_attention, block=48),
+    "gpu": partial(accumulated_gpu.accumulated_attention, interpret=True),
+    "gpu-wide-blocks": partial(accumulated_gpu.accumulated_attention, sizes={"tile": 32, "block": 64}, interpret=True),
+    "tpu": partial(accumulated_tpu.accumulated_attention, block=128, interpret=True),
+    "tpu-short-last-block": partial(accumulated_tpu.accumulated_attention, block=256, interpret=True),
+}
 MATCHING = {
     "xla": matching_reference.chunked_matching,
     "gpu": partial(matching_gpu.chunked_matching, interpret=True),
@@ -61,6 +72,7 @@ GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_
 
 CHECKS = [
     *((base.check_attention, name, op) for name, op in ATTENTION.items()),
+    *((base.check_accumulated, name, op) for name, op in ACCUMULATED.items()),
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
     *((base.check_gather, name, op) for name, op in GATHER.items()),
@@ -79,12 +91,18 @@ def test_the_op_is_its_definition(check, op):
     [
         (base.check_attention, ATTENTION["tpu"], (2, 1, 2, 1, 130, 8, jnp.float32)),
         (base.check_attention, ATTENTION["tpu"], (1, 3, 8, 2, 260, 16, jnp.bfloat16)),
+        (base.check_accumulated, ACCUMULATED["tpu"], (2, 1, 1, 300, 8, jnp.float32)),
+        (base.check_accumulated, ACCUMULATED["tpu"], (1, 4, 2, 140, 16, jnp.bfloat16)),
         (base.check_matching, MATCHING["tpu"], (2, 1, 300, 8, 16, True, False, False, jnp.float32)),
         (base.check_matching, MATCHING["tpu"], (1, 2, 520, 16, 256, False, True, True, jnp.bfloat16)),
         (base.check_kmeans, KMEANS["tpu"], (2, 1, 140, 3, 8, jnp.float32)),
         (base.check_kmeans, KMEANS["tpu"], (1, 2, 260, 17, 16, jnp.bfloat16)),
     ],
-    ids=[f"{op}-{heads}" for op in ("attention", "matching", "kmeans") for heads in ("one-head", "two-heads")],
+    ids=[
+        f"{op}-{heads}"
+        for op in ("attention", "accumulated", "matching", "kmeans")
+        for heads in ("one-head", "two-heads")
+    ],
 )
 def test_tpu_kernels_race_no_one(check, op, shape, capfd):
     check(partial(op, interpret=STRICT), shapes=[shape], examples=1)
@@ -111,6 +129,19 @@ def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, retu
     out = sum(s[..., None] * part[0].astype(jnp.float32) for s, part in zip(share, parts, strict=True))
     probs = [part[2] for part in parts]
     return out.astype(q.dtype), lse, jnp.concatenate([probs[0], probs[0][..., :1] * 0, probs[1]], axis=-1)
+
+
+def accumulated_without_length(q, keys, lengths):
+    return accumulated_reference.accumulated_attention(q, keys, jnp.full_like(lengths, q.shape[2]))
+
+
+def accumulated_without_diagonal(q, keys, lengths):
+    """Queries that see the row after their own too."""
+    return accumulated_reference.accumulated_attention(jnp.roll(q, 1, axis=2), keys, lengths)
+
+
+def accumulated_of_the_first_query_heads(q, keys, lengths):
+    return accumulated_reference.accumulated_attention(q[:, : keys.shape[1]], keys, lengths)
 
 
 def matching_without_tail_mask(features, *, length, **options):
@@ -162,6 +193,9 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_attention, without_log_degree),
         (base.check_attention, without_length),
         (base.check_attention, with_a_split_off_by_one),
+        (base.check_accumulated, accumulated_without_length),
+        (base.check_accumulated, accumulated_without_diagonal),
+        (base.check_accumulated, accumulated_of_the_first_query_heads),
         (base.check_matching, matching_without_tail_mask),
         (base.check_matching, matching_of_longer_chunks),
         (base.check_matching, matching_without_bias),
@@ -253,6 +287,12 @@ def test_what_no_backend_can_serve_is_named():
     with pytest.raises(ValueError, match="multiple of KV heads, got 3 and 2"):
         biased_attention(jnp.ones((1, 1, 3, 4)), jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4, 4)), jnp.ones((1, 2, 4)))
     with pytest.raises(ValueError, match="no backend 'cuda'"):
+        accumulated_attention(features, features, jnp.ones(1, jnp.int32), backend="cuda")
+    with pytest.raises(ValueError, match="multiple of KV heads, got 1 and 2"):
+        accumulated_attention(features, jnp.ones((1, 2, 4, 4)), jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match="a query and a key, got 4 and 3"):
+        accumulated_attention(features, features[:, :, 1:], jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
         gather_rows(features, jnp.zeros((1, 1, 2), jnp.int32), backend="cuda")
     with pytest.raises(ValueError, match="at least one centroid"):
         assign(features, features[:, :, :0])
@@ -264,6 +304,7 @@ def test_what_no_backend_can_serve_is_named():
     "call",
     [
         lambda x: biased_attention(x, x, x, x[..., 0], backend="tpu"),
+        lambda x: accumulated_attention(x, x, jnp.ones(1, jnp.int32), backend="tpu"),
         lambda x: chunked_matching(x, chunk=4, backend="tpu"),
         lambda x: assign(x, x, backend="tpu"),
     ],
@@ -279,6 +320,8 @@ def test_tpu_kernels_say_what_they_do_not_serve():
         attention_tpu.biased_attention(
             *[x.astype(jnp.float16)] * 3, x[..., 0], None, return_lse=False, return_probs=False
         )
+    with pytest.raises(NotImplementedError, match="multiple of 128, got 100"):
+        accumulated_tpu.accumulated_attention(x, x, jnp.ones(1, jnp.int32), block=100)
     with pytest.raises(NotImplementedError, match="multiple of 128 or all 200 keys, got 100"):
         kmeans_tpu.kmeans(x, x[:, :, :3], None, with_sums=True, block=100)
     with pytest.raises(NotImplementedError, match="chunks of 198 rows"):

@@ -28,10 +28,10 @@ def run(script: str, *args: str) -> dict:
 
 def test_every_kernel_compiles_for_every_tpu():
     found = run("tpu_kernel_programs.py")
-    assert len(found) == 3 * 6
+    assert len(found) == 3 * 8
     for name, program in found.items():
         # The kernel, not its XLA stand-in, with an estimate of its cost: it reads its operands at least.
-        assert program["kernels"] == 1, name
+        assert program["kernels"] == (2 if name.startswith("sums") else 1), name
         assert program["flops"] > 0, name
         assert program["bytes"] >= program["operands"], name
 

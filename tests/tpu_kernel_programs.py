@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_topology import tpu_devices
 
+from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.kmeans import lloyd
@@ -35,6 +36,12 @@ def attention(batch, tokens, slots, *, probs=False):
     return op, [(*q, P(None, None, "x")), *((*x, by_head) for x in others)], out
 
 
+def accumulated(tokens, *, dtype=BF16):
+    shapes = [((1, heads, tokens, DIM), dtype) for heads in (QUERY_HEADS, KV_HEADS)]
+    operands = [*((*x, P(None, "x")) for x in shapes), ((1,), I32, P())]
+    return accumulated_attention, operands, P(None, "x")
+
+
 def matching(rows, width, chunk, *, bias=False, dtype=BF16):
     def op(features, length, bias=None):
         return chunked_matching(features, chunk=chunk, length=length, bias=bias)
@@ -52,6 +59,8 @@ def kmeans(rows, centroids):
 PROGRAMS = {
     "decode step": partial(attention, 16, 1, 13184),
     "question with probabilities": partial(attention, 1, 64, 13184, probs=True),
+    "sums of a 32k prompt": partial(accumulated, 32768),
+    "sums of a short prompt, float32": partial(accumulated, 1000, dtype=F32),
     "matching of a 64k prompt": partial(matching, 65472, DIM, 256),
     "matching with values and degrees": partial(matching, 16384, 2 * DIM, 256, bias=True),
     "matching of small chunks, float32": partial(matching, 5000, 2 * DIM, 16, bias=True, dtype=F32),

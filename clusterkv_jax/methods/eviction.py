@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, LayerCache, head_by_head, put_row, row_at, take_rows
+from clusterkv_jax.cache import KVCache, LayerCache, head_by_head, kept_slots, put_row, row_at, take_rows, take_slots
 from clusterkv_jax.checks import check_fields, is_count
 from clusterkv_jax.methods.base import Budgeted, LayerPlan, NewTokens, Request, State, append_and_attend
 from clusterkv_jax.scores import last_queries
@@ -80,9 +80,9 @@ class Windowed(Budgeted):
         if handed is None:
             recent = last_queries(needed(self, queries), lengths, self.window)
             positions = lengths[:, None] - self.window + jnp.arange(self.window)
-            handed = self.keep(prompt, recent, positions, rows)
-        layer, _ = take_rows(prompt, _or_all(handed, prompt, lengths > rows), capacity)
-        return layer, self.start(prompt, rows, queries, plan, key), handed
+            keep = self.keep(prompt, recent, positions, rows)
+            handed = kept_slots(_or_all(keep, prompt, lengths > rows), capacity)
+        return take_slots(prompt, handed), self.start(prompt, rows, queries, plan, key), handed
 
     def step_group(
         self, group: LayerCache, state: Any, new: NewTokens
