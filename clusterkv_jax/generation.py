@@ -13,7 +13,7 @@ from clusterkv_jax.cache import KVCache, gather_rows, nbytes, occupancy, slot_by
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import is_count
 from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
-from clusterkv_jax.host_store import traffic
+from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.sampling import Sampling
@@ -144,6 +144,7 @@ def generate(
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=cache_bytes,
+        host_bytes=host_bytes(cache),
         **traffic(cache),
         full_cache_bytes=full_bytes,
         prompt_tokens=[len(text) for text in texts],

@@ -158,19 +158,27 @@ def find(rows: Int[Array, "B K n"], among: Int[Array, "B K m"], slots: int) -> I
     return jax.vmap(jax.vmap(one_head))(rows, among)
 
 
+def host_bytes(cache: KVCache) -> int:
+    """Bytes of the cache that are in the host store."""
+    stores = (
+        (group.keys, group.values, group.degree)
+        for layer, state in zip(cache.layers, cache.state, strict=True)
+        for group, kept in zip(groups(layer), state, strict=True)
+        if on_host(kept)
+    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tuple(stores)))
+
+
 def traffic(cache: KVCache) -> dict[str, Any]:
-    """Bytes in the host store, bytes moved from it since the prompt, and which share of what was recalled was there."""
-    stored, moved, counts = 0, 0, np.zeros(len(COUNTS), np.int64)
-    for layer, state in zip(cache.layers, cache.state, strict=True):
-        for group, kept in zip(groups(layer), state, strict=True):
-            if on_host(kept):
-                stored += sum(x.nbytes for x in (group.keys, group.values, group.degree))
-                here = np.asarray(kept["counts"]).sum((0, 1), dtype=np.int64)
-                moved += int(here[2] - here[3]) * 2 * group.keys.shape[-1] * group.keys.dtype.itemsize
-                counts += here
+    """Since the prompt: bytes moved from the host store, and the shares of what was recalled that were not moved."""
+    moved, counts = 0, np.zeros(len(COUNTS), np.int64)
+    for kept in (kept for state in cache.state for kept in state if on_host(kept)):
+        here = np.asarray(kept["counts"]).sum((0, 1), dtype=np.int64)
+        cached = kept["cached_keys"]
+        moved += int(here[2] - here[3]) * 2 * cached.shape[-1] * cached.dtype.itemsize
+        counts += here
     share = lambda found, of: float(found / of) if of else 0.0  # noqa: E731
     return {
-        "host_bytes": stored,
         "moved_bytes": moved,
         "cluster_hit_rate": share(counts[1], counts[0]),
         "row_hit_rate": share(counts[3], counts[2]),
