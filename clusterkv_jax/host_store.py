@@ -9,7 +9,7 @@ and attends to that and to `resident`. New rows wait in `resident`, which is rea
 clustered; then they enter the store in place.
 
 On a GPU the store is in `pinned_host` memory, and the kernel of `gather_rows` reads over the host link the rows that
-are asked for and no others. A CPU has one memory. On a TPU only whole arrays move between host and device.
+are asked for and no others. A CPU has one memory. A TPU has no such gather.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ def on_host(state: Any) -> bool:
     return state is not None and "resident_keys" in state
 
 
-def begin(
+def move_to_host(
     prompt: LayerCache, state: State, capacity: int, *, sinks: int, unindexed: int, steps: int
 ) -> tuple[LayerCache, State]:
     """The store of a prompt that is indexed, and its state with what the device holds.
@@ -94,12 +94,11 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
     Where more than U rows are not indexed, `length` says that there are more rows than slots.
     """
     resident = _resident(group, state, sinks)
-    begin = state["indexed"][:, None]
-    slots = jnp.where(group.length < sinks, group.length, sinks + group.length - begin)
-    row = from_tokens(*(jnp.swapaxes(x, 1, 2) for x in (new.k, new.v)), jnp.ones_like(state["indexed"]))
+    slots = jnp.where(group.length < sinks, group.length, sinks + group.length - state["indexed"][:, None])
+    row = from_tokens(jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), jnp.ones_like(state["indexed"]))
     put = put_row(resident, slots, row, new.real[:, 0])
-    fits = slots < resident.capacity
-    length = jnp.where(fits, group.length, group.capacity) + new.real.astype(jnp.int32)
+    lost = new.real & (slots >= resident.capacity)
+    length = jnp.where(lost, group.capacity + 1, group.length + new.real)
     kept = {"resident_keys": put.keys, "resident_values": put.values}
     return replace(group, length=length), state | kept
 
@@ -211,11 +210,12 @@ def _recall(q: Array, keys: Array, values: Array, held: dict[str, Array], rows: 
         later = jnp.concatenate([new, old], axis=2)[:, :, : old.shape[2]]
         return jnp.where(idle.reshape(batch, *[1] * (old.ndim - 1)), old, later)
 
-    recalled = {"cached_keys": fetch(keys, held["cached_keys"]), "cached_values": fetch(values, held["cached_values"])}
-    lists = (x.reshape(batch, heads * each, count, -1) for x in recalled.values())
+    fetched = fetch(keys, held["cached_keys"]), fetch(values, held["cached_values"])
+    key_rows, value_rows = (x.reshape(batch, heads * each, count, -1) for x in fetched)
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
-    out, lse = biased_attention(q.reshape(batch, 1, heads * queries, -1), *lists, degree, return_lse=True)
-    recalled["cached_rows"] = wanted
+    heads_in_order = q.reshape(batch, 1, heads * queries, -1)
+    out, lse = biased_attention(heads_in_order, key_rows, value_rows, degree, return_lse=True)
+    recalled = dict(zip(("cached_keys", "cached_values", "cached_rows"), (*fetched, wanted), strict=True))
     fresh = {name: remember(x, held[name]) for name, x in recalled.items()}
     counts = _count(rows, (place >= 0).reshape(rows.shape), held, slots)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), fresh, counts

@@ -123,6 +123,10 @@ def test_more_tokens_than_the_device_has_room_for_are_not_dropped_without_a_sign
     good, logits = grow(HOST, cache, [prompt(4, 4)])
     assert bool(jnp.isfinite(logits).all())
     assert bool(jnp.isnan(grow(HOST, good, [prompt(4, 12)])[1]).all())
+    full, _ = grow(HOST, prefill(HOST, PROMPTS[0], max_new_tokens=4), [prompt(4, 4)])
+    padded, _ = EXTEND(tiny().params, tiny().config, HOST, full, jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
+    np.testing.assert_array_equal(padded.layers[1].length, 52)
+    assert bool(jnp.isnan(grow(HOST, full, [[1]])[1]).all())
 
 
 def test_padding_never_reaches_the_store():

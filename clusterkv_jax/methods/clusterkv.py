@@ -88,7 +88,7 @@ class ClusterKV(Recall):
         group, state, _ = super().compress_group(prompt, queries, rows, capacity, plan, key, handed)
         if self.store == "host":
             size = {"sinks": self.sinks, "unindexed": plan.unindexed, "steps": self.cached_steps}
-            group, state = host_store.begin(group, state, capacity, **size)
+            group, state = host_store.move_to_host(group, state, capacity, **size)
         return group, state, None
 
     def selections(self, queries: int) -> int:
