@@ -98,7 +98,7 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
     row = from_tokens(jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), jnp.ones_like(state["indexed"]))
     put = put_row(resident, slots, row, new.real[:, 0])
     lost = new.real & (slots >= resident.capacity)
-    length = jnp.where(lost, group.capacity + 1, group.length + new.real)
+    length = jnp.where(lost, group.capacity + 1, group.length + new.real.astype(jnp.int32))
     kept = {"resident_keys": put.keys, "resident_values": put.values}
     return replace(group, length=length), state | kept
 
