@@ -93,6 +93,8 @@ def from_tokens(
 def resize(layer: LayerCache, capacity: int) -> LayerCache:
     """The same rows in `capacity` slots; the caller knows that no row lies beyond them."""
     extra = capacity - layer.capacity
+    if extra == 0:
+        return layer
 
     def fit(x: Array) -> Array:
         if extra <= 0:
@@ -278,4 +280,10 @@ def _layer_rows(layer: Layer) -> list[list[int]]:
 
 def gather_rows(cache: KVCache, rows: Int[Array, " R"]) -> KVCache:
     """A new cache whose batch row i is row `rows[i]` of this one: many questions to one context, or a smaller batch."""
-    return jax.tree.map(lambda x: x[rows], cache)
+
+    def take(x: Array) -> Array:
+        if jax.typeof(x).memory_space != jax.memory.Space.Host:
+            return x[rows]
+        return jax.device_put(np.asarray(x)[np.asarray(rows)], x.sharding)
+
+    return jax.tree.map(take, cache)

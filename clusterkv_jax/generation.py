@@ -13,6 +13,7 @@ from clusterkv_jax.cache import KVCache, gather_rows, nbytes, occupancy, slot_by
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import is_count
 from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
+from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.sampling import Sampling
@@ -40,6 +41,10 @@ class Stats:
             than they attend to; a layer that attends to everything, and any other method, has none.
         union_rows: how many different ones the query heads of a KV head chose together [layer][row][KV head].
         cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
+        host_bytes: those of them in the host store of a method that has one.
+        moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
+        cluster_hit_rate: share of the clusters recalled in these steps that the device held in whole.
+        row_hit_rate: the same of rows, other than sinks and those not clustered yet, which are always on the device.
         full_cache_bytes: bytes of the same batch's cache without compression.
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
@@ -53,6 +58,10 @@ class Stats:
     recalled_rows: list[list[list[int]]]
     union_rows: list[list[list[int]]]
     cache_bytes: int
+    host_bytes: int
+    moved_bytes: int
+    cluster_hit_rate: float
+    row_hit_rate: float
     full_cache_bytes: int
     prompt_tokens: list[int]
     question_tokens: list[int]
@@ -135,6 +144,8 @@ def generate(
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=cache_bytes,
+        host_bytes=host_bytes(cache),
+        **traffic(cache),
         full_cache_bytes=full_bytes,
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in asked] if asked else [0] * len(texts),

@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from clusterkv_jax.cache import HeadGroups, KVCache, Layer, LayerCache, groups
+from clusterkv_jax.host_store import place
 from clusterkv_jax.methods import Method
+from clusterkv_jax.methods.base import with_groups
 from clusterkv_jax.models.config import ModelConfig
 
 FORMAT = "clusterkv_jax cache 1"
@@ -78,6 +80,10 @@ def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
     state = tuple(
         tuple(_named(arrays, f"state.{i}.{j}.") or None for j in range(len(groups(layer))))
         for i, layer in enumerate(layers)
+    )
+    layers = tuple(
+        with_groups(layer, [place(group, kept) for group, kept in zip(groups(layer), keeps, strict=True)])
+        for layer, keeps in zip(layers, state, strict=True)
     )
     return KVCache(layers, state, arrays["position"])
 

@@ -2,6 +2,7 @@
 
     python scripts/benchmark_recall.py 32768 65536 131072        batch 1, a context after the other
     python scripts/benchmark_recall.py 32768 --batch 16          one context, copied for every row of the batch
+    python scripts/benchmark_recall.py 131072 --store host       rows in host memory, and what is moved of them
     python scripts/benchmark_recall.py 512 --tiny                a toy, for a CPU
 
 Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
@@ -22,6 +23,7 @@ import numpy as np
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import gather_rows, groups, nbytes
 from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.models import transformer
@@ -94,7 +96,7 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) ->
     return times[0], times[1]
 
 
-def measure(params: Any, config: ModelConfig, method: Recall, context: int, batch: int, steps: int) -> None:
+def measure(params: Any, config: ModelConfig, method: ckv.ClusterKV, context: int, batch: int, steps: int) -> None:
     """Lines of the table for one context."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(config.vocab_size, size=(1, context)), jnp.int32)
     whole = None
@@ -109,6 +111,12 @@ def measure(params: Any, config: ModelConfig, method: Recall, context: int, batc
             whole = ttft, tpot
             print(line, flush=True)
             continue
+        if method.store == "host":
+            seen = traffic(cache)
+            hits = f"hit rate {seen['row_hit_rate']:.1%} of rows, {seen['cluster_hit_rate']:.1%} of clusters"
+            held = f"{host_bytes(cache) / 2**30:.2f} GiB of it on the host, {seen['moved_bytes'] / 2**20:.0f} MiB moved"
+            print(f"{line} TPOT {whole[1] / tpot:.2f} x; {held}, {hits}", flush=True)
+            continue
         select, attend = parts(method, config, cache)
         shares = f"TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill"
         of_step = f"selection {select * 1e3:.2f} ms = {select / tpot:.1%}, attention {attend * 1e3:.2f} ms of a step"
@@ -122,11 +130,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="rows that decode together")
     parser.add_argument("--budget", type=int, default=1024, help="rows that a step recalls")
     parser.add_argument("--steps", type=int, default=64, help="steps that are timed")
+    parser.add_argument("--store", choices=("device", "host"), default="device", help="where ClusterKV's rows are")
+    parser.add_argument("--cached-steps", type=int, default=1, help="steps whose rows stay on the device")
     parser.add_argument("--tiny", action="store_true", help="a toy model in float32")
     asked = parser.parse_args()
     config, dtype = (TINY, jnp.float32) if asked.tiny else (LLAMA, jnp.bfloat16)
     params = jax.block_until_ready(transformer.init(jax.random.key(0), config, dtype))
-    method = ckv.ClusterKV(ckv.Budget(tokens=asked.budget))
+    method = ckv.ClusterKV(ckv.Budget(tokens=asked.budget), store=asked.store, cached_steps=asked.cached_steps)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {method}\n")
     print("| context x batch | method | prefill s | TPOT ms | cache GiB |\n|---|---|---|---|---|")
     for context in asked.contexts:

@@ -1,6 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton kernels, loops, bytes of temporaries, of arguments and of aliased ones.
+Prints as JSON what each program holds: Triton kernels, loops, bytes of temporaries, of arguments, of results in host
+memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/gpu_programs.py
@@ -9,6 +10,7 @@ Usage: python tests/gpu_programs.py
 import json
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
@@ -69,6 +72,9 @@ def programs(array):
         config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
 
         def decode(params, cache, token, done, key, number):
+            # A described device has one memory, so that a host store has to be moved there within the program.
+            both = zip(cache.layers, cache.state, strict=True)
+            cache = replace(cache, layers=tuple(place(layer, state[0]) for layer, state in both))
             fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
             return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
 
@@ -80,7 +86,7 @@ def programs(array):
         held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
-        return decode, state, (1, 2, 3)
+        return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
 
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
@@ -89,6 +95,7 @@ def programs(array):
     scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
     clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
     one_query, recalled = array((BATCH, HEADS, group, DIM), bf16), array((BATCH, HEADS, group, RECALLED), i32)
+    recall = ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)
     return {
         "attention": (*attention(bf16, 1), ()),
         "attention of a question": (*attention(bf16, 64), ()),
@@ -104,7 +111,8 @@ def programs(array):
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
         "decode": decoding(ckv.CentroidKV(ckv.Budget(ratio=0.2))),
-        "decode with recall": decoding(ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)),
+        "decode with recall": decoding(recall),
+        "decode with recall from the host": decoding(replace(recall, store="host")),
     }
 
 
@@ -131,6 +139,7 @@ def compile_all() -> dict[str, dict[str, int]]:
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,
+            "host": memory.host_output_size_in_bytes,
             "alias": memory.alias_size_in_bytes,
         }
     return found

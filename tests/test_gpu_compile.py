@@ -56,3 +56,10 @@ def test_decoding_holds_one_cache(found):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
     for name in ("decode", "decode with recall"):
         assert found[name]["temporary"] <= found[name]["alias"] / 2, name
+
+
+def test_a_host_store_never_comes_to_the_device(found):
+    """Two layers' rows are on the host at the end, and on the way a step has no room for those of one."""
+    program, (heads, rows, dim) = found["decode with recall from the host"], (8, 65536 + 384, 128)
+    assert program["host"] == 2 * heads * rows * (2 * 2 * dim + 4)
+    assert program["temporary"] < heads * rows * 2 * dim

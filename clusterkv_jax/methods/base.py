@@ -292,7 +292,7 @@ class Budgeted(Method):
             given = None if self.makes_scores(number) else handed
             made, over = self._recompress_layer(layer, state, cache.position, given)
             handed = over if given is None else given
-            layers.append(_with_groups(layer, [group for group, _ in made]))
+            layers.append(with_groups(layer, [group for group, _ in made]))
             states.append(tuple(kept for _, kept in made))
         return replace(cache, layers=tuple(layers), state=tuple(states))
 
@@ -370,5 +370,6 @@ def _of_heads(new: NewTokens, heads: tuple[int, ...]) -> NewTokens:
     return replace(new, q=q, ahead=ahead, k=new.k[:, :, index], v=new.v[:, :, index])
 
 
-def _with_groups(layer: Layer, made: list[LayerCache]) -> Layer:
+def with_groups(layer: Layer, made: list[LayerCache]) -> Layer:
+    """The layer with other groups in the place of its own."""
     return replace(layer, groups=tuple(made)) if isinstance(layer, HeadGroups) else made[0]

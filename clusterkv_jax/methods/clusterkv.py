@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from clusterkv_jax import host_store
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
 from clusterkv_jax.checks import check_fields, is_count
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
-from clusterkv_jax.methods.recall import Index, Recall, scores_of
+from clusterkv_jax.methods.base import one_by_one, with_groups
+from clusterkv_jax.methods.recall import Index, Recall, by_kv_head, scores_of
+from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
 from clusterkv_jax.sharding import over_heads
 
 
@@ -27,6 +30,9 @@ class ClusterKV(Recall):
     `tokens_per_cluster`; every `interval` generated tokens among themselves into `interval_clusters`. The first
     `dense_layers` attend to everything. `per_query_head=False` chooses for all query heads of a KV head together, by
     the largest of their scores.
+
+    `store="host"` keeps the rows of the layers that are not dense in host memory, and on the device those that the last
+    `cached_steps` steps recalled; a step moves the others (see `clusterkv_jax.host_store`).
     """
 
     budget: Budget
@@ -37,7 +43,7 @@ class ClusterKV(Recall):
     max_iterations: int = 20
     dense_layers: int = 2
     per_query_head: bool = True
-    store: Literal["device"] = "device"
+    store: Literal["device", "host"] = "device"
     cached_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -52,13 +58,38 @@ class ClusterKV(Recall):
             ),
             ("interval_clusters", self.interval_clusters <= self.interval, f"at most interval = {self.interval}"),
             ("per_query_head", isinstance(self.per_query_head, bool), "True or False"),
-            ("store", self.store == "device", '"device"'),
+            ("store", self.store in ("device", "host"), '"device" or "host"'),
         )
 
     @property
     def always_kept(self) -> dict[str, int]:
         """The sinks, which are part of the budget."""
         return {"sinks": self.sinks}
+
+    def plan(self, layer: int, request: Request) -> LayerPlan:
+        """With a host store, also how many rows are on the device because they are not clustered yet."""
+        plan = super().plan(layer, request)
+        if self.store == "device":
+            return plan
+        host_store.check_platform()
+        return replace(plan, unindexed=min(request.reserve, self.unknown(request.step_tokens)))
+
+    def compress_group(
+        self,
+        prompt: LayerCache,
+        queries: Float[Array, "B H N D"] | None,
+        rows: Int[Array, " B"],
+        capacity: int,
+        plan: LayerPlan,
+        key: Array | None,
+        handed: Any,
+    ) -> tuple[LayerCache, State, None]:
+        """The prompt, where it is to be kept, and its index."""
+        group, state, _ = super().compress_group(prompt, queries, rows, capacity, plan, key, handed)
+        if self.store == "host":
+            size = {"sinks": self.sinks, "unindexed": plan.unindexed, "steps": self.cached_steps}
+            group, state = host_store.move_to_host(group, state, capacity, **size)
+        return group, state, None
 
     def selections(self, queries: int) -> int:
         """One for each query head, or one for all of a KV head."""
@@ -148,6 +179,22 @@ class ClusterKV(Recall):
 
     # --- while decoding ---
 
+    def step_group(
+        self, group: LayerCache, state: Any, new: NewTokens
+    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+        """Append, look up, attend, token after token, wherever the rows are."""
+        if not host_store.on_host(state):
+            return super().step_group(group, state, new)
+        return one_by_one(self._step_from_host, group, state, new)
+
+    def _step_from_host(self, group: LayerCache, state: Any, new: NewTokens):
+        group, state = host_store.append(group, state, new, sinks=self.sinks)
+        rows = self.choose(state, by_kv_head(new.q, group), state["recalled"].shape[-1])
+        rows = jnp.where((rows < group.length[:, :, None, None]) & new.real[:, :, None, None], rows, -1)
+        attended, state = host_store.attend(group, state, new.q, rows[..., self.sinks :], sinks=self.sinks)
+        recalled = jnp.where(new.real[:, :, None, None], rows, state["recalled"])
+        return attended, group, state | {"recalled": recalled}
+
     def due(self, cache: KVCache) -> Bool[Array, ""] | None:
         """True when some batch row has `interval` tokens that are not clustered; all layers have the same.
 
@@ -157,35 +204,37 @@ class ClusterKV(Recall):
         return jnp.any(cache.position - found[0]["indexed"] >= self.interval) if found else None
 
     def recompress(self, cache: KVCache) -> KVCache:
-        """Cluster intervals of the batch rows that have one, until none has; no row moves."""
+        """Cluster intervals of the batch rows that have one, until none has."""
 
-        def step(states):
-            return tuple(
-                tuple(
-                    kept if kept is None else self._cluster_interval(group, kept, cache.position)
+        def step(cache: KVCache) -> KVCache:
+            layers, states = [], []
+            for layer, state in zip(cache.layers, cache.state, strict=True):
+                made = [
+                    (group, kept) if kept is None else self._cluster_interval(group, kept, cache.position)
                     for group, kept in zip(groups(layer), state, strict=True)
-                )
-                for layer, state in zip(cache.layers, states, strict=True)
-            )
+                ]
+                layers.append(with_groups(layer, [group for group, _ in made]))
+                states.append(tuple(kept for _, kept in made))
+            return replace(cache, layers=tuple(layers), state=tuple(states))
 
-        def unfinished(states):
-            return self.due(replace(cache, state=states))
+        return jax.lax.while_loop(self.due, step, cache)
 
-        return replace(cache, state=jax.lax.while_loop(unfinished, step, cache.state))
-
-    def _cluster_interval(self, group: LayerCache, state: Index, position: Int[Array, " B"]) -> Index:
+    def _cluster_interval(
+        self, group: LayerCache, state: Index, position: Int[Array, " B"]
+    ) -> tuple[LayerCache, Index]:
         """The first `interval` rows that are not clustered, in batch rows that have so many."""
         begin = state["indexed"]
         ready = position - begin >= self.interval
         number = jnp.arange(self.interval, dtype=jnp.int32)
         slots = begin[:, None] + number
         draws = jax.vmap(lambda data, at: _draw(jax.random.wrap_key_data(data), at))(state["key"], slots)
-        most = self.interval_clusters
+        most, on_host = self.interval_clusters, host_store.on_host(state)
+        source, at = (state["resident_keys"], jnp.full_like(begin, self.sinks)) if on_host else (group.keys, begin)
         seeds = _lowest(draws, jnp.full_like(begin, self.interval)[:, None], jnp.full_like(begin, most), most)
 
-        def make(group, index, seeds, begin, clusters, ready):
-            rows = jnp.broadcast_to((begin[:, None] + number)[:, None], (*seeds.shape[:2], self.interval))
-            keys = jnp.take_along_axis(group.keys, rows[..., None], axis=2)
+        def make(source, at, index, seeds, begin, clusters, ready):
+            rows = jnp.broadcast_to((at[:, None] + number)[:, None], (*seeds.shape[:2], self.interval))
+            keys = jnp.take_along_axis(source, rows[..., None], axis=2)
             centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
             starts = begin[:, None, None] + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
             found = {
@@ -199,15 +248,12 @@ class ClusterKV(Recall):
 
         each = jnp.broadcast_to(seeds[:, None], (*group.length.shape, most))
         index = {name: state[name] for name in ("centroids", "sizes", "starts", "order")}
-        made = over_heads(make, group, index, each, begin, state["clusters"], ready)
-        return (
-            state
-            | made
-            | {
-                "indexed": begin + jnp.where(ready, self.interval, 0),
-                "clusters": state["clusters"] + jnp.where(ready, most, 0),
-            }
-        )
+        made = over_heads(make, source, at, index, each, begin, state["clusters"], ready)
+        made["indexed"] = begin + jnp.where(ready, self.interval, 0)
+        made["clusters"] = state["clusters"] + jnp.where(ready, most, 0)
+        if not on_host:
+            return group, state | made
+        return host_store.flush(group, state | made, begin, ready, sinks=self.sinks, interval=self.interval)
 
 
 def _draw(key: Array, numbers: Int[Array, " N"]) -> Float[Array, " N"]:

@@ -19,7 +19,7 @@ class LayerPlan:
     Layers of equal plans share one compiled program. `scores` says whether a method whose layers may share their
     decisions makes this layer's own; `rope` are the model's rotations, for methods that move keys; `rounds` are those
     that compressing takes, where they are known; `recalled` the most rows that a step attends to, for methods that keep
-    more than that.
+    more than that; `unindexed` the most that their index does not know yet, where those are kept apart.
     """
 
     heads: tuple[tuple[int, ...], ...]
@@ -29,6 +29,7 @@ class LayerPlan:
     rope: Rope | None = None
     rounds: int | None = None
     recalled: int = 0
+    unindexed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
