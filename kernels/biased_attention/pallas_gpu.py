@@ -154,32 +154,40 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
         row = first_row + arange(tile)
         query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns)
 
-        def body(i, state):
-            peak, total, mixed = state
+        def read(i):
             slot = first + i * block + arange(block)
             score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
-            higher = jnp.maximum(peak, jnp.max(score, axis=1))
-            base = jnp.where(higher == -jnp.inf, 0.0, higher)
-            weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
-            value = load_rows(values, head, slot, columns, occupied, width)
-            mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
-            return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+            return score, load_rows(values, head, slot, columns, occupied, width)
 
-        peak, total, mixed = jax.lax.fori_loop(
-            0,
-            pl.cdiv(last - first, block),
-            body,
-            (
-                jnp.full((tile,), -jnp.inf, jnp.float32),
-                jnp.zeros((tile,), jnp.float32),
-                jnp.zeros((tile, columns.shape[0]), jnp.float32),
-            ),
-        )
-        mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+        mixed, split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, columns.shape[0])
         inside = row < out.shape[2]
         mask = inside[:, None] & (columns < width)[None, :]
         plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
-        plgpu.store(lse.at[head, split, row], peak + jnp.log2(total), mask=inside)
+        plgpu.store(lse.at[head, split, row], split_lse, mask=inside)
+
+
+def online_softmax(blocks, read, tile, width):
+    """Attention of a tile of queries over blocks of rows, and the base 2 logarithm of its sum.
+
+    `read(i)` gives the scores of block i in base 2, -inf where there is no row, and its values.
+    """
+
+    def body(i, state):
+        peak, total, mixed = state
+        score, value = read(i)
+        higher = jnp.maximum(peak, jnp.max(score, axis=1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
+        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+
+    start = (
+        jnp.full((tile,), -jnp.inf, jnp.float32),
+        jnp.zeros((tile,), jnp.float32),
+        jnp.zeros((tile, width), jnp.float32),
+    )
+    peak, total, mixed = jax.lax.fori_loop(0, blocks, body, start)
+    return mixed / jnp.where(total > 0, total, 1.0)[:, None], peak + jnp.log2(total)
 
 
 def combine(parts, lses, end, out, lse, *, span, kv_heads):

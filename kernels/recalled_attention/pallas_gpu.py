@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.biased_attention.pallas_gpu import COMBINED_COLUMNS, LOG2_E, combine, split_sizes
+from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
+    COMBINED_COLUMNS,
+    LOG2_E,
+    combine,
+    online_softmax,
+    split_sizes,
+)
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 
 
@@ -76,32 +82,16 @@ def _attend(q, keys, values, rows, out, lse, *, tile, block, span, each):
     first = split * span
     last = jnp.minimum(first + span, rows.shape[1])
 
-    def body(i, state):
-        peak, total, mixed = state
+    def read(i):
         place = first + i * block + arange(block)
         row = plgpu.load(rows.at[number, place], mask=place < last, other=-1)
         real = row >= 0
         key = load_rows(keys, head, row, columns, real, width)
         score = jnp.where(real[None, :], dot(query, key, (1, 1)) * (LOG2_E * width**-0.5), -jnp.inf)
-        higher = jnp.maximum(peak, jnp.max(score, axis=1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
-        value = load_rows(values, head, row, columns, real, width)
-        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
-        return higher, total * shrink + jnp.sum(weight, axis=1), mixed
+        return score, load_rows(values, head, row, columns, real, width)
 
-    peak, total, mixed = jax.lax.fori_loop(
-        0,
-        pl.cdiv(last - first, block),
-        body,
-        (
-            jnp.full((tile,), -jnp.inf, jnp.float32),
-            jnp.zeros((tile,), jnp.float32),
-            jnp.zeros((tile, columns.shape[0]), jnp.float32),
-        ),
-    )
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[:, None]
+    mixed, split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, columns.shape[0])
     inside = query_number < share
     mask = inside[:, None] & (columns < width)[None, :]
     plgpu.store(out.at[number, split, query_number[:, None], columns[None, :]], mixed, mask=mask)
-    plgpu.store(lse.at[number, split, query_number], peak + jnp.log2(total), mask=inside)
+    plgpu.store(lse.at[number, split, query_number], split_lse, mask=inside)
