@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.evaluation import calibrate, command
+from clusterkv_jax.terminal import one_sentence_errors
 
 app = typer.Typer(
     add_completion=False,
@@ -104,7 +105,7 @@ def generate(
     debug: Annotated[bool, _output("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Continue a text, or answer questions about it, from a compressed cache."""
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         text = read_text(prompt_file)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
@@ -156,7 +157,7 @@ def methods(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """List the methods and presets that --method takes, one line each."""
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         from clusterkv_jax.presets import list_presets
 
         found = list_presets().values()
@@ -191,23 +192,6 @@ def read_text(prompt_file: str) -> str:
         raise ValueError(
             f"Prompt file {prompt_file} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}."
         ) from error
-
-
-@contextmanager
-def _one_sentence_errors(debug: bool) -> Iterator[None]:
-    """Bad input ends the program with exit code 2 and one sentence, an interrupt with 130."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        Console(stderr=True).print("Interrupted.")
-        raise typer.Exit(130) from error
-    except (ValueError, OSError) as error:
-        if debug:
-            raise
-        text = f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.filename else str(error)
-        Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
-        Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
-        raise typer.Exit(2) from error
 
 
 def _methods(names: list[str], ratio: float | None, tokens: int | None, calibration: Any) -> list[tuple[str, Any]]:

@@ -1,7 +1,6 @@
 """`clusterkv calibrate`: outlier heads and head shares of a model from plain text, as a YAML file and a map."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from clusterkv_jax.terminal import one_sentence_errors, progress_bar
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -56,9 +56,7 @@ def calibrate(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
-    from clusterkv_jax.cli import _one_sentence_errors
-
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         _check(output, plot, chunk, ratio)
         texts = read_texts(data)
 
@@ -70,7 +68,7 @@ def calibrate(
         if tokens > loaded.config.max_positions:
             raise ValueError(f"--tokens {tokens} exceed the model's {loaded.config.max_positions} positions.")
         pieces = cut(loaded.tokenizer, texts, tokens, sequences, seed)
-        with _bar(len(pieces) * loaded.config.num_layers) as progress:
+        with progress_bar(len(pieces) * loaded.config.num_layers, "layers") as on_layers:
             found = calibration.calibrate(
                 loaded,
                 pieces,
@@ -79,7 +77,7 @@ def calibrate(
                 chunk=chunk,
                 threshold=threshold,
                 ratio=ratio,
-                progress=progress,
+                progress=lambda done, _: on_layers(done),
             )
         if plot:
             draw(found, output.with_suffix(".png"))
@@ -191,13 +189,3 @@ def _report(found: Any, output: Path, plot: bool) -> None:
     )
     written = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
     console.print(f"Written to {written}", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    """A bar with an estimate on standard error; called with the layers done."""
-    console = Console(stderr=True)
-    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("layers", total=total)
-        yield lambda done, _: bar.update(task, completed=done)

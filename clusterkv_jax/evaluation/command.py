@@ -7,8 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +17,9 @@ import typer
 import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from clusterkv_jax.terminal import one_sentence_errors, progress_bar
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
 _packages = ("clusterkv-jax", "jax", "jaxlib", "numpy", "transformers", "tokenizers")
@@ -50,9 +50,7 @@ def evaluate(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Answer a suite's questions with compressed caches and make a table of the scores."""
-    from clusterkv_jax.cli import _one_sentence_errors
-
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         if suite == "list":
             _list_suites()
             return
@@ -82,7 +80,7 @@ def evaluate(
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
-        with _bar(len(jobs) * len(entries)) as on_lines:
+        with progress_bar(len(jobs) * len(entries), "examples") as on_lines:
             lines = runner.run(
                 output,
                 config,
@@ -106,9 +104,7 @@ def join(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
-    from clusterkv_jax.cli import _one_sentence_errors
-
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import runner
 
         if output.exists():
@@ -124,10 +120,9 @@ def join(
 
 def lm_eval(context: typer.Context) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
-    from clusterkv_jax.cli import _one_sentence_errors
     from clusterkv_jax.evaluation.scoring import library
 
-    with _one_sentence_errors(False):
+    with one_sentence_errors(False):
         library("lm_eval", "clusterkv lm-eval")
         from clusterkv_jax.evaluation import harness
 
@@ -158,9 +153,7 @@ def inspect_keys(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Draw what a model's keys look like and what methods do to them, layer by layer."""
-    from clusterkv_jax.cli import _one_sentence_errors
-
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation import inspection_page, runner, sources
 
@@ -183,9 +176,7 @@ def inspect_recall(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Measure how many of the rows with the largest attention each recall method selects."""
-    from clusterkv_jax.cli import _one_sentence_errors
-
-    with _one_sentence_errors(debug):
+    with one_sentence_errors(debug):
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation import inspection, recall, runner, sources
         from clusterkv_jax.methods import Recall
@@ -310,16 +301,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("-changed" if changed.stdout.strip() else "")
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    """A bar with an estimate on standard error; called with the number of lines there are."""
-    console = Console(stderr=True)
-    columns = (TextColumn("examples"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("examples", total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _screen(summary: Any) -> Table:

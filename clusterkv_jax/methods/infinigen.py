@@ -28,7 +28,7 @@ class InfiniGen(Recall):
     budget: Budget
     partial_ratio: float = 0.2
     alpha: float | None = None
-    dense_layers: int = 2
+    dense_layers: int = 1
 
     looks_ahead: ClassVar[bool] = True
 
