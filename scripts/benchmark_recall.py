@@ -3,6 +3,7 @@
     python scripts/benchmark_recall.py 32768 65536 131072        batch 1, a context after the other
     python scripts/benchmark_recall.py 32768 --batch 16          one context, copied for every row of the batch
     python scripts/benchmark_recall.py 131072 --store host       rows in host memory, and what is moved of them
+    python scripts/benchmark_recall.py 262144 --store host --alone    without the full cache: what memory it takes
     python scripts/benchmark_recall.py 512 --tiny                a toy, for a CPU
 
 Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
@@ -96,31 +97,44 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) ->
     return times[0], times[1]
 
 
-def measure(params: Any, config: ModelConfig, method: ckv.ClusterKV, context: int, batch: int, steps: int) -> None:
-    """Lines of the table for one context."""
+def peak_memory() -> str:
+    """The most device memory that this process has held so far, where the platform counts it."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return f"peak {stats['peak_bytes_in_use'] / 2**30:.1f} GiB" if "peak_bytes_in_use" in stats else "peak unknown"
+
+
+def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: int, batch: int, steps: int) -> None:
+    """Lines of the table for one context; what comes after the first method is compared with it."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(config.vocab_size, size=(1, context)), jnp.int32)
     whole = None
-    for name, chosen in (("full", ckv.Full()), ("clusterkv", method)):
-        ttft, cache = prefill(params, config, chosen, tokens)
+    for name, method in methods.items():
+        ttft, cache = prefill(params, config, method, tokens)
         if batch > 1:
             cache = gather_rows(cache, jnp.zeros(batch, jnp.int32))
         size = nbytes(cache) / 2**30
-        tpot, cache = decode(params, config, chosen, cache, steps)
+        tpot, cache = decode(params, config, method, cache, steps)
         line = f"| {context} x {batch} | {name} | {ttft:.3f} | {tpot * 1e3:.2f} | {size:.2f} |"
-        if whole is None:
-            whole = ttft, tpot
-            print(line, flush=True)
-            continue
-        if method.store == "host":
-            seen = traffic(cache)
-            hits = f"hit rate {seen['row_hit_rate']:.1%} of rows, {seen['cluster_hit_rate']:.1%} of clusters"
-            held = f"{host_bytes(cache) / 2**30:.2f} GiB of it on the host, {seen['moved_bytes'] / 2**20:.0f} MiB moved"
-            print(f"{line} TPOT {whole[1] / tpot:.2f} x; {held}, {hits}", flush=True)
-            continue
-        select, attend = parts(method, config, cache)
-        shares = f"TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill"
-        of_step = f"selection {select * 1e3:.2f} ms = {select / tpot:.1%}, attention {attend * 1e3:.2f} ms of a step"
-        print(f"{line} {shares}; {of_step}", flush=True)
+        if whole is not None:
+            line += f" TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill;"
+        whole = whole or (ttft, tpot)
+        if isinstance(method, ckv.ClusterKV):
+            line += of_host(cache) if method.store == "host" else of_step(method, config, cache, tpot)
+        print(f"{line} {peak_memory()}", flush=True)
+
+
+def of_host(cache: Any) -> str:
+    """What a host store holds and what was moved of it."""
+    seen = traffic(cache)
+    hits = f"hit rate {seen['row_hit_rate']:.1%} of rows, {seen['cluster_hit_rate']:.1%} of clusters"
+    return (
+        f" {host_bytes(cache) / 2**30:.2f} GiB of it on the host, {seen['moved_bytes'] / 2**20:.0f} MiB moved, {hits};"
+    )
+
+
+def of_step(method: Recall, config: ModelConfig, cache: Any, tpot: float) -> str:
+    """What selection and attention take of a step."""
+    select, attend = parts(method, config, cache)
+    return f" selection {select * 1e3:.2f} ms = {select / tpot:.1%}, attention {attend * 1e3:.2f} ms of a step;"
 
 
 def main() -> None:
@@ -132,6 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64, help="steps that are timed")
     parser.add_argument("--store", choices=("device", "host"), default="device", help="where ClusterKV's rows are")
     parser.add_argument("--cached-steps", type=int, default=1, help="steps whose rows stay on the device")
+    parser.add_argument("--alone", action="store_true", help="without the full cache beside it")
     parser.add_argument("--tiny", action="store_true", help="a toy model in float32")
     asked = parser.parse_args()
     config, dtype = (TINY, jnp.float32) if asked.tiny else (LLAMA, jnp.bfloat16)
@@ -139,8 +154,9 @@ def main() -> None:
     method = ckv.ClusterKV(ckv.Budget(tokens=asked.budget), store=asked.store, cached_steps=asked.cached_steps)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {method}\n")
     print("| context x batch | method | prefill s | TPOT ms | cache GiB |\n|---|---|---|---|---|")
+    methods = {"clusterkv": method} if asked.alone else {"full": ckv.Full(), "clusterkv": method}
     for context in asked.contexts:
-        measure(params, config, method, context, asked.batch, asked.steps)
+        measure(params, config, methods, context, asked.batch, asked.steps)
 
 
 if __name__ == "__main__":
