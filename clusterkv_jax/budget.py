@@ -30,6 +30,7 @@ class Budget:
 
     `shares` spreads the rows unevenly, in proportion, so that B is the mean over all heads: one number per layer, or
     per layer one number for each of its KV heads, or "pyramid", which falls linearly over the layers. None is evenly.
+    No share of a ratio is more than the whole base; what a head would have beyond it goes to the others.
     """
 
     ratio: float | None = None
@@ -74,22 +75,37 @@ def rows_for(
         return np.full(np.shape(lengths), MOST_ROWS, np.int64)
     new = max_new_tokens if (budget.base or default_base) == "prompt+new" else 0
     if budget.ratio is not None:
-        rows = np.floor(budget.ratio * (np.asarray(lengths, np.float64) + new)).astype(np.int64)
+        rows = budget.ratio * (np.asarray(lengths, np.float64) + new)
     else:
-        rows = np.full(np.shape(lengths), budget.tokens or (budget.bytes or 0) // bytes_per_row, np.int64)
-    if budget.shares is None:
-        return rows
-    weight = share_table(budget.shares, num_layers, num_heads)[layer, head]
-    # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
-    return np.floor(np.round(rows * weight, 6)).astype(np.int64)
+        rows = np.full(np.shape(lengths), float(budget.tokens or (budget.bytes or 0) // bytes_per_row))
+    if budget.shares is not None:
+        # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
+        rows = np.round(rows * share_table(budget, num_layers, num_heads)[layer, head], 6)
+    return np.floor(rows).astype(np.int64)
 
 
-def share_table(shares: Shares, num_layers: int, num_heads: int) -> np.ndarray:
-    """Rows of each (layer, head) in units of their mean, f64 [L, K].
+def share_table(budget: Budget, num_layers: int, num_heads: int) -> np.ndarray:
+    """Rows of each (layer, head) in units of their mean, f64 [L, K]; of a ratio none is more than its whole base.
 
     Raises:
         ValueError: if the shares are not those of this many layers and heads.
     """
+    table = _relative(budget.shares, num_layers, num_heads)
+    return table if budget.ratio is None or budget.ratio >= 1 else _cut(table, 1 / budget.ratio)
+
+
+def _cut(table: np.ndarray, most: float) -> np.ndarray:
+    """The table with none above `most` > 1, and what that leaves spread over the others in proportion."""
+    full = np.zeros(table.shape, bool)
+    while True:
+        rest = ~full
+        scaled = np.where(full, most, table * ((table.size - most * full.sum()) / table[rest].sum()))
+        if not (over := rest & (scaled >= most)).any():
+            return scaled
+        full |= over
+
+
+def _relative(shares: Shares, num_layers: int, num_heads: int) -> np.ndarray:
     if shares is None:
         return np.ones((num_layers, num_heads))
     if shares == "pyramid":

@@ -268,14 +268,15 @@ def slot_bytes(cache: KVCache) -> int:
 
 def occupancy(cache: KVCache) -> list[list[list[int]]]:
     """Rows held by each KV head, as nested lists [layer][batch row][KV head]."""
-    return [_layer_rows(layer) for layer in jax.device_get(cache.layers)]
+    # The lengths alone: a cache of gigabytes must not travel to the host for them.
+    counts = jax.device_get([[group.length for group in groups(layer)] for layer in cache.layers])
+    return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(cache.layers, counts, strict=True)]
 
 
-def _layer_rows(layer: Layer) -> list[list[int]]:
-    """Rows of one layer [batch row][KV head], in the order of the heads."""
+def _in_order(layer: Layer, counts: Int[np.ndarray, "B K"]) -> list[list[int]]:
+    """Counts of the heads as they stand in their groups, in the order of the heads."""
     order = [head for heads in group_heads(layer) for head in heads]
-    counts = np.concatenate([group.length for group in groups(layer)], axis=1).tolist()
-    return [[count for _, count in sorted(zip(order, row, strict=True))] for row in counts]
+    return counts[:, np.argsort(order)].tolist()
 
 
 def gather_rows(cache: KVCache, rows: Int[Array, " R"]) -> KVCache:

@@ -1,8 +1,9 @@
 """What is measured once for a model and then given to methods: outlier heads, and how many rows each head needs.
 
 Outlier heads are those whose keys have no similar neighbours and so lose most by clustering (Chelsea section 5.4).
-Head shares are what AdaKV gives each head on average; `Budget(shares=...)` takes them for any method, with the memory
-really saved. Both come from plain text, and are written as a small YAML file.
+Head shares say how unevenly a budget is spread, `Budget(shares=...)`, with the memory really saved: for methods that
+choose rows by attention what AdaKV gives each head on average, for clustering methods more to heads that cluster badly.
+All come from plain text, and are written as a small YAML file.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from clusterkv_jax.compression import compress
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.methods import AdaKV, Chelsea, Method
 from clusterkv_jax.methods.base import Budgeted
+from clusterkv_jax.methods.clustering import Clustering
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
@@ -33,6 +35,8 @@ from clusterkv_jax.sharding import over_heads
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
+# What a head whose every key has a similar neighbour gets beside one without any, which gets 1 more.
+CLUSTER_FLOOR = 0.3
 
 
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:
@@ -67,6 +71,14 @@ class Calibration:
     head_shares: tuple[tuple[float, ...], ...]
     settings: Mapping[str, Any]
 
+    @property
+    def cluster_shares(self) -> tuple[tuple[float, ...], ...]:
+        """Rows of each head for a clustering method, in units of the mean over all layers, in steps of 0.25: in
+        proportion to CLUSTER_FLOOR + `outlier_share`.
+        """
+        wanted = CLUSTER_FLOOR + np.asarray(self.outlier_share)
+        return _in_steps(wanted / wanted.mean())
+
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if the model has other layers or heads than what was measured."""
         mine = (len(self.head_shares), len(self.head_shares[0]))
@@ -77,7 +89,8 @@ class Calibration:
             )
 
     def applied(self, method: Method) -> Method:
-        """The method with outlier heads where it has such, with the heads' shares of its budget otherwise.
+        """The method with outlier heads where it has such, with the heads' shares of its budget otherwise: by how well
+        they cluster for clustering methods, as AdaKV spreads rows for all others.
 
         Raises ValueError for a method that can take neither.
         """
@@ -85,7 +98,8 @@ class Calibration:
             return dataclasses.replace(method, outlier_heads=self.outlier_heads)
         if not isinstance(method, Budgeted):
             raise ValueError(f"{type(method).__name__} has no budget, so a calibration has nothing to give it.")
-        return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=self.head_shares))
+        shares = self.cluster_shares if isinstance(method, Clustering) else self.head_shares
+        return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=shares))
 
 
 def calibrate(
@@ -122,12 +136,11 @@ def calibrate(
             if progress is not None:
                 progress(i * config.num_layers + number + 1, total)
     shares, rows = shares / len(sequences), rows / len(sequences)
-    steps = SHARE_STEP * np.maximum(np.rint(rows / SHARE_STEP), 1)
     return Calibration(
         model.name,
         _table(np.round(shares, 4)),
         choose_outliers(shares, outliers, whole_layers),
-        _table(steps),
+        _in_steps(rows),
         {
             "sequences": len(sequences),
             "tokens": len(sequences[0]),
@@ -231,6 +244,10 @@ def read(file: str | Path) -> Calibration:
     except (TypeError, ValueError) as error:
         raise ValueError(f"Calibration file {file} is damaged: {error}.") from error
     return Calibration(str(content["model"]), outlier_heads=heads, settings=content["settings"], **tables)
+
+
+def _in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
+    return _table(SHARE_STEP * np.maximum(np.rint(shares / SHARE_STEP), 1))
 
 
 def _table(numbers: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:

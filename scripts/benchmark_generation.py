@@ -18,7 +18,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.models.config import Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.transformer import init
 
-REPEATS = 2
+REPEATS = 3
 NEW_TOKENS = 289  # two intervals of clustering, in whole segments of the decode loop
 BUDGET = ckv.Budget(ratio=0.2)
 METHODS = {

@@ -26,14 +26,30 @@ def test_bytes_are_those_of_all_layers_and_heads():
     assert ckv.compress(method, None, keys, keys, num_layers=2).length.tolist() == [[20, 20]]
 
 
+def table(shares, **budget):
+    return share_table(ckv.Budget(shares=shares, **(budget or {"tokens": 100})), 2, 2)
+
+
+def test_no_head_has_more_than_the_whole():
+    """What the largest shares cannot use goes to the others, so that the mean stays."""
+    cut = table(((8.0, 4.0), (2.0, 2.0)), ratio=0.5)
+    np.testing.assert_allclose(cut, [[2.0, 1.0], [0.5, 0.5]])
+    np.testing.assert_allclose(table(((8.0, 4.0), (2.0, 1.0)), ratio=0.7).mean(), 1.0)
+    whole = ckv.Budget(ratio=0.7, shares=((9.0, 9.0), (1.0, 1.0)))
+    lengths = np.arange(1, 3000)
+    rows = [[rows_for(whole, lengths, 0, layer=i, head=j, num_layers=2, num_heads=2) for j in (0, 1)] for i in (0, 1)]
+    assert (np.asarray(rows[0]) == lengths).all()
+    assert (np.abs(np.sum(rows, axis=(0, 1)) - 2.8 * lengths) <= 2).all()
+
+
 def test_shares_are_relative_to_their_mean():
-    np.testing.assert_allclose(share_table((1.0, 3.0), 2, 2), [[0.5, 0.5], [1.5, 1.5]])
-    np.testing.assert_allclose(share_table(((1.0, 3.0), (2.0, 2.0)), 2, 2), [[0.5, 1.5], [1.0, 1.0]])
-    np.testing.assert_allclose(share_table("pyramid", 3, 1)[:, 0], [1.95, 1.0, 0.05])
+    np.testing.assert_allclose(table((1.0, 3.0)), [[0.5, 0.5], [1.5, 1.5]])
+    np.testing.assert_allclose(table(((1.0, 3.0), (2.0, 2.0))), [[0.5, 1.5], [1.0, 1.0]])
+    np.testing.assert_allclose(share_table(ckv.Budget(tokens=9, shares="pyramid"), 3, 1)[:, 0], [1.95, 1.0, 0.05])
     tenths = ckv.Budget(tokens=100, shares=(0.1, 0.2, 0.3))
     assert [int(rows_for(tenths, 1, 0, layer=i, num_layers=3)) for i in range(3)] == [50, 100, 150]
-    with pytest.raises(ValueError, match="2 numbers, one per layer, or 2 tuples of 4"):
-        share_table((1.0, 2.0, 3.0), 2, 4)
+    with pytest.raises(ValueError, match="2 numbers, one per layer, or 2 tuples of 2"):
+        table((1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize("method", [ckv.SnapKV, ckv.CentroidKV], ids=["evicts", "merges"])

@@ -223,7 +223,7 @@ class Budgeted(Method):
 
     def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
         """KV heads by equal shares, the largest first."""
-        shares = share_table(self.budget.shares, request.num_layers, request.num_kv_heads)[layer]
+        shares = share_table(self.budget, request.num_layers, request.num_kv_heads)[layer]
         return tuple(
             tuple(np.flatnonzero(shares == share).tolist()) for share in sorted(set(shares.tolist()), reverse=True)
         )

@@ -173,8 +173,8 @@ def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list
     Layers without an index have none; where heads stand in groups, they come in the order of the groups.
     """
     rows, union = [], []
-    for state in jax.device_get(cache.state):
-        found = [kept["recalled"] for kept in state if kept is not None and "recalled" in kept]
+    named = [[kept["recalled"] for kept in state if kept is not None and "recalled" in kept] for state in cache.state]
+    for found in jax.device_get(named):
         rows.append(_per_row([(x >= 0).sum(-1) for x in found]))
         union.append(_per_row([_different(x) for x in found]))
     return (rows, union) if any(rows) else ([], [])
