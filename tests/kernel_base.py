@@ -299,41 +299,76 @@ def check_kmeans_of(shape, implementation, examples):
     )
 
 
+# --- scores of an index
+
+# batch, KV heads, queries of one, entries, head dim, dtypes of queries and index
+INDEX_SHAPES = [
+    (2, 2, 3, 37, 24, jnp.bfloat16, jnp.float32),
+    (1, 2, 4, 70, 128, jnp.float32, jnp.float32),
+    (1, 1, 1, 5, 25, jnp.float32, jnp.bfloat16),
+]
+
+
+def check_index_scores(implementation, *, examples=3):
+    for batch, heads, queries, entries, dim, asked, held in INDEX_SHAPES:
+        for seed in range(examples):
+            q = jnp.asarray(normal(seed, batch, heads, queries, dim), asked)
+            index = jnp.asarray(normal(seed + 1, batch, heads, entries, dim), held)
+            found = jax.jit(implementation)(q, index)
+            assert found.dtype == jnp.float32
+            expected = np.asarray(q, np.float64) @ np.asarray(index, np.float64).swapaxes(-1, -2)
+            near(found, expected, F32, axes=3)
+
+
 # --- the rows of the best clusters
 
-# batch, heads, selections per head, clusters, rows wanted
-SELECT_SHAPES = [(2, 2, 3, 37, 40), (1, 2, 1, 150, 100)]
+# batch, heads, selections per head, clusters, rows wanted, sinks
+SELECT_SHAPES = [(2, 2, 3, 37, 40, 3), (1, 2, 1, 150, 100, 0)]
 
 
-def check_select(implementation, *, ordered=True, examples=6):
-    for shape in SELECT_SHAPES:
+def check_select(implementation, *, ordered=True, shapes=SELECT_SHAPES, examples=6):
+    for shape in shapes:
         check_select_of(shape, implementation, ordered, examples)
 
 
 def check_select_of(shape, implementation, ordered, examples):
-    batch, heads, each, clusters, count = shape
-    run = jax.jit(partial(implementation, count=count))
+    batch, heads, each, clusters, count, sinks = shape
+    run = jax.jit(partial(implementation, count=count, sinks=sinks))
 
     def check(seed, levels, largest, room):
         rng = np.random.default_rng(seed)
         scores = np.round(rng.normal(size=(batch, heads, each, clusters)) * levels) / levels
         sizes = rng.integers(0, largest + 1, (batch, heads, clusters))
         starts = np.cumsum(sizes, axis=-1) - sizes
-        order = rng.permuted(np.tile(np.arange(clusters * 9), (batch, heads, 1)), axis=-1)
+        order = rng.permuted(np.tile(np.arange(sinks, clusters * 9), (batch, heads, 1)), axis=-1)
         room = np.asarray(room[:batch])
         ints = [jnp.asarray(x, jnp.int32) for x in (sizes, starts, order, room)]
         ints[2] = ints[2] if ordered else None
         found = run(jnp.asarray(scores, jnp.float32), *ints)
         assert found.dtype == jnp.int32
-        for b, k, j in np.ndindex(batch, heads, each):
-            ranked = np.argsort(-scores[b, k, j], kind="stable")
-            places = [starts[b, k, c] + i for c in ranked for i in range(sizes[b, k, c])][: room[b]]
-            expected = order[b, k, places] if ordered else places
-            np.testing.assert_array_equal(found[b, k, j], [*expected, *[-1] * (count - len(places))])
+        assert found.shape == (batch, heads, each, count)
+        for at in np.ndindex(batch, heads, each):
+            head = at[:2]
+            parts, left = [], max(room[at[0]] - sinks, 0)
+            for c in np.argsort(-scores[at], kind="stable"):
+                places = starts[(*head, c)] + np.arange(min(sizes[(*head, c)], left))
+                parts.append((order[head][places] if ordered else places).tolist())
+                left -= len(places)
+            one_selection(np.asarray(found[at]).tolist(), list(range(sinks)), [part for part in parts if part])
 
-    levels = st.sampled_from([1, 1000])  # many ties, hardly any
+    levels = st.sampled_from([1, 1000, 1e30])  # many ties, hardly any, far apart
     rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)
     drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms)
+
+
+def one_selection(found, sinks, parts):
+    """Sinks, then the parts of clusters, each in one piece, in any order; -1 behind."""
+    by_first = {part[0]: part for part in parts}
+    expected = list(sinks)
+    while len(expected) < len(found) and found[len(expected)] in by_first:
+        expected += by_first.pop(found[len(expected)])
+    assert not by_first, f"rows of {len(by_first)} clusters are missing"
+    assert found == expected + [-1] * (len(found) - len(expected))
 
 
 # --- attention to rows by index

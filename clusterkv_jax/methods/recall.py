@@ -160,12 +160,6 @@ def by_kv_head(q: Float[Array, "B 1 H D"], group: LayerCache) -> Float[Array, "B
     return q.reshape(q.shape[0], group.length.shape[1], -1, q.shape[-1])
 
 
-def scores_of(q: Float[Array, "B K G D"], index: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
-    """q . index, in float32."""
-    wide = (x.astype(jnp.float32) for x in (q, index))
-    return jnp.einsum("bkgd,bkcd->bkgc", *wide, precision=jax.lax.Precision.HIGHEST)
-
-
 def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """What the last step recalled, as nested lists: rows of each query head (or of all of a KV head together, where
     they share them) [layer][batch row][selection], and different rows of each KV head [layer][batch row][KV head].
