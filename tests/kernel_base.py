@@ -375,35 +375,47 @@ def one_selection(found, sinks, parts):
 
 
 def check_recalled(implementation, *, examples=4):
-    for each, dtype in ((4, jnp.float32), (1, jnp.float32), (2, jnp.bfloat16)):
-        check_recalled_of(each, dtype, implementation, examples)
+    for each, dtype, unlisted in ((4, jnp.float32, 0), (1, jnp.float32, 20), (2, jnp.bfloat16, 3)):
+        check_recalled_of(each, dtype, unlisted, implementation, examples)
 
 
-def check_recalled_of(each, dtype, implementation, examples):
-    run = jax.jit(implementation)
+def check_recalled_of(each, dtype, unlisted, implementation, examples):
+    run = jax.jit(partial(implementation, unlisted=unlisted))
 
-    def check(seed, holes):
+    def check(seed, holes, length, since):
         q, keys, values = (normal(seed + i, 2, 2, n, 24) for i, n in enumerate((4, 90, 90)))
         rng = np.random.default_rng(seed)
         rows = np.where(rng.random((2, 2, each, 70)) < holes, -1, rng.integers(0, 90, (2, 2, each, 70)))
+        # What is not listed is listed nowhere: from row 60 on if there is anything.
+        rows = np.where(rows < 0, -1, rows % 60) if unlisted else rows
+        late = since + np.arange(unlisted)
+        own = {}
         unread = np.ones((2, 2, 90), bool)
-        for b, k in np.ndindex(2, 2):
-            unread[b, k, rows[b, k][rows[b, k] >= 0]] = False
+        for b, k, j in np.ndindex(2, 2, each):
+            named = np.concatenate([rows[b, k, j], late])
+            own[b, k, j] = named[(named >= 0) & (named < length)]
+            unread[b, k, own[b, k, j]] = False
         arrays = [jnp.asarray(x, dtype) for x in (q, keys, values)]
         dirty = (poisoned(x, jnp.asarray(unread)) for x in arrays[1:])
-        out = run(arrays[0], *dirty, jnp.asarray(rows, jnp.int32))
+        starts = jnp.full(2, since, jnp.int32) if unlisted else None
+        end = None if length == 90 else jnp.full((2, 2), length, jnp.int32)
+        out = run(arrays[0], *dirty, jnp.asarray(rows, jnp.int32), starts, end)
         assert out.dtype == dtype
         q, keys, values = (np.asarray(x, np.float64) for x in arrays)
         expected = np.zeros(q.shape)
         for b, k, g in np.ndindex(2, 2, 4):
-            own = rows[b, k, g * each // 4]
-            own = own[own >= 0]
-            score = keys[b, k, own] @ q[b, k, g] / np.sqrt(24)
+            at = own[b, k, g * each // 4]
+            score = keys[b, k, at] @ q[b, k, g] / np.sqrt(24)
             weight = np.exp(score - score.max(initial=-np.inf))
-            expected[b, k, g] = weight @ values[b, k, own] / max(weight.sum(), 1e-30)
+            expected[b, k, g] = weight @ values[b, k, at] / max(weight.sum(), 1e-30)
         near(out, expected, tolerance(dtype), axes=(2, 3))
 
-    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([0.3, 0.0, 1.0]))
+    holes, length, since = (
+        st.sampled_from([0.3, 0.0, 1.0]),
+        st.sampled_from([90, 66, 40]),
+        st.sampled_from([60, 65, 89]),
+    )
+    drawn(check, examples, st.integers(0, 2**16), holes, length, since)
 
 
 # --- rows by index

@@ -200,8 +200,17 @@ def select_of_scattered_rows(*args, sinks, **options):
     return jnp.concatenate([rows[..., :sinks], jnp.sort(rows[..., sinks:], descending=True)], axis=-1)
 
 
-def recalled_with_the_last_row_for_none(q, keys, values, rows):
-    return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2])
+def recalled_with_the_last_row_for_none(q, keys, values, rows, *args, **options):
+    return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2], *args, **options)
+
+
+def recalled_beyond_its_length(q, keys, values, rows, since, length, **options):
+    return recalled_reference.recalled_attention(q, keys, values, rows, since, None, **options)
+
+
+def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length, *, unlisted):
+    since = None if since is None else since + 1
+    return recalled_reference.recalled_attention(q, keys, values, rows, since, length, unlisted=unlisted)
 
 
 def gather_of_the_last_row_for_none(source, rows):
@@ -231,6 +240,8 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_select, select_with_sinks_on_top),
         (base.check_select, select_of_scattered_rows),
         (base.check_recalled, recalled_with_the_last_row_for_none),
+        (base.check_recalled, recalled_beyond_its_length),
+        (base.check_recalled, recalled_without_the_first_unlisted_row),
     ],
     ids=lambda f: f.__name__,
 )
