@@ -76,7 +76,7 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) ->
         def body(_, q):
             for _, index in held:
                 rows = method.choose(index, q, index["recalled"].shape[-1])
-                q = q + (jnp.sum(rows) & 1).astype(q.dtype) * 1e-3
+                q = q + (rows[..., -1:] & 1).astype(q.dtype) * 1e-3
             return q
 
         return jax.lax.fori_loop(0, repeats, body, q)

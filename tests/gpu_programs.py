@@ -31,6 +31,7 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import lloyd
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
@@ -94,6 +95,10 @@ def programs(array):
     group = QUERY_HEADS // HEADS
     scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
     clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
+    page_scores, pages = (
+        array((BATCH, HEADS, group, PROMPT // 16), jnp.float32),
+        array((BATCH, HEADS, PROMPT // 16), i32),
+    )
     one_query, recalled = array((BATCH, HEADS, group, DIM), bf16), array((BATCH, HEADS, group, RECALLED), i32)
     recall = ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)
     return {
@@ -106,8 +111,18 @@ def programs(array):
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
-        "select": (partial(select_rows, count=RECALLED), (scores, *clusters, rows, array((BATCH,), i32)), ()),
-        "recalled attention": (recalled_attention, (one_query, prompt, prompt, recalled), ()),
+        "index scores": (index_scores, (one_query, centroids), ()),
+        "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
+        "select pages": (
+            partial(select_rows, count=RECALLED),
+            (page_scores, pages, pages, None, array((BATCH,), i32)),
+            (),
+        ),
+        "recalled attention": (
+            partial(recalled_attention, unlisted=320),
+            (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
+            (),
+        ),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
         "decode": decoding(ckv.CentroidKV(ckv.Budget(ratio=0.2))),

@@ -25,6 +25,8 @@ from clusterkv_jax.kernels.chunked_matching import reference as matching_referen
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.gather_rows import pallas_gpu as gather_gpu
 from clusterkv_jax.kernels.gather_rows import reference as gather_reference
+from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
+from clusterkv_jax.kernels.index_scores import reference as scores_reference
 from clusterkv_jax.kernels.kmeans import assign
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.kmeans import pallas_tpu as kmeans_tpu
@@ -63,6 +65,7 @@ KMEANS = {
     "gpu": partial(kmeans_gpu.kmeans, interpret=True),
     "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
 }
+SCORES = {"xla": scores_reference.index_scores, "gpu": partial(scores_gpu.index_scores, interpret=True)}
 SELECT = {"xla": select_reference.select_rows, "gpu": partial(select_gpu.select_rows, interpret=True)}
 RECALLED = {
     "xla": recalled_reference.recalled_attention,
@@ -76,6 +79,7 @@ CHECKS = [
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
     *((base.check_gather, name, op) for name, op in GATHER.items()),
+    *((base.check_index_scores, name, op) for name, op in SCORES.items()),
     *((base.check_select, name, op) for name, op in SELECT.items()),
     *((base.check_recalled, name, op) for name, op in RECALLED.items()),
 ]
@@ -170,17 +174,43 @@ def kmeans_with_every_centroid(keys, centroids, length, used, *, with_sums):
     return kmeans_reference.kmeans(keys, centroids, length, with_sums=with_sums)
 
 
-def select_of_equals_in_any_order(scores, sizes, starts, order, room, *, count):
+def index_scores_of_short_products(q, index):
+    return scores_reference.index_scores(q.astype(jnp.bfloat16), index.astype(jnp.bfloat16))
+
+
+def index_scores_of_the_first_query(q, index):
+    return jnp.broadcast_to(scores_reference.index_scores(q[:, :, :1], index), (*q.shape[:3], index.shape[2]))
+
+
+def select_of_equals_in_any_order(scores, *args, **options):
     nudged = scores + 1e-5 * jnp.arange(scores.shape[-1], dtype=jnp.float32)
-    return select_reference.select_rows(nudged, sizes, starts, order, room, count=count)
+    return select_reference.select_rows(nudged, *args, **options)
 
 
-def select_of_one_row_too_many(scores, sizes, starts, order, room, *, count):
-    return select_reference.select_rows(scores, sizes, starts, order, room + 1, count=count)
+def select_of_one_row_too_many(scores, sizes, starts, order, room, **options):
+    return select_reference.select_rows(scores, sizes, starts, order, room + 1, **options)
 
 
-def recalled_with_the_last_row_for_none(q, keys, values, rows):
-    return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2])
+def select_with_sinks_on_top(scores, sizes, starts, order, room, *, count, sinks):
+    return select_reference.select_rows(scores, sizes, starts, order, room + sinks, count=count, sinks=sinks)
+
+
+def select_of_scattered_rows(*args, sinks, **options):
+    rows = select_reference.select_rows(*args, sinks=sinks, **options)
+    return jnp.concatenate([rows[..., :sinks], jnp.sort(rows[..., sinks:], descending=True)], axis=-1)
+
+
+def recalled_with_the_last_row_for_none(q, keys, values, rows, *args, **options):
+    return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2], *args, **options)
+
+
+def recalled_beyond_its_length(q, keys, values, rows, since, length, **options):
+    return recalled_reference.recalled_attention(q, keys, values, rows, since, None, **options)
+
+
+def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length, *, unlisted):
+    since = None if since is None else since + 1
+    return recalled_reference.recalled_attention(q, keys, values, rows, since, length, unlisted=unlisted)
 
 
 def gather_of_the_last_row_for_none(source, rows):
@@ -204,8 +234,14 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_gather, gather_of_the_last_row_for_none),
         (base.check_select, select_of_equals_in_any_order),
+        (base.check_index_scores, index_scores_of_short_products),
+        (base.check_index_scores, index_scores_of_the_first_query),
         (base.check_select, select_of_one_row_too_many),
+        (base.check_select, select_with_sinks_on_top),
+        (base.check_select, select_of_scattered_rows),
         (base.check_recalled, recalled_with_the_last_row_for_none),
+        (base.check_recalled, recalled_beyond_its_length),
+        (base.check_recalled, recalled_without_the_first_unlisted_row),
     ],
     ids=lambda f: f.__name__,
 )

@@ -13,10 +13,11 @@ from clusterkv_jax import host_store
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
 from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import one_by_one, with_groups
-from clusterkv_jax.methods.recall import Index, Recall, by_kv_head, scores_of
+from clusterkv_jax.methods.recall import Index, Recall, by_kv_head
 from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
 from clusterkv_jax.sharding import over_heads
 
@@ -164,18 +165,15 @@ class ClusterKV(Recall):
 
     def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K J count"]:
         """The sinks, then the best clusters by q . centroid."""
-        first = min(self.sinks, count)
 
-        def best(q: Array, centroids: Array, sizes: Array, starts: Array, order: Array, room: Array) -> Array:
-            scores = scores_of(q, centroids)
+        def best(q: Array, centroids: Array, *clusters: Array) -> Array:
+            scores = index_scores(q, centroids)
             if not self.per_query_head:
                 scores = jnp.max(scores, axis=2, keepdims=True)
-            return select_rows(scores, sizes, starts, order, room, count=count - first)
+            return select_rows(scores, *clusters, count=count, sinks=self.sinks)
 
-        arrays = (index[name] for name in ("centroids", "sizes", "starts", "order"))
-        rows = over_heads(best, q, *arrays, jnp.maximum(index["budget"] - first, 0))
-        sinks = jnp.arange(first, dtype=jnp.int32)
-        return jnp.concatenate([jnp.broadcast_to(sinks, (*rows.shape[:3], first)), rows], axis=-1)
+        arrays = (index[name] for name in ("centroids", "sizes", "starts", "order", "budget"))
+        return over_heads(best, q, *arrays)
 
     # --- while decoding ---
 

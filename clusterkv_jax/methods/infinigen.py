@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_count, is_number
-from clusterkv_jax.methods.recall import Index, Recall, scores_of
+from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.methods.recall import Index, Recall
 from clusterkv_jax.methods.request import NewTokens
+from clusterkv_jax.sharding import over_heads
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class InfiniGen(Recall):
 
     def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K G count"]:
         """The rows of the highest scores, best first."""
-        scores = scores_of(_project(q, index["projection"]), index["partial"])
+        scores = over_heads(index_scores, _project(q, index["projection"]), index["partial"])
         known = jnp.arange(scores.shape[-1]) < index["indexed"][:, None, None, None]
         scores = jnp.where(known, scores, -jnp.inf)
         wanted = index["budget"]

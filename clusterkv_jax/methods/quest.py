@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.methods.recall import Index, Recall, scores_of
+from clusterkv_jax.methods.recall import Index, Recall
 from clusterkv_jax.methods.request import NewTokens
 from clusterkv_jax.sharding import over_heads
 
@@ -107,4 +108,4 @@ class Quest(Recall):
 
 def page_scores(q: Float[Array, "B K G D"], bounds: Float[Array, "B K P 2D"]) -> Float[Array, "B K G P"]:
     """sum_d max(q_d min_d, q_d max_d): what q > 0 finds in the largest entries and q < 0 in the smallest."""
-    return scores_of(jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1), bounds)
+    return index_scores(jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1), bounds)

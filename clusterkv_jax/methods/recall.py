@@ -145,12 +145,11 @@ class Recall(Budgeted):
         asked = new.q if new.ahead is None else new.ahead
         count = state["recalled"].shape[-1]
         rows = self.choose(state, by_kv_head(asked, group), count)
-        late = state["indexed"][:, None, None, None] + jnp.arange(unknown)
-        late = jnp.where(late < group.length[:, :, None, None], late, -1)
+        attend = partial(recalled_attention, unlisted=unknown)
+        args = (by_kv_head(new.q, group), group.keys, group.values, rows, state["indexed"], group.length)
+        attended = over_heads(attend, *args)
         # Before a prompt has filled its sinks they hold nothing.
         rows = jnp.where(rows < group.length[:, :, None, None], rows, -1)
-        every = jnp.concatenate([rows, jnp.broadcast_to(late, (*rows.shape[:3], unknown))], axis=-1)
-        attended = over_heads(recalled_attention, by_kv_head(new.q, group), group.keys, group.values, every)
         real = new.real[:, 0, None, None, None]
         return attended.reshape(new.q.shape), group, state | {"recalled": jnp.where(real, rows, state["recalled"])}
 
@@ -158,12 +157,6 @@ class Recall(Budgeted):
 def by_kv_head(q: Float[Array, "B 1 H D"], group: LayerCache) -> Float[Array, "B K G D"]:
     """The queries of one token, those of a KV head together."""
     return q.reshape(q.shape[0], group.length.shape[1], -1, q.shape[-1])
-
-
-def scores_of(q: Float[Array, "B K G D"], index: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
-    """q . index, in float32."""
-    wide = (x.astype(jnp.float32) for x in (q, index))
-    return jnp.einsum("bkgd,bkcd->bkgc", *wide, precision=jax.lax.Precision.HIGHEST)
 
 
 def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list[int]]]]:

@@ -13,17 +13,30 @@ def recalled_attention(
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     rows: Int[Array, "B K J R"],
+    since: Int[Array, " B"] | None = None,
+    length: Int[Array, "B K"] | None = None,
     *,
+    unlisted: int = 0,
     backend: str | None = None,
 ) -> Float[Array, "B K G D"]:
     """The queries of a KV head attend to the rows named for them: J = G lists, or J = 1 for all of them.
 
-    A row -1 is none. A query without any row gives zeros. Softmax in float32, output in the dtype of `q`.
+    Args:
+        rows: -1, or at or beyond `length`, is none.
+        since: all queries attend to the `unlisted` rows from here on too, which no list names.
+        length: rows there are; all N by default.
+        unlisted: static; 0 without `since`.
+
+    Returns:
+        in the dtype of `q`, zeros for a query without any row; the softmax is in float32.
 
     Raises:
-        ValueError: if the backend is unknown or G is no multiple of J.
+        ValueError: if the backend is unknown, G is no multiple of J, or `unlisted` and `since` do not go together.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     if q.shape[2] % rows.shape[2]:
         raise ValueError(f"queries of a KV head must be a multiple of its lists, got {q.shape[2]} and {rows.shape[2]}.")
-    return dispatch("recalled_attention", BACKENDS, backend, q, keys, values, rows)
+    if (since is None) != (unlisted == 0):
+        raise ValueError(f"since and unlisted must be given together, got unlisted = {unlisted}.")
+    args = (q, keys, values, rows, since, length)
+    return dispatch("recalled_attention", BACKENDS, backend, *args, unlisted=unlisted)

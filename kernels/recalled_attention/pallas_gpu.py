@@ -1,6 +1,6 @@
 """Attention over recalled rows on GPU: flash decoding that reads its rows by index, where they lie.
 
-    grid (splits, B K J)     a program: `span` entries of one list, all queries that share it
+    grid (splits, B K J)     a program: `span` entries of one list and what follows it, all queries that share it
     then (queries, B K J)    combines the splits of one query, as `biased_attention` does
 
 Bytes: every row of a list once, 2 D elements, and 4 of its number. Gathered first, rows would be moved three times.
@@ -30,14 +30,18 @@ def recalled_attention(
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     rows: Int[Array, "B K J R"],
+    since: Int[Array, " B"] | None = None,
+    length: Int[Array, "B K"] | None = None,
     *,
+    unlisted: int = 0,
     sizes: Mapping[str, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K G D"]:
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`; `sizes` as in `biased_attention`."""
     check_dtypes("recalled_attention", q, keys, values)
     batch, heads, queries, dim = q.shape
-    each, count = rows.shape[2:]
+    each, listed = rows.shape[2:]
+    count = listed + unlisted
     if q.size == 0 or keys.size == 0 or count == 0 or power_of_two(dim) > 256:
         raise NotImplementedError(f"the GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
     lists, share = batch * heads * each, queries // each
@@ -45,8 +49,9 @@ def recalled_attention(
     block, span = chosen["block"], chosen["span"]
     splits = pl.cdiv(count, span)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+    end = jnp.full((batch, heads), keys.shape[2], jnp.int32) if length is None else length
     parts = call(
-        partial(_attend, tile=power_of_two(share, 16), block=block, span=span, each=each),
+        partial(_attend, tile=power_of_two(share, 16), block=block, span=span, each=each, count=count),
         (
             jax.ShapeDtypeStruct((lists, splits, share, dim), jnp.float32),
             jax.ShapeDtypeStruct((lists, splits, share), jnp.float32),
@@ -54,7 +59,9 @@ def recalled_attention(
         q.reshape(lists, share, dim),
         flat(keys),
         flat(values),
-        rows.reshape(lists, count),
+        rows.reshape(lists, listed),
+        jnp.zeros(batch, jnp.int32) if since is None else since,
+        end.reshape(-1),
         grid=(splits, lists),
         warps=chosen["warps"],
         stages=chosen["stages"],
@@ -73,19 +80,21 @@ def recalled_attention(
     return out.reshape(q.shape)
 
 
-def _attend(q, keys, values, rows, out, lse, *, tile, block, span, each):
+def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span, each, count):
     """Attention of the queries of one list over one split of it."""
     split, number = pl.program_id(0), pl.program_id(1)
-    head, width, share = number // each, keys.shape[2], q.shape[1]
+    head, width, share, listed = number // each, keys.shape[2], q.shape[1], rows.shape[1]
+    end, late = length[head], since[head // (length.shape[0] // since.shape[0])] - listed
     columns, query_number = arange(power_of_two(width, 16)), arange(tile)
     query = load_rows(q, number, query_number, columns, query_number < share, width)
     first = split * span
-    last = jnp.minimum(first + span, rows.shape[1])
+    last = jnp.minimum(first + span, count)
 
     def read(i):
         place = first + i * block + arange(block)
-        row = plgpu.load(rows.at[number, place], mask=place < last, other=-1)
-        real = row >= 0
+        named = plgpu.load(rows.at[number, place], mask=place < listed, other=-1)
+        row = jnp.where(place < listed, named, late + place)
+        real = (row >= 0) & (row < end) & (place < last)
         key = load_rows(keys, head, row, columns, real, width)
         score = jnp.where(real[None, :], dot(query, key, (1, 1)) * (LOG2_E * width**-0.5), -jnp.inf)
         return score, load_rows(values, head, row, columns, real, width)

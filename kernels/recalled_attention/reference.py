@@ -12,9 +12,18 @@ def recalled_attention(
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     rows: Int[Array, "B K J R"],
+    since: Int[Array, " B"] | None = None,
+    length: Int[Array, "B K"] | None = None,
+    *,
+    unlisted: int = 0,
 ) -> Float[Array, "B K G D"]:
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
     batch, heads, queries, dim = q.shape
+    if since is not None:
+        late = since[:, None, None, None] + jnp.arange(unlisted)
+        rows = jnp.concatenate([rows, jnp.broadcast_to(late, (*rows.shape[:3], unlisted))], axis=-1)
+    end = keys.shape[2] if length is None else length[..., None, None]
+    rows = jnp.where(rows < end, rows, -1)
     each, count = rows.shape[2:]
     lists = rows.reshape(batch, heads, each * count)
     keys, values = (gather_rows(x, lists).reshape(batch, heads * each, count, dim) for x in (keys, values))

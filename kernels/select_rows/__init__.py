@@ -16,22 +16,25 @@ def select_rows(
     room: Int[Array, " B"],
     *,
     count: int,
+    sinks: int = 0,
     backend: str | None = None,
 ) -> Int[Array, "B K J count"]:
-    """The rows of the clusters of highest score, of equal ones the first, cut after `room` rows.
+    """The first `sinks` rows and those of the clusters of highest score, of equal ones the first, `room` rows together.
 
     Args:
         scores: f32, of every cluster for each of J selections per KV head.
         sizes, starts: cluster c holds the rows `order[starts[c] : starts[c] + sizes[c]]`; one of size 0 is none.
         order: rows by cluster; None where they stand so already.
-        room: rows wanted in each batch row, at most `count`.
+        room: rows wanted in each batch row; sinks come whatever the room is, and no more than `count` rows.
         count: static.
+        sinks: static; rows before these are in no cluster.
 
     Returns:
-        rows, cluster after cluster; -1 behind the last one.
+        rows: sinks, then cluster after cluster, in any order of clusters; -1 behind the last one. The cluster of lowest
+        score, of equal ones the last, may be cut at its end.
 
     Raises:
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return dispatch("select_rows", BACKENDS, backend, scores, sizes, starts, order, room, count=count)
+    return dispatch("select_rows", BACKENDS, backend, scores, sizes, starts, order, room, count=count, sinks=sinks)

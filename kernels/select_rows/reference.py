@@ -12,17 +12,20 @@ def select_rows(
     room: Int[Array, " B"],
     *,
     count: int,
+    sinks: int = 0,
 ) -> Int[Array, "B K J count"]:
     """See `clusterkv_jax.kernels.select_rows.select_rows`."""
     ranked = jnp.argsort(scores, axis=-1, stable=True, descending=True)
     size, start = (jnp.take_along_axis(x[:, :, None], ranked, axis=-1) for x in (sizes, starts))
     ends = jnp.cumsum(size, axis=-1)
-    place = jnp.arange(count, dtype=jnp.int32)
+    sinks = min(sinks, count)
+    place = jnp.arange(count - sinks, dtype=jnp.int32)
     search = jnp.vectorize(lambda ends: jnp.searchsorted(ends, place, side="right"), signature="(c)->(r)")
     # Beyond the last cluster there is none; what is read there is not used.
     which = jnp.minimum(search(ends), scores.shape[-1] - 1)
     at = place + jnp.take_along_axis(start - (ends - size), which, axis=-1)
-    inside = place < jnp.minimum(ends[..., -1:], room[:, None, None, None])
+    inside = place < jnp.minimum(ends[..., -1:], room[:, None, None, None] - sinks)
     if order is not None:
         at = jnp.take_along_axis(order[:, :, None], jnp.where(inside, at, 0), axis=-1)
-    return jnp.where(inside, at, -1)
+    first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*at.shape[:3], sinks))
+    return jnp.concatenate([first, jnp.where(inside, at, -1)], axis=-1)

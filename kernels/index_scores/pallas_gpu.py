@@ -1,0 +1,57 @@
+"""Scores of an index on GPU: every entry is read once, for all queries of its KV head.
+
+    grid (tiles of entries, B K)
+
+Bytes: those of the index. A KV head has too few queries to fill a matrix product in float32, so entries are multiplied
+and summed as vectors.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, load_rows, power_of_two
+
+TILE = 32  # entries of a program
+MOST_QUERIES = 16  # of a KV head: each has its own code
+
+
+def index_scores(
+    q: Float[Array, "B K G D"],
+    index: Float[Array, "B K C D"],
+    *,
+    tile: int = TILE,
+    warps: int = 4,
+    interpret: bool = False,
+) -> Float[Array, "B K G C"]:
+    """See `clusterkv_jax.kernels.index_scores.index_scores`."""
+    batch, heads, entries, dim = index.shape
+    queries = q.shape[2]
+    if q.size == 0 or index.size == 0 or queries > MOST_QUERIES or power_of_two(dim) > 512:
+        raise NotImplementedError(f"the GPU kernel of index_scores does not take {q.shape} with {index.shape}.")
+    if q.dtype not in DTYPES or index.dtype not in DTYPES:
+        raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
+    scores = call(
+        partial(_kernel, tile=tile),
+        jax.ShapeDtypeStruct((batch * heads, queries, entries), jnp.float32),
+        q.reshape(batch * heads, queries, dim),
+        index.reshape(batch * heads, entries, dim),
+        grid=(pl.cdiv(entries, tile), batch * heads),
+        warps=warps,
+        interpret=interpret,
+    )
+    return scores.reshape(batch, heads, queries, entries)
+
+
+def _kernel(q, index, out, *, tile):
+    number, head = pl.program_id(0) * tile + arange(tile), pl.program_id(1)
+    _, entries, width = index.shape
+    columns, inside = arange(power_of_two(width)), number < entries
+    entry = load_rows(index, head, number, columns, inside, width).astype(jnp.float32)
+    for g in range(q.shape[1]):
+        query = plgpu.load(q.at[head, g, columns], mask=columns < width, other=0.0).astype(jnp.float32)
+        plgpu.store(out.at[head, g, number], jnp.sum(entry * query[None, :], axis=1), mask=inside)
