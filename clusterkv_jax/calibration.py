@@ -36,7 +36,7 @@ from clusterkv_jax.sharding import over_heads
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
 # What a head whose every key has a similar neighbour gets beside one without any, which gets 1 more.
-CLUSTER_FLOOR = 0.3
+CLUSTER_FLOOR = 0.1
 
 
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:

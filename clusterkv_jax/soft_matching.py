@@ -8,14 +8,14 @@ One round over the middle rows of a head (sinks and recent rows stay out), chunk
     merged     . 1 . 3 4 5 6 7 | . 1 2 3 4 5 6 7        an a joins its b, which becomes the mean of all that joined
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
@@ -23,9 +23,15 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.row_merge import row_merge
 
-# From the slots of some heads, and which of them are middle rows: features and row biases for `chunked_matching`.
-EdgeFeatures = Callable[[LayerCache, Bool[Array, "B K C"]], tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]]
 UNROLLED = 4  # known rounds that are written out in a row: what stands between their kernels is then fused
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What GravityKV's edges count beside the distance of their keys: the likeness of values, and the degrees."""
+
+    value_weight: float
+    gravity: float
 
 
 def merge_round(
@@ -72,7 +78,7 @@ def cluster(
     recent: int,
     chunk: int,
     slots: int | None = None,
-    features: EdgeFeatures | None = None,
+    edges: Edges | None = None,
     known_rounds: int | None = None,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
@@ -90,7 +96,7 @@ def cluster(
         recent: last rows that are never merged.
         chunk: rows per chunk.
         slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
-        features: what edges are scored by instead of the cosine of their keys; hashable.
+        edges: GravityKV's score instead of the cosine of keys.
         known_rounds: what `count_rounds` says of these rows, where the host knows them; otherwise the device is asked
             after every round, and a GPU idles until the answer is back.
 
@@ -108,7 +114,7 @@ def cluster(
 
     def one_round(state):
         layer, held, rounds, merges = state
-        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, features=features)
+        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, edges=edges)
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, held, rounds, merges_due(layer, rounds)
 
@@ -155,7 +161,7 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
     return (middle // chunk * (chunk // 2) + np.where(tail >= 2, (tail + 1) // 2, 0)).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "features"))
+@partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "edges"))
 def merge_best(
     layer: LayerCache,
     held: Int[Array, "B K R"],
@@ -164,7 +170,7 @@ def merge_best(
     sinks: int = 0,
     recent: int = 0,
     chunk: int,
-    features: EdgeFeatures | None = None,
+    edges: Edges | None = None,
 ) -> tuple[LayerCache, Int[Array, "B K R"]]:
     """Match the middle rows and merge the `merges` best edges of every head, where they lie.
 
@@ -176,34 +182,31 @@ def merge_best(
     listed = layer.length - sinks
     # Rows of a batch that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
-    if features is None:
-        match, score = chunked_matching(layer.keys, chunk=chunk, length=middle, index=held)
+    where: dict[str, Any] = {"chunk": chunk, "length": middle, "index": held}
+    if edges is None:
+        match, score = chunked_matching(layer.keys, **where)
     else:
-        match, score = _match_features(layer, held, middle, chunk, features)
+        match, score = chunked_matching(
+            layer.keys,
+            values=layer.values,
+            key_weight=1 / _mean_square(layer.keys, held, middle),
+            value_weight=edges.value_weight,
+            bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
+            **where,
+        )
     keys, values, degree, held = row_merge(
         layer.keys, layer.values, layer.degree, held, listed, match, score, merges, chunk=chunk
     )
     return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), held
 
 
-def _match_features(
-    layer: LayerCache, rows: Int[Array, "B K R"], middle: Int[Array, "B K"], chunk: int, features: EdgeFeatures
-) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
-    """Matching by other features than keys, one head after the other: float32 features are twice to four times as large
-    as the keys and values they are made of, and must not exist for all heads at once.
-    """
-
-    def one_head(head: tuple[LayerCache, Array, Array]) -> tuple[Array, Array]:
-        slots, rows, middle = jax.tree.map(lambda x: x[None, None], head)
-        listed = jnp.where(jnp.arange(rows.shape[2]) < middle[..., None], rows, slots.capacity)
-        real = jnp.zeros(slots.degree.shape, bool).at[0, 0, listed[0, 0]].set(True, mode="drop")
-        made, bias = features(slots, real)
-        match, score = chunked_matching(made, chunk=chunk, bias=bias, normalize=False, length=middle, index=rows)
-        return match[0, 0], score[0, 0]
-
-    slots = replace(layer, positions=None)
-    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (slots, rows, middle))
-    return jax.tree.map(lambda x: x.reshape(*middle.shape, -1), jax.lax.map(one_head, heads))
+def _mean_square(keys: Float[Array, "B K C D"], rows: Int[Array, "B K R"], count: Int[Array, "B K"]):
+    """Mean of |k|^2 over the first `count` of the listed rows of each head, f32 [B,K]; 1 where it would be 0."""
+    square = jnp.sum(jnp.square(keys.astype(jnp.float32)), axis=-1)
+    listed = jnp.take_along_axis(square, rows, axis=-1)
+    total = jnp.sum(jnp.where(jnp.arange(rows.shape[2]) < count[..., None], listed, 0.0), axis=-1)
+    mean = total / jnp.maximum(count, 1).astype(jnp.float32)
+    return jnp.where(mean > 0, mean, 1.0)
 
 
 def pick(layer: LayerCache, held: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:

@@ -62,12 +62,20 @@ def programs(array):
         match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
         return match, (features, degree, array(degree.shape, i32), length)
 
-    def cluster(layer, budget, rounds):
-        method = ckv.CentroidKV(ckv.Budget(ratio=0.2))
+    def paired(dtype):
+        rows, heads = array((BATCH, HEADS, SLOTS, DIM), dtype), array(length.shape, jnp.float32)
+        match = lambda k, v, w, bias, listed, n: chunked_matching(  # noqa: E731
+            k, values=v, key_weight=w, bias=bias, index=listed, length=n, chunk=256
+        )
+        return match, (rows, rows, heads, degree, array(degree.shape, i32), length)
+
+    def cluster(method, layer, budget, rounds):
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
         apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
         known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
-        return soft_matching.cluster(layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known)
+        return soft_matching.cluster(
+            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known, edges=method.edges
+        )
 
     def decoding(method):
         config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
@@ -89,6 +97,7 @@ def programs(array):
         state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
         return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
 
+    share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
@@ -109,7 +118,8 @@ def programs(array):
         "accumulated attention float32": (*accumulated(jnp.float32, 4096), ()),
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
-        "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
+        "matching of keys and values": (*paired(bf16), ()),
+        "matching of keys and values float32": (*paired(jnp.float32), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
         "index scores": (index_scores, (one_query, centroids), ()),
         "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
@@ -124,8 +134,9 @@ def programs(array):
             (),
         ),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
-        "cluster": (cluster, (layer, array((BATCH,), i32), array((BATCH,), i32)), ()),
-        "decode": decoding(ckv.CentroidKV(ckv.Budget(ratio=0.2))),
+        "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
+        "cluster by gravity": (partial(cluster, ckv.GravityKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
+        "decode": decoding(ckv.CentroidKV(share)),
         "decode with recall": decoding(recall),
         "decode with recall from the host": decoding(replace(recall, store="host")),
     }

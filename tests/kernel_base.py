@@ -236,6 +236,67 @@ def check_matching_of(shape, implementation, examples):
     )
 
 
+# batch, heads, rows, head dim, chunk, listed by number, started behind the first row, dtype
+PAIRED_SHAPES = [(2, 1, 37, 16, 8, False, True, jnp.float32), (1, 2, 90, 24, 64, True, False, jnp.bfloat16)]
+
+
+def paired_oracle(keys, values, bias, weight, value_weight, chunk, start, length):
+    """GravityKV's score of one head, A x B, in double precision; -inf where there is no edge."""
+    inside = slice(start, start + length)
+    keys, values, bias = keys[inside], values[inside], bias[inside]
+    unit = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-30)
+    distance = np.square(keys[:, None] - keys[None]).sum(-1)
+    score = -weight * distance / 2 + value_weight * unit @ unit.T + bias[:, None] + bias[None]
+    number = np.arange(len(keys))
+    edge = (number[:, None] // chunk == number // chunk) & (number[:, None] % 2 == 0) & (number % 2 == 1)
+    return np.where(edge, score, -np.inf)[::2, 1::2]
+
+
+def check_paired(implementation, *, shapes=PAIRED_SHAPES, examples=4):
+    """Edges by the distance of keys and the likeness of values, of rows in a row or listed."""
+    for shape in shapes:
+        check_paired_of(shape, implementation, examples)
+
+
+def check_paired_of(shape, implementation, examples):
+    batch, heads, rows, dim, chunk, listed, started, dtype = shape
+    run = jax.jit(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
+
+    def check(seed, length, start):
+        keys, values = (jnp.asarray(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
+        bias = jnp.asarray(normal(seed + 2, batch, heads, rows), jnp.float32)
+        weight = jnp.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), jnp.float32)
+        start = start if started else np.zeros_like(start)
+        length = np.minimum(length, rows - start)
+        order = np.random.default_rng(seed).permuted(np.tile(np.arange(rows), (batch, heads, 1)), axis=-1)
+        order = order if listed else np.tile(np.arange(rows), (batch, heads, 1))
+        here = np.arange(rows) - start[..., None]
+        outside = np.take_along_axis((here < 0) | (here >= length[..., None]), np.argsort(order, axis=-1), axis=-1)
+        match, score = run(
+            poisoned(keys, jnp.asarray(outside)),
+            values=poisoned(values, jnp.asarray(outside)),
+            bias=poisoned(bias, jnp.asarray(outside)),
+            key_weight=weight,
+            start=jnp.asarray(start) if started else None,
+            length=jnp.asarray(length),
+            index=jnp.asarray(order, jnp.int32) if listed else None,
+        )
+        for at in np.ndindex(batch, heads):
+            tensors = (np.asarray(x[at], np.float64)[order[at]] for x in (keys, values, bias))
+            expected = paired_oracle(*tensors, float(weight[at]), 0.7, chunk, start[at], length[at])
+            full = np.full(((rows + 1) // 2, max(1, expected.shape[1])), -np.inf)
+            full[: len(expected), : expected.shape[1]] = expected
+            one_head(np.asarray(match[at]), np.asarray(score[at]), full, start[at], False)
+
+    drawn(
+        check,
+        examples,
+        st.integers(0, 2**16),
+        lengths(batch, heads, rows, chunk, rows),
+        lengths(batch, heads, rows - 1, chunk),
+    )
+
+
 def one_head(match, score, expected, start, ties):
     """Scores are the best ones, and matches stand where those are: exactly if there may be ties."""
     best = expected.max(axis=1)

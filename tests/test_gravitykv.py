@@ -31,7 +31,7 @@ def test_a_round_merges_the_edges_of_the_rule():
     layer = from_tokens(jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32), jnp.asarray([66]))
     layer = type(layer)(layer.keys, layer.values, layer.degree * degree, layer.length, layer.positions)
     behind = jnp.broadcast_to(jnp.arange(3, 66, dtype=jnp.int32), (*layer.length.shape, 63))
-    done = merge_best(layer, behind, jnp.asarray([9]), sinks=3, recent=5, chunk=16, features=method.features)
+    done = merge_best(layer, behind, jnp.asarray([9]), sinks=3, recent=5, chunk=16, edges=method.edges)
     merged = pick(*done, 3, 66)
     for head in range(2):
         middle = (x[0, head, 3:61] for x in (keys, values, degree))

@@ -77,6 +77,7 @@ CHECKS = [
     *((base.check_attention, name, op) for name, op in ATTENTION.items()),
     *((base.check_accumulated, name, op) for name, op in ACCUMULATED.items()),
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
+    *((base.check_paired, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
     *((base.check_gather, name, op) for name, op in GATHER.items()),
     *((base.check_index_scores, name, op) for name, op in SCORES.items()),
@@ -156,6 +157,14 @@ def matching_of_longer_chunks(features, *, chunk, **options):
     return matching_reference.chunked_matching(features, chunk=chunk + 2, **options)
 
 
+def matching_of_one_value_weight(features, *, value_weight, **options):
+    return matching_reference.chunked_matching(features, value_weight=1.0, **options)
+
+
+def matching_without_distance(features, *, key_weight, **options):
+    return matching_reference.chunked_matching(features, key_weight=jnp.zeros_like(key_weight), **options)
+
+
 def matching_without_bias(features, *, bias, **options):
     return matching_reference.chunked_matching(features, bias=None, **options)
 
@@ -229,6 +238,8 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_matching, matching_without_tail_mask),
         (base.check_matching, matching_of_longer_chunks),
         (base.check_matching, matching_without_bias),
+        (base.check_paired, matching_of_one_value_weight),
+        (base.check_paired, matching_without_distance),
         (base.check_kmeans, kmeans_without_tail_mask),
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),

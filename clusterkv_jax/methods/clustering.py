@@ -14,7 +14,7 @@ from clusterkv_jax.checks import check_fields, is_count
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request, State
 from clusterkv_jax.sharding import over_heads
-from clusterkv_jax.soft_matching import EdgeFeatures
+from clusterkv_jax.soft_matching import Edges
 
 
 class Clustering(Budgeted):
@@ -37,7 +37,7 @@ class Clustering(Budgeted):
         raise NotImplementedError
 
     @property
-    def features(self) -> EdgeFeatures | None:
+    def edges(self) -> Edges | None:
         """What edges are scored by; None is the cosine of keys."""
         return None
 
@@ -125,7 +125,7 @@ class Clustering(Budgeted):
             recent=self.recent,
             chunk=self.chunk,
             slots=slots,
-            features=self.features,
+            edges=self.edges,
             known_rounds=known_rounds,
         )
 

@@ -3,15 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_number
 from clusterkv_jax.methods.clustering import Clustering
-from clusterkv_jax.soft_matching import EdgeFeatures
+from clusterkv_jax.soft_matching import Edges
 
 
 @dataclass(frozen=True)
@@ -51,24 +46,6 @@ class GravityKV(Clustering):
         return (self.merge_ratio,)
 
     @property
-    def features(self) -> EdgeFeatures:
-        """Keys, values and weights, as `edge_features` puts them."""
-        return self.edge_features
-
-    def edge_features(
-        self, slots: LayerCache, middle: Bool[Array, "B K C"]
-    ) -> tuple[Float[Array, "B K C E"], Float[Array, "B K C"]]:
-        """The score as a product: features [k / sqrt(mu), sqrt(value_weight) v / |v|] and a bias per row.
-
-        mu is the mean of |k|^2 over the middle rows.
-        """
-        keys, values = (jnp.where(middle[..., None], x.astype(jnp.float32), 0.0) for x in (slots.keys, slots.values))
-        square = jnp.sum(keys**2, axis=-1)
-        count = jnp.sum(middle, axis=-1, keepdims=True).astype(jnp.float32)
-        mean = jnp.sum(square, axis=-1, keepdims=True) / jnp.maximum(count, 1.0)
-        mean = jnp.where(mean > 0, mean, 1.0)
-        norm = jnp.sqrt(jnp.sum(values**2, axis=-1, keepdims=True))
-        values = values * (self.value_weight**0.5 / jnp.where(norm > 0, norm, 1.0))
-        features = jnp.concatenate([keys * jax.lax.rsqrt(mean)[..., None], values], axis=-1)
-        bias = self.gravity * jnp.log2(jnp.maximum(slots.degree, 1.0)) - square / (2 * mean)
-        return features, bias
+    def edges(self) -> Edges:
+        """By keys, values and weights."""
+        return Edges(self.value_weight, self.gravity)

@@ -21,6 +21,9 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None = None,
     length: Int[Array, "B K"] | int | None = None,
     index: Int[Array, "B K R"] | None = None,
+    values: Float[Array, "B K N D"] | None = None,
+    key_weight: Float[Array, "B K"] | None = None,
+    value_weight: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """Best partner of every A row within its chunk, and the score of that edge.
@@ -30,6 +33,8 @@ def chunked_matching(
     With `index`, row r is row `index[r]` of features and bias, and N is their number R: what a list names is matched
     where it lies.
     score(a, b) = f_a . f_b + bias_a + bias_b, in float32, with rows of f scaled to length 1 first if `normalize`.
+    With `values` instead, features being keys (GravityKV):
+    score(a, b) = -key_weight |f_a - f_b|^2 / 2 + value_weight cos(v_a, v_b) + bias_a + bias_b.
 
     Returns:
         match: the row number of A row a's best b (the lowest of equal ones), -1 where its chunk has no B row or where
@@ -37,11 +42,14 @@ def chunked_matching(
         score: that edge's score, -inf where there is none.
 
     Raises:
-        ValueError: if `chunk` is odd or below 2, or the backend is unknown.
+        ValueError: if `chunk` is odd or below 2, only one of `values` and `key_weight` is given, or the backend is
+            unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     if chunk < 2 or chunk % 2:
         raise ValueError(f"chunk must be an even number of rows, at least 2, got {chunk}.")
+    if (values is None) != (key_weight is None):
+        raise ValueError("values and key_weight go together: give both or neither.")
     return dispatch(
         "chunked_matching",
         BACKENDS,
@@ -53,4 +61,7 @@ def chunked_matching(
         start=start,
         length=length,
         index=index,
+        values=values,
+        key_weight=key_weight,
+        value_weight=value_weight,
     )

@@ -28,10 +28,13 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
     index: Int[Array, "B K R"] | None = None,
+    values: Float[Array, "B K N D"] | None = None,
+    key_weight: Float[Array, "B K"] | None = None,
+    value_weight: float = 1.0,
     interpret: bool = False,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
-    check_dtypes("chunked_matching", features)
+    check_dtypes("chunked_matching", features, *([] if values is None else [values]))
     batch, heads, slots, width = features.shape
     listed = slots if index is None else index.shape[2]
     edges = (listed + 1) // 2
@@ -47,17 +50,18 @@ def chunked_matching(
     tile = min(power_of_two(chunk // 2, 16), most)
     across = pl.cdiv(chunk // 2, tile)
     sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=width, itemsize=features.dtype.itemsize)
+    optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
+    optional = {name: x.reshape(batch * heads, *x.shape[2:]) for name, x in optional.items() if x is not None}
     kernel = partial(
         _kernel,
         chunk=chunk,
         tile=tile,
         step=sizes["columns"],
         edges=edges,
-        width=width,
         normalize=normalize,
-        names=("bias",) * (bias is not None) + ("index",) * (index is not None),
+        value_weight=value_weight,
+        names=tuple(optional),
     )
-    optional = [x.reshape(batch * heads, -1) for x in (bias, index) if x is not None]
     shape = (batch * heads, edges)
     match, score = call(
         kernel,
@@ -65,7 +69,7 @@ def chunked_matching(
         features.reshape(batch * heads, slots, width),
         first.reshape(-1),
         count.reshape(-1),
-        *optional,
+        *optional.values(),
         grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
         warps=sizes["warps"] if tile == MOST_ROWS else 4,
         stages=1 if features.dtype == jnp.float32 else sizes["stages"],
@@ -74,7 +78,7 @@ def chunked_matching(
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
 
 
-def _kernel(features, first, count, *refs, chunk, tile, step, edges, width, normalize, names):
+def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, value_weight, names):
     """Edges of one tile of A rows of one chunk of one head."""
     optional, (match, score) = dict(zip(names, refs[:-2], strict=True)), refs[-2:]
     half, blocks = chunk // 2, pl.cdiv(chunk // 2, tile)
@@ -96,15 +100,25 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, width, norm
 
     a, a_inside, a_rows = locate(pl.program_id(0) % blocks, 0)
     out = number * half + a
+    weight = optional["key_weight"][head] if "key_weight" in optional else 1.0
     written = (a < half) & (out < edges)
 
     @pl.when(number * chunk < n)
     def _():
         def best_of(block, best):
             b, b_inside, b_rows = locate(block, 1)
-            value, a_square, b_square = _products(features, head, a_rows, a_inside, b_rows, b_inside, width, step)
-            if normalize:
-                value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
+            sides = (head, a_rows, a_inside, b_rows, b_inside, step)
+            if "values" in optional:
+                # Values first, in units of the keys' weight: one tile of sums serves both.
+                value, a_square, b_square = _products(optional["values"], *sides)
+                unit = value_weight / weight
+                value = value * (unit * _scale(a_square))[:, None] * _scale(b_square)[None, :]
+                value, a_square, b_square = _products(features, *sides, value)
+                value = (value - a_square[:, None] / 2 - b_square[None, :] / 2) * weight
+            else:
+                value, a_square, b_square = _products(features, *sides)
+                if normalize:
+                    value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
             if "bias" in optional:
                 value = value + row_bias(a_rows, a_inside)[:, None] + row_bias(b_rows, b_inside)[None, :]
             value = jnp.where(a_inside[:, None] & b_inside[None, :], value, -jnp.inf)
@@ -125,10 +139,11 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, width, norm
         plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=written)
 
 
-def _products(features, head, a_rows, a_inside, b_rows, b_inside, width, step):
-    """Dot products of A and B rows, and the sums of squares of both, over tiles of columns."""
-    tile, step = a_rows.shape[0], min(power_of_two(width, 16), step)
-    value = jnp.zeros((tile, tile), jnp.float32)
+def _products(features, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
+    """Dot products of A and B rows, added to `value`, and the sums of squares of both, over tiles of columns."""
+    width, tile = features.shape[2], a_rows.shape[0]
+    step = min(power_of_two(width, 16), step)
+    value = jnp.zeros((tile, tile), jnp.float32) if value is None else value
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):
         columns = arange(step, start)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.chunked_matching.reference import listed_rows, rows_from
+from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
@@ -37,10 +37,16 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
     index: Int[Array, "B K R"] | None = None,
+    values: Float[Array, "B K N D"] | None = None,
+    key_weight: Float[Array, "B K"] | None = None,
+    value_weight: float = 1.0,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
+    if values is not None and key_weight is not None:
+        match = functools.partial(chunked_matching, chunk=chunk, block=block, interpret=interpret)
+        return as_product(match, features, values, key_weight, value_weight, bias, start, length, index)
     features, bias = listed_rows(features, bias, index)
     batch, heads, rows, width = features.shape
     if features.dtype not in (jnp.float32, jnp.bfloat16):

@@ -1,5 +1,8 @@
 """Chunked matching in plain jnp: the definition, and the path of platforms without a kernel."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,8 +19,14 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None,
     length: Int[Array, "B K"] | int | None,
     index: Int[Array, "B K R"] | None = None,
+    values: Float[Array, "B K N D"] | None = None,
+    key_weight: Float[Array, "B K"] | None = None,
+    value_weight: float = 1.0,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
+    if values is not None and key_weight is not None:
+        match = partial(chunked_matching, chunk=chunk)
+        return as_product(match, features, values, key_weight, value_weight, bias, start, length, index)
     features, bias = listed_rows(features, bias, index)
     batch, heads, rows, _ = features.shape
     edges = (rows + 1) // 2
@@ -61,6 +70,53 @@ def chunked_matching(
     chunk_start = jnp.arange(0, padded, chunk, dtype=jnp.int32)[:, None]
     match = (chunk_start + 2 * best + 1).reshape(batch, heads, -1)[..., :edges] + first[..., None]
     return jnp.where(score > -jnp.inf, match, -1), score
+
+
+def as_product(
+    match: Callable[..., tuple[Array, Array]],
+    keys: Float[Array, "B K N D"],
+    values: Float[Array, "B K N D"],
+    key_weight: Float[Array, "B K"],
+    value_weight: float,
+    bias: Float[Array, "B K N"] | None,
+    start: Int[Array, "B K"] | int | None,
+    length: Int[Array, "B K"] | int | None,
+    index: Int[Array, "B K R"] | None,
+) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """`match` by the score of keys and values, as a product of features [sqrt(w) k, sqrt(value_weight) v / |v|] and a
+    bias.
+
+    One head after the other: float32 features are twice to four times as large as what they are made of, and must not
+    exist for all heads at once.
+    """
+    weight = 0.0 if bias is None else bias.astype(jnp.float32)
+    bias = jnp.broadcast_to(weight, keys.shape[:3])
+    batch, heads, rows, _ = keys.shape
+    first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
+    count = jnp.broadcast_to(jnp.asarray(rows if length is None else length, jnp.int32), (batch, heads))
+    if index is None:
+        index = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows))
+        count = jnp.minimum(count, rows - first)
+
+    def one_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
+        keys, values, bias, w, first, count, index = (x[None, None] for x in head)
+        keys, values = (jnp.take_along_axis(x, index[..., None], axis=2) for x in (keys, values))
+        bias = jnp.take_along_axis(bias, index, axis=2)
+        here = jnp.arange(index.shape[2]) - first[..., None]
+        real = ((here >= 0) & (here < count[..., None]))[..., None]
+        keys, values = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (keys, values))
+        norm = jnp.sqrt(jnp.sum(values**2, axis=-1, keepdims=True))
+        values = values * (value_weight**0.5 / jnp.where(norm > 0, norm, 1.0))
+        w = w[..., None]
+        made = jnp.concatenate([keys * jnp.sqrt(w)[..., None], values], axis=-1)
+        bias = bias - w * jnp.sum(keys**2, axis=-1) / 2
+        begin = None if start is None else first
+        found, score = match(made, bias=bias, normalize=False, start=begin, length=count, index=None)
+        return found[0, 0], score[0, 0]
+
+    parts = (keys, values, bias, key_weight.astype(jnp.float32), first, count, index)
+    flat = jax.tree.map(lambda x: x.reshape(batch * heads, *x.shape[2:]), parts)
+    return jax.tree.map(lambda x: x.reshape(batch, heads, -1), jax.lax.map(one_head, flat))
 
 
 def listed_rows(
