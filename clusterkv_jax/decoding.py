@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
+from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
@@ -95,7 +96,9 @@ def prefill(
     key = jax.random.key(0) if key is None else key
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
-    hidden = _embed(params, config, tokens)
+    hidden, lengths = _embed(params, config, tokens, lengths)
+    if method.uses_host:
+        hidden, lengths = commit((hidden, lengths))
     layers, state, handed = [], [], None
     for number, layer in enumerate(params["layers"]):
         plan = method.plan(number, facts)
@@ -261,8 +264,12 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _embed(params: Params, config: ModelConfig, tokens: Int[Array, "B N"]) -> Float[Array, "B N M"]:
-    return constrain(transformer.embed(params, config, tokens, _positions(*tokens.shape)), "batch", None, None)
+def _embed(
+    params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
+    """Hidden states, and the lengths on the same devices."""
+    hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
+    return constrain(hidden, "batch", None, None), lengths
 
 
 @partial(jax.jit, static_argnames=("config",))

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from clusterkv_jax.cache import HeadGroups, KVCache, Layer, LayerCache, groups
-from clusterkv_jax.host_store import place
+from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import with_groups
 from clusterkv_jax.models.config import ModelConfig
@@ -85,7 +85,8 @@ def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
         with_groups(layer, [place(group, kept) for group, kept in zip(groups(layer), keeps, strict=True)])
         for layer, keeps in zip(layers, state, strict=True)
     )
-    return KVCache(layers, state, arrays["position"])
+    cache = KVCache(layers, state, arrays["position"])
+    return commit(cache) if method.uses_host else cache
 
 
 def _flat(cache: KVCache) -> dict[str, jax.Array]:

@@ -156,6 +156,16 @@ def test_a_store_comes_back_from_disk(tmp_path):
         ckv.load_cache(tmp_path / "book", tiny().config, DEVICE)
 
 
+def test_a_decode_loop_is_compiled_once(tmp_path):
+    """What comes out of a program with host memory is bound to its device; bound later, it would compile anew."""
+    cache, logits = ckv.prefill(
+        tiny().params, tiny().config, HOST, jnp.asarray([PROMPTS[0]]), jnp.asarray([48]), max_new_tokens=8
+    )
+    ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
+    loaded = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
+    assert all(x.committed for x in jax.tree.leaves((cache, logits, loaded)))
+
+
 def test_batch_rows_are_taken_where_the_store_lies():
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
     moved = dataclasses.replace(cache, layers=jax.device_put(cache.layers, jax.memory.Space.Host))

@@ -183,8 +183,12 @@ def recalled_with_the_last_row_for_none(q, keys, values, rows):
     return recalled_reference.recalled_attention(q, keys, values, rows % keys.shape[2])
 
 
-def gather_of_the_last_row_for_none(source, rows):
-    return jnp.take_along_axis(source, rows[..., None] % source.shape[2], axis=2)
+def gather_of_the_last_row_for_none(source, rows, near=None, place=None):
+    return gather_reference.gather_rows(source, rows % source.shape[2], near, place)
+
+
+def gather_of_what_is_near_first(source, rows, near=None, place=None):
+    return gather_reference.gather_rows(source, rows, near, None if place is None else abs(place))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +207,7 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_gather, gather_of_the_last_row_for_none),
+        (base.check_gather, gather_of_what_is_near_first),
         (base.check_select, select_of_equals_in_any_order),
         (base.check_select, select_of_one_row_too_many),
         (base.check_recalled, recalled_with_the_last_row_for_none),
