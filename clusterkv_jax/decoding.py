@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, overflowed
@@ -28,11 +28,15 @@ from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention, query_block_attention
+from clusterkv_jax.models.attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sampling import Sampling, sample
 from clusterkv_jax.sharding import constrain, constrain_cache
+
+# Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
+# activations of 14,336 columns in bf16 stay below a GB each.
+TOKENS_AT_ONCE = 32768
 
 
 def prefill(
@@ -60,7 +64,8 @@ def prefill(
         max_new_tokens: tokens to be generated; counts in budgets of base "prompt+new".
         reserve: tokens that will be appended in all, questions included; `max_new_tokens` by default.
         step_tokens: most tokens appended at once, as `extend` does.
-        prefill_chunk: queries and MLP of this many tokens at a time, to bound activations; the result is the same.
+        prefill_chunk: projections and MLP of this many tokens of each row at a time, to bound activations; as many as
+            `TOKENS_AT_ONCE` allows by default. The result is the same.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
@@ -294,8 +299,10 @@ def _prefill_layer(
     handed: Any,
 ):
     """One layer over the whole prompt, then its compression."""
-    positions = _positions(*hidden.shape[:2])
-    if chunk is None or chunk >= hidden.shape[1]:
+    batch, width, _ = hidden.shape
+    positions = _positions(batch, width)
+    chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
+    if chunk >= width:
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
     else:
@@ -308,25 +315,31 @@ def _prefill_layer(
 def _layer_in_chunks(
     weights: Params, config: ModelConfig, chunk: int, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
 ):
-    """The same layer `chunk` tokens at a time: queries, attention scores and MLP activations of one chunk at once."""
-    batch, width, _ = hidden.shape
+    """The same layer, its projections and its MLP `chunk` tokens at a time."""
+    project = partial(transformer.qkv, weights, config)
+    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
+    q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
+    attended = causal_attention(q, k, v)
+    return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
+
+
+def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:
+    """Arrays `into` [B, N, ...], chunk by chunk overwritten with what `function` makes of it and of `read`."""
+    width = read[0].shape[1]
     count = -(-width // chunk)
+    size = -(-width // count)
 
-    def split(x: Array) -> Array:  # [B, N, ...] -> [count, B, chunk, ...]
-        x = jnp.pad(x, [(0, 0), (0, count * chunk - width)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, count, chunk, *x.shape[2:]), 1, 0)
+    def body(number: Array, into: Any) -> Any:
+        start = jnp.minimum(number * size, width - size)
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
+        # The last chunk begins within the one before it, whose tokens are done.
+        left = start + jnp.arange(size) >= number * size
 
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(batch, count * chunk, *x.shape[3:])[:, :width]
+        def put(x: Array, old: Array, new: Array) -> Array:
+            new = jnp.where(left.reshape(-1, *[1] * (x.ndim - 2)), new, old)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=1)
 
-    parts = (split(hidden), split(positions))
-    q, k, v = jax.lax.map(lambda part: transformer.qkv(weights, config, *part), parts)
-    keys, values = join(k), join(v)
+        old = jax.tree.map(cut, into)
+        return jax.tree.map(put, into, old, function(old, *map(cut, read)))
 
-    def attend(part):
-        number, hidden, q = part
-        attended = query_block_attention(q, keys, values, number * chunk)
-        return transformer.finish(weights, config, hidden, attended)
-
-    out = jax.lax.map(attend, (jnp.arange(count, dtype=jnp.int32), parts[0], q))
-    return join(out), join(q), keys, values
+    return jax.lax.fori_loop(0, count, body, into)

@@ -120,6 +120,7 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
         if isinstance(method, ckv.ClusterKV):
             line += of_host(cache) if method.store == "host" else of_step(method, config, cache, tpot)
         print(f"{line} {peak_memory()}", flush=True)
+        del cache  # or the next method's prefill would stand beside it
 
 
 def of_host(cache: Any) -> str:
