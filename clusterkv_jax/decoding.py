@@ -26,6 +26,7 @@ from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.attention import causal_attention
@@ -77,6 +78,7 @@ def prefill(
         ValueError: if N exceeds the model's positions, a known length is not in 1 ... N, or a budget is impossible.
             Under a jit that traces the lengths they cannot be checked; a head then keeps at least its sinks and
             recent rows.
+        MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     batch, width = tokens.shape
     if width > config.max_positions:
@@ -101,27 +103,28 @@ def prefill(
     key = jax.random.key(0) if key is None else key
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
-    hidden, lengths = _embed(params, config, tokens, lengths)
-    if method.uses_host:
-        hidden, lengths = commit((hidden, lengths))
-    layers, state, handed = [], [], None
-    for number, layer in enumerate(params["layers"]):
-        plan = method.plan(number, facts)
-        if known is not None:
-            plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
-        rows = request_rows(method, asked, number, exact)
-        draw = jax.random.fold_in(key, number)
-        hand = None if plan.scores else handed
-        hidden, made, kept, over = _prefill_layer(
-            layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
-        )
-        handed = over if plan.scores else handed
-        layers.append(made)
-        state.append(kept)
-        if on_layer is not None:
-            on_layer(number, hidden)
-    logits = _last_logits(params, config, hidden, lengths)
-    return KVCache(tuple(layers), tuple(state), lengths), logits
+    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=method.uses_host):
+        hidden, lengths = _embed(params, config, tokens, lengths)
+        if method.uses_host:
+            hidden, lengths = commit((hidden, lengths))
+        layers, state, handed = [], [], None
+        for number, layer in enumerate(params["layers"]):
+            plan = method.plan(number, facts)
+            if known is not None:
+                plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
+            rows = request_rows(method, asked, number, exact)
+            draw = jax.random.fold_in(key, number)
+            hand = None if plan.scores else handed
+            hidden, made, kept, over = _prefill_layer(
+                layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
+            )
+            handed = over if plan.scores else handed
+            layers.append(made)
+            state.append(kept)
+            if on_layer is not None:
+                on_layer(number, hidden)
+        logits = _last_logits(params, config, hidden, lengths)
+        return KVCache(tuple(layers), tuple(state), lengths), logits
 
 
 def decode_step(
