@@ -191,6 +191,14 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     assert "Traceback" not in done.stderr
 
 
+def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("method: ClusterKV\ndescription: mine\nsource: mine\nsettings: {sinks: 16, store: host}\n")
+    done = _generate(model, text, "--method", file, "--cache-tokens", 8)
+    _assert_sentence(done, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
+
+
 @pytest.mark.parametrize("place", ["decoding._prefill_layer", "generation.decode_loop"])
 def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
     def exhausted(*_, **__):
