@@ -19,19 +19,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, overflowed
 from clusterkv_jax.compression import request_rows
+from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention, query_block_attention
+from clusterkv_jax.models.attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sampling import Sampling, sample
 from clusterkv_jax.sharding import constrain, constrain_cache
+
+# Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
+# activations of 14,336 columns in bf16 stay below a GB each.
+TOKENS_AT_ONCE = 32768
 
 
 def prefill(
@@ -59,7 +65,8 @@ def prefill(
         max_new_tokens: tokens to be generated; counts in budgets of base "prompt+new".
         reserve: tokens that will be appended in all, questions included; `max_new_tokens` by default.
         step_tokens: most tokens appended at once, as `extend` does.
-        prefill_chunk: queries and MLP of this many tokens at a time, to bound activations; the result is the same.
+        prefill_chunk: projections and MLP of this many tokens of each row at a time, to bound activations; as many as
+            `TOKENS_AT_ONCE` allows by default. The result is the same.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
@@ -71,6 +78,7 @@ def prefill(
         ValueError: if N exceeds the model's positions, a known length is not in 1 ... N, or a budget is impossible.
             Under a jit that traces the lengths they cannot be checked; a head then keeps at least its sinks and
             recent rows.
+        MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     batch, width = tokens.shape
     if width > config.max_positions:
@@ -95,25 +103,28 @@ def prefill(
     key = jax.random.key(0) if key is None else key
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
-    hidden = _embed(params, config, tokens)
-    layers, state, handed = [], [], None
-    for number, layer in enumerate(params["layers"]):
-        plan = method.plan(number, facts)
-        if known is not None:
-            plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
-        rows = request_rows(method, asked, number, exact)
-        draw = jax.random.fold_in(key, number)
-        hand = None if plan.scores else handed
-        hidden, made, kept, over = _prefill_layer(
-            layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
-        )
-        handed = over if plan.scores else handed
-        layers.append(made)
-        state.append(kept)
-        if on_layer is not None:
-            on_layer(number, hidden)
-    logits = _last_logits(params, config, hidden, lengths)
-    return KVCache(tuple(layers), tuple(state), lengths), logits
+    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=method.uses_host):
+        hidden, lengths = _embed(params, config, tokens, lengths)
+        if method.uses_host:
+            hidden, lengths = commit((hidden, lengths))
+        layers, state, handed = [], [], None
+        for number, layer in enumerate(params["layers"]):
+            plan = method.plan(number, facts)
+            if known is not None:
+                plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
+            rows = request_rows(method, asked, number, exact)
+            draw = jax.random.fold_in(key, number)
+            hand = None if plan.scores else handed
+            hidden, made, kept, over = _prefill_layer(
+                layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
+            )
+            handed = over if plan.scores else handed
+            layers.append(made)
+            state.append(kept)
+            if on_layer is not None:
+                on_layer(number, hidden)
+        logits = _last_logits(params, config, hidden, lengths)
+        return KVCache(tuple(layers), tuple(state), lengths), logits
 
 
 def decode_step(
@@ -261,8 +272,12 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _embed(params: Params, config: ModelConfig, tokens: Int[Array, "B N"]) -> Float[Array, "B N M"]:
-    return constrain(transformer.embed(params, config, tokens, _positions(*tokens.shape)), "batch", None, None)
+def _embed(
+    params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
+) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
+    """Hidden states, and the lengths on the same devices."""
+    hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
+    return constrain(hidden, "batch", None, None), lengths
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -287,8 +302,10 @@ def _prefill_layer(
     handed: Any,
 ):
     """One layer over the whole prompt, then its compression."""
-    positions = _positions(*hidden.shape[:2])
-    if chunk is None or chunk >= hidden.shape[1]:
+    batch, width, _ = hidden.shape
+    positions = _positions(batch, width)
+    chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
+    if chunk >= width:
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
     else:
@@ -301,25 +318,31 @@ def _prefill_layer(
 def _layer_in_chunks(
     weights: Params, config: ModelConfig, chunk: int, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
 ):
-    """The same layer `chunk` tokens at a time: queries, attention scores and MLP activations of one chunk at once."""
-    batch, width, _ = hidden.shape
+    """The same layer, its projections and its MLP `chunk` tokens at a time."""
+    project = partial(transformer.qkv, weights, config)
+    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
+    q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
+    attended = causal_attention(q, k, v)
+    return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
+
+
+def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:
+    """Arrays `into` [B, N, ...], chunk by chunk overwritten with what `function` makes of it and of `read`."""
+    width = read[0].shape[1]
     count = -(-width // chunk)
+    size = -(-width // count)
 
-    def split(x: Array) -> Array:  # [B, N, ...] -> [count, B, chunk, ...]
-        x = jnp.pad(x, [(0, 0), (0, count * chunk - width)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, count, chunk, *x.shape[2:]), 1, 0)
+    def body(number: Array, into: Any) -> Any:
+        start = jnp.minimum(number * size, width - size)
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
+        # The last chunk begins within the one before it, whose tokens are done.
+        left = start + jnp.arange(size) >= number * size
 
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(batch, count * chunk, *x.shape[3:])[:, :width]
+        def put(x: Array, old: Array, new: Array) -> Array:
+            new = jnp.where(left.reshape(-1, *[1] * (x.ndim - 2)), new, old)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=1)
 
-    parts = (split(hidden), split(positions))
-    q, k, v = jax.lax.map(lambda part: transformer.qkv(weights, config, *part), parts)
-    keys, values = join(k), join(v)
+        old = jax.tree.map(cut, into)
+        return jax.tree.map(put, into, old, function(old, *map(cut, read)))
 
-    def attend(part):
-        number, hidden, q = part
-        attended = query_block_attention(q, keys, values, number * chunk)
-        return transformer.finish(weights, config, hidden, attended)
-
-    out = jax.lax.map(attend, (jnp.arange(count, dtype=jnp.int32), parts[0], q))
-    return join(out), join(q), keys, values
+    return jax.lax.fori_loop(0, count, body, into)

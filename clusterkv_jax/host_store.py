@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.attention import attend_cache, combine
@@ -52,6 +53,15 @@ def place(group: LayerCache, state: Any) -> LayerCache:
         return group
     keys, values, degree = to_host((group.keys, group.values, group.degree))
     return replace(group, keys=keys, values=values, degree=degree)
+
+
+def commit(tree: Any) -> Any:
+    """Arrays bound to the devices that they are on; those of a traced program as they are.
+
+    All that comes out of a program with host memory is bound so. A program whose arguments are so now and were not
+    before is compiled a second time, and that of a decode loop takes longer than many of its steps.
+    """
+    return jax.tree.map(lambda x: x if isinstance(x, core.Tracer) else jax.device_put(x, x.sharding), tree)
 
 
 def on_host(state: Any) -> bool:
@@ -200,23 +210,28 @@ def _recall(q: Array, keys: Array, values: Array, held: dict[str, Array], rows: 
     slots, queries = keys.shape[2], q.shape[2]
     wanted = rows.reshape(batch, heads, each * count)
     place = find(wanted, held["cached_rows"], slots)
-    missing = jnp.where(place < 0, wanted, -1)
     idle = jnp.all(wanted < 0, axis=(1, 2), keepdims=True)
 
-    def fetch(store: Array, cached: Array) -> Array:
-        return jnp.where((place >= 0)[..., None], gather_rows(cached, place), gather_rows(store, missing))
-
-    def remember(new: Array, old: Array) -> Array:
-        later = jnp.concatenate([new, old], axis=2)[:, :, : old.shape[2]]
-        return jnp.where(idle.reshape(batch, *[1] * (old.ndim - 1)), old, later)
-
-    fetched = fetch(keys, held["cached_keys"]), fetch(values, held["cached_values"])
+    # A batch row with nothing to recall takes the newest cached rows as they are; its degrees are zero.
+    kept = held["cached_rows"][..., : wanted.shape[2]]
+    source = jnp.where(idle, jnp.arange(wanted.shape[2], dtype=jnp.int32), place)
+    numbers = jnp.where(idle, kept, wanted) if kept.size else wanted
+    near = (held[name] for name in ("cached_keys", "cached_values"))
+    fetched = [gather_rows(x, wanted, cached, source) for x, cached in zip((keys, values), near, strict=True)]
     key_rows, value_rows = (x.reshape(batch, heads * each, count, -1) for x in fetched)
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
     heads_in_order = q.reshape(batch, 1, heads * queries, -1)
     out, lse = biased_attention(heads_in_order, key_rows, value_rows, degree, return_lse=True)
-    recalled = dict(zip(("cached_keys", "cached_values", "cached_rows"), (*fetched, wanted), strict=True))
-    fresh = {name: remember(x, held[name]) for name, x in recalled.items()}
+
+    def remember(new: Array, old: Array) -> Array:
+        """What is new before what was, whose oldest leaves; where nothing is new, nothing moves."""
+        size, more = old.shape[2], max(0, old.shape[2] - new.shape[2])
+        stays = idle.reshape(batch, *[1] * (old.ndim - 1))
+        behind = jnp.where(stays, old[:, :, size - more :], old[:, :, :more])
+        return jnp.concatenate([new[:, :, :size], behind], axis=2)
+
+    recalled = zip(("cached_keys", "cached_values", "cached_rows"), (*fetched, numbers), strict=True)
+    fresh = {name: remember(new, held[name]) for name, new in recalled}
     counts = _count(rows, (place >= 0).reshape(rows.shape), held, slots)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), fresh, counts
 

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from clusterkv_jax.cache import HeadGroups, KVCache, Layer, LayerCache, groups
-from clusterkv_jax.host_store import place
+from clusterkv_jax.host_store import commit, place
+from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import with_groups
 from clusterkv_jax.models.config import ModelConfig
@@ -64,10 +65,16 @@ def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
     Raises:
         ValueError: one sentence, if the file is missing or not a whole cache, or was made by another version, model or
             method.
+        MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
+    with out_of_memory_explained(f"loading {path}", uses_host=method.uses_host):
+        return _read(path, config, method)
+
+
+def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
     try:
         with safe_open(path, framework="flax") as file:
             metadata = file.metadata() or {}
@@ -85,7 +92,8 @@ def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
         with_groups(layer, [place(group, kept) for group, kept in zip(groups(layer), keeps, strict=True)])
         for layer, keeps in zip(layers, state, strict=True)
     )
-    return KVCache(layers, state, arrays["position"])
+    cache = KVCache(layers, state, arrays["position"])
+    return commit(cache) if method.uses_host else cache
 
 
 def _flat(cache: KVCache) -> dict[str, jax.Array]:

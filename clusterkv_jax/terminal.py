@@ -10,16 +10,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def one_sentence_errors(debug: bool) -> Iterator[None]:
-    """Bad input ends the program with exit code 2 and one sentence, an interrupt with 130."""
+    """Bad input and too little memory end the program with exit code 2 and one sentence, an interrupt with 130."""
     try:
         yield
     except KeyboardInterrupt as error:
         Console(stderr=True).print("Interrupted.")
         raise typer.Exit(130) from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         if debug:
             raise
         text = f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.filename else str(error)
+        text = text or "Out of host memory."  # Python's own MemoryError says nothing
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
         Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
         raise typer.Exit(2) from error

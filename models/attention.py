@@ -5,14 +5,13 @@ Prompts are padded on the right, so causality alone keeps padding out of the row
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from clusterkv_jax.sharding import ambient_mesh, partition
 
@@ -42,26 +41,6 @@ def causal_attention(
             edges = _segment_edges(q.shape[1])
             parts = [_in_blocks(q[:, a:b], k[:, :b], v[:, :b], a) for a, b in pairwise(edges)]
             return jnp.concatenate(parts, axis=1)
-
-
-def query_block_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B N K D"],
-    v: Float[Array, "B N K D"],
-    offset: int | Int[Array, ""],
-    *,
-    backend: str | None = None,
-) -> Float[Array, "B T H D"]:
-    """Causal attention of a chunk of queries: query t sits at position `offset + t` of the keys and sees 0..offset+t.
-
-    Keys and values behind the last query may be anything finite. `backend`: "cudnn" or "xla", as in causal_attention.
-    """
-    if backend == "splash":
-        raise ValueError("backend 'splash' has no traced query offset; allowed for a chunk of queries: xla, cudnn")
-    if _choose(q, k, backend) == "cudnn":
-        mask = _visible(q.shape[1], k.shape[1], offset)[None, None]
-        return _over_mesh(partial(_cudnn, mask=mask), q, k, v)
-    return _in_blocks(q, k, v, offset)
 
 
 def _choose(q: Array, k: Array, backend: str | None) -> str:
@@ -102,11 +81,11 @@ def _segment_edges(length: int) -> list[int]:
     return [length * i // segments for i in range(segments + 1)]
 
 
-def _visible(queries: int, keys: int, offset: int | Array) -> Array:
+def _visible(queries: int, keys: int, offset: int) -> Array:
     return jnp.arange(keys)[None, :] <= offset + jnp.arange(queries)[:, None]
 
 
-def _in_blocks(q: Array, k: Array, v: Array, offset: int | Array) -> Array:
+def _in_blocks(q: Array, k: Array, v: Array, offset: int) -> Array:
     """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included."""
     batch, queries, heads, dim = q.shape
     keys, groups = k.shape[1], k.shape[2]
@@ -144,14 +123,11 @@ def _over_mesh(kernel: Callable[[Array, Array, Array], Array], q: Array, k: Arra
     return jax.shard_map(kernel, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
 
 
-def _cudnn(q: Array, k: Array, v: Array, mask: Array | None = None) -> Array:
+def _cudnn(q: Array, k: Array, v: Array) -> Array:
     # Odd lengths are refused in places that differ between versions; one row of padding behind the end is cheap.
-    queries, keys = q.shape[1], k.shape[1]
-    q, k, v = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (q, k, v))
-    if mask is not None:
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=mask is None, implementation="cudnn")
-    return out[:, :queries]
+    length = q.shape[1]
+    q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
 
 
 def _splash(q: Array, k: Array, v: Array) -> Array:

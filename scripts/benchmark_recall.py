@@ -53,12 +53,12 @@ def prefill(params: Any, config: ModelConfig, method: Any, tokens: jax.Array) ->
 def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int) -> tuple[float, Any]:
     """Seconds per step of the decode loop, and the cache after it."""
     batch = cache.position.shape[0]
-    token = jnp.zeros(batch, jnp.int32)
     loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=steps)
     for limit in (2, steps):
-        done = jnp.zeros(batch, bool)
+        # Made anew: what came out of a program with host memory would compile another one.
+        token, done = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
         rest = (token, done, jax.random.key(0), jnp.int32(1), jnp.int32(limit))
-        taken, (cache, token, *_) = seconds(lambda cache=cache, rest=rest: loop(params, config, method, cache, *rest))
+        taken, (cache, *_) = seconds(lambda cache=cache, rest=rest: loop(params, config, method, cache, *rest))
     return taken / steps, cache
 
 
@@ -120,6 +120,7 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
         if isinstance(method, ckv.ClusterKV):
             line += of_host(cache) if method.store == "host" else of_step(method, config, cache, tpot)
         print(f"{line} {peak_memory()}", flush=True)
+        del cache  # or the next method's prefill would stand beside it
 
 
 def of_host(cache: Any) -> str:

@@ -485,20 +485,27 @@ def check_recalled_of(each, dtype, unlisted, implementation, examples):
 def check_gather(implementation, *, examples=6):
     run = jax.jit(implementation)
 
-    def check(seed, rows, dtype):
-        source = jnp.asarray(normal(seed, 2, 3, 20, 24), dtype)
-        rows = np.asarray(rows, np.int32).reshape(2, 3, 4)
-        found = run(source, jnp.asarray(rows))
-        assert found.dtype == dtype
-        for at in np.ndindex(rows.shape):
-            expected = source[(*at[:2], rows[at])] if 0 <= rows[at] < 20 else np.zeros(24)
-            np.testing.assert_array_equal(np.asarray(found[at], np.float32), np.asarray(expected, np.float32))
+    def row_of(source, at, number):
+        return source[(*at[:2], number)] if 0 <= number < source.shape[2] else None
 
-    row = st.sampled_from([-1, 0, 1, 18, 19, 20])
+    def check(seed, rows, places, dtype):
+        source, near = (jnp.asarray(normal(seed + i, 2, 3, n, 24), dtype) for i, n in enumerate((20, 5)))
+        rows, places = (np.asarray(x, np.int32).reshape(2, 3, 4) for x in (rows, places))
+        far, found = run(source, jnp.asarray(rows)), run(source, jnp.asarray(rows), near, jnp.asarray(places))
+        assert far.dtype == found.dtype == dtype
+        none = jnp.zeros(24, dtype)
+        for at in np.ndindex(rows.shape):
+            there, here = row_of(source, at, rows[at]), row_of(near, at, places[at])
+            there = none if there is None else there
+            np.testing.assert_array_equal(far[at], there)
+            np.testing.assert_array_equal(found[at], there if here is None else here)
+
+    row, place = st.sampled_from([-1, 0, 1, 18, 19, 20]), st.sampled_from([-1, 0, 4, 5])
     drawn(
         check,
         examples,
         st.integers(0, 2**16),
         st.lists(row, min_size=24, max_size=24),
+        st.lists(place, min_size=24, max_size=24),
         st.sampled_from([jnp.float32, jnp.bfloat16]),
     )

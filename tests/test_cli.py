@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
@@ -188,6 +189,25 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     done = _generate(model, text)
     assert done.exit_code == 130
     assert "Traceback" not in done.stderr
+
+
+def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("method: ClusterKV\ndescription: mine\nsource: mine\nsettings: {sinks: 16, store: host}\n")
+    done = _generate(model, text, "--method", file, "--cache-tokens", 8)
+    _assert_sentence(done, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
+
+
+@pytest.mark.parametrize("place", ["decoding._prefill_layer", "generation.decode_loop"])
+def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
+    def exhausted(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 2.50GiB.\nSee above.")
+
+    monkeypatch.setattr(f"clusterkv_jax.{place}", exhausted)
+    doing = {"decoding._prefill_layer": "reading 1 x 320", "generation.decode_loop": "generating from 1 x 300"}[place]
+    done = _generate(model, text, "--json")
+    _assert_sentence(done, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,")
 
 
 def _assert_sentence(done, sentence):

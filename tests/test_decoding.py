@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import decode_loop, extend
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from tests.test_methods import every_method, named
 from tests.tiny import VOCAB, prompt, tiny
@@ -81,13 +83,32 @@ def compilations():
 def test_prefill_in_chunks_is_prefill_at_once_with_the_logits_of_the_full_prompt(method):
     long, short = prompt(1, 48), prompt(2, 29)
     cache, logits = prefill(method, long, short)
-    parts, chunked = prefill(method, long, short, prefill_chunk=20)
+    parts, chunked = prefill(method, long, short, prefill_chunk=10)  # of 48 tokens: the last chunk overlaps
     for found in (logits, chunked):
         assert found.shape == (2, VOCAB)
         assert_close(found[0], forward(long)[47])
         assert_close(found[1], forward(short)[28])
     for whole, part in zip(jax.tree.leaves(cache), jax.tree.leaves(parts), strict=True):
         assert_close(part, whole)
+
+
+def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
+    """The MLP's inner activations, 100 columns here, are those of at most `TOKENS_AT_ONCE` tokens of a batch."""
+    model, method, batch = tiny(), ckv.Full(), 2
+    config = dataclasses.replace(model.config, intermediate_size=100)
+    weights = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))["layers"][0]
+
+    def inner(tokens):
+        facts = Request(np.arange(1, tokens + 1), config.num_layers, config.num_kv_heads)
+        hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
+        lengths, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 1)))
+        given = (hidden, lengths, rows, jax.eval_shape(lambda: jax.random.key(0)), None)
+        lowered = decoding._prefill_layer.lower(weights, config, method, method.plan(0, facts), None, *given)
+        return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
+
+    most = decoding.TOKENS_AT_ONCE // batch
+    assert inner(most) == {most}
+    assert inner(most + 64) == {most // 2 + 32}
 
 
 def test_decode_steps_of_the_full_cache_are_the_forward_pass():

@@ -133,6 +133,7 @@ def test_prompts_too_short_for_a_budget_are_read_whole_and_said_so(tmp_path):
     assert "26 answers come from the full cache" in table.markdown(table.summarize(lines))
     with pytest.raises(ValueError, match=r"budget 0\.5 is impossible for every prompt; they have 40 to 250 tokens"):
         go(tmp_path / "none", possible=lambda method, prompt, new: isinstance(method, ckv.Full))
+    assert not (tmp_path / "none").exists()
 
 
 def test_another_configuration_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """ClusterKV with its rows in host memory does what it does with them on the device."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from clusterkv_jax import host_store
 from clusterkv_jax.cache import gather_rows
 from clusterkv_jax.compression import request_rows
 from clusterkv_jax.decoding import extend
+from clusterkv_jax.evaluation import engine, runner
+from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
@@ -156,6 +159,16 @@ def test_a_store_comes_back_from_disk(tmp_path):
         ckv.load_cache(tmp_path / "book", tiny().config, DEVICE)
 
 
+def test_a_decode_loop_is_compiled_once(tmp_path):
+    """What comes out of a program with host memory is bound to its device; bound later, it would compile anew."""
+    cache, logits = ckv.prefill(
+        tiny().params, tiny().config, HOST, jnp.asarray([PROMPTS[0]]), jnp.asarray([48]), max_new_tokens=8
+    )
+    ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
+    loaded = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
+    assert all(x.committed for x in jax.tree.leaves((cache, logits, loaded)))
+
+
 def test_batch_rows_are_taken_where_the_store_lies():
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
     moved = dataclasses.replace(cache, layers=jax.device_put(cache.layers, jax.memory.Space.Host))
@@ -212,6 +225,44 @@ def test_a_budget_smaller_than_the_sinks_is_refused():
     method = dataclasses.replace(HOST, budget=ckv.Budget(tokens=SINKS))
     with pytest.raises(ValueError, match="sinks"):
         prefill(method, PROMPTS[0])
+
+
+def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
+    """Interrupted and out of memory, torn in a line too; and with the scores of the device store."""
+    made = [tuple(prompt(i, n)) for i, n in enumerate((60, 48, 52))]
+    jobs = [
+        runner.Job(i, Case(f"nll/{i}", "nll", metric="nll"), Prompt(context, (), tuple(prompt(9 + i, 6))))
+        for i, context in enumerate(made)
+    ]
+    answer, calls = engine.responder(tiny()), []
+
+    def broken(*given):
+        calls.append(given)
+        if len(calls) in (2, 3):
+            raise (KeyboardInterrupt, MemoryError)[len(calls) - 2]
+        return answer(*given)
+
+    def go(name, respond, method=HOST):
+        entries, possible = [runner.Entry("clusterkv", "0.5", method)], partial(engine.possible, tiny())
+        folder, config = tmp_path / name, {"methods": {"clusterkv@0.5": repr(method)}}
+        return runner.run(folder, config, {}, jobs, entries, respond, batch_size=1, possible=possible)
+
+    for error in (KeyboardInterrupt, MemoryError):
+        with pytest.raises(error):
+            go("cut off", broken)
+    with (tmp_path / "cut off" / runner.RESULTS).open("ab") as file:
+        file.write(b'{"method": "clust')
+    found, unbroken = go("cut off", broken), go("unbroken", answer)
+    assert len(calls) == 2 + len(jobs)
+    numbers = [[(line["id"], line["score"], line["rows"]) for line in lines] for lines in (found, unbroken)]
+    assert numbers[0] == numbers[1]
+    assert [line["score"] for line in go("device", answer, DEVICE)] == pytest.approx([x[1] for x in numbers[0]])
+    with pytest.raises(ValueError, match="holds a run with methods"):
+        go("cut off", answer, DEVICE)
+    small = dataclasses.replace(HOST, budget=ckv.Budget(tokens=SINKS))
+    with pytest.raises(ValueError, match="is impossible for every prompt"):
+        go("small", answer, small)
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.parametrize(("platform", "mesh"), [("tpu", 1), ("gpu", 2)])

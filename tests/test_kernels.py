@@ -222,8 +222,12 @@ def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length
     return recalled_reference.recalled_attention(q, keys, values, rows, since, length, unlisted=unlisted)
 
 
-def gather_of_the_last_row_for_none(source, rows):
-    return jnp.take_along_axis(source, rows[..., None] % source.shape[2], axis=2)
+def gather_of_the_last_row_for_none(source, rows, near=None, place=None):
+    return gather_reference.gather_rows(source, rows % source.shape[2], near, place)
+
+
+def gather_of_what_is_near_first(source, rows, near=None, place=None):
+    return gather_reference.gather_rows(source, rows, near, None if place is None else abs(place))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +248,7 @@ def gather_of_the_last_row_for_none(source, rows):
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_gather, gather_of_the_last_row_for_none),
+        (base.check_gather, gather_of_what_is_near_first),
         (base.check_select, select_of_equals_in_any_order),
         (base.check_index_scores, index_scores_of_short_products),
         (base.check_index_scores, index_scores_of_the_first_query),

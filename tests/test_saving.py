@@ -1,6 +1,7 @@
 """Caches on disk: what comes back, what is refused, and a context that serves many questions."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import saving
 from clusterkv_jax.decoding import extend
 from tests.tiny import prompt, tiny
 
@@ -51,6 +53,23 @@ def test_one_context_answers_many_questions_from_disk_too(tmp_path):
     assert not np.allclose(other, expected)
     np.testing.assert_array_equal(answer(cache, first), expected)
     np.testing.assert_array_equal(answer(ckv.load_cache(tmp_path / "book", tiny().config, METHOD), first), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_a_cache_that_could_not_be_written_leaves_the_one_before_it(tmp_path, monkeypatch, error):
+    def half(arrays, file, metadata):
+        Path(file).write_bytes(b"half of")
+        raise error
+
+    cache, path = prefill(), tmp_path / "book"
+    ckv.save_cache(path, cache, tiny().config, METHOD)
+    whole = path.read_bytes()
+    monkeypatch.setattr(saving, "save_file", half)
+    for name in ("book", "new"):
+        with pytest.raises(error):
+            ckv.save_cache(tmp_path / name, cache, tiny().config, METHOD)
+    assert [file.name for file in tmp_path.iterdir()] == ["book"]
+    assert path.read_bytes() == whole
 
 
 def test_another_model_method_or_file_is_refused(tmp_path):

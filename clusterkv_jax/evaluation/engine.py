@@ -16,6 +16,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend, prefill
 from clusterkv_jax.evaluation.cases import Prompt
 from clusterkv_jax.generation import bucket, generate
+from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.models.config import ModelConfig
@@ -83,7 +84,8 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
-    with contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh):
+    mesh = contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
+    with mesh, out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.uses_host):
         cache, logits = prefill(
             model.params,
             model.config,

@@ -73,8 +73,8 @@ def run(
     """
     if len({job.case.id for job in jobs}) < len(jobs):
         raise ValueError("the suite names two examples alike, so their answers could not be told apart.")
-    folder.mkdir(parents=True, exist_ok=True)
     plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
+    folder.mkdir(parents=True, exist_ok=True)
     _open_run(folder, {**config, "cases": _digest(jobs)}, about)
     lines = read_lines(folder / RESULTS)
     known = {_key(line) for line in lines}

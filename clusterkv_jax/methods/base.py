@@ -55,6 +55,11 @@ class Method:
         """The fewest rows that a budget must leave."""
         return 0
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether rows may be in the host's memory."""
+        return False
+
     def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
         """B, the rows each prompt may keep for this head, [lengths]; MOST_ROWS where nothing is ever compressed."""
         del request, layer, head

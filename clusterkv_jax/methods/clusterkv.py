@@ -67,6 +67,11 @@ class ClusterKV(Recall):
         """The sinks, which are part of the budget."""
         return {"sinks": self.sinks}
 
+    @property
+    def uses_host(self) -> bool:
+        """With a host store."""
+        return self.store == "host"
+
     def plan(self, layer: int, request: Request) -> LayerPlan:
         """With a host store, also how many rows are on the device because they are not clustered yet."""
         plan = super().plan(layer, request)

@@ -9,12 +9,20 @@ BACKENDS = {"gpu": pallas_gpu.gather_rows, "xla": reference.gather_rows}
 
 
 def gather_rows(
-    source: Shaped[Array, "B K N D"], rows: Int[Array, "B K R"], *, backend: str | None = None
+    source: Shaped[Array, "B K N D"],
+    rows: Int[Array, "B K R"],
+    near: Shaped[Array, "B K M D"] | None = None,
+    place: Int[Array, "B K R"] | None = None,
+    *,
+    backend: str | None = None,
 ) -> Shaped[Array, "B K R D"]:
     """Row `rows[b, k, r]` of `source[b, k]`; zeros for -1, and for any other number that is no row of the source.
+
+    With `near`, rows of the source that are at hand: where `place[b, k, r]` is a row of `near[b, k]` it is that one,
+    and nothing is read of the source.
 
     Raises:
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return dispatch("gather_rows", BACKENDS, backend, source, rows)
+    return dispatch("gather_rows", BACKENDS, backend, source, rows, near, place)

@@ -1,7 +1,8 @@
 """Row gathering on GPU: every program moves a tile of rows, and reads nothing that is not asked for.
 
 The source may lie in `pinned_host` memory: the loads then go over the host link, and many programs with many rows each
-keep it busy. XLA's own gather refuses operands in different memories.
+keep it busy. XLA's own gather refuses operands in different memories. What is near is read by the same programs, so
+that rows from both places are written once.
 """
 
 from functools import partial
@@ -20,24 +21,29 @@ TILE_BYTES = 8192
 def gather_rows(
     source: Shaped[Array, "B K N D"],
     rows: Int[Array, "B K R"],
+    near: Shaped[Array, "B K M D"] | None = None,
+    place: Int[Array, "B K R"] | None = None,
     *,
     tile_bytes: int = TILE_BYTES,
     warps: int = 4,
     interpret: bool = False,
 ) -> Shaped[Array, "B K R D"]:
     """See `clusterkv_jax.kernels.gather_rows.gather_rows`."""
-    batch, heads, count, width = source.shape
+    batch, heads, _, width = source.shape
     wanted = rows.shape[2]
     if not jnp.issubdtype(source.dtype, jnp.floating):
         raise NotImplementedError(f"the GPU kernel of gather_rows moves floating point rows, got {source.dtype}.")
-    if source.size == 0 or rows.size == 0:
+    # The source may be in another memory, so that what is not there is never looked at.
+    sources = [(source, rows)] if near is None or place is None else [(near, place), (source, rows)]
+    sources = [(x, numbers) for x, numbers in sources if x.size > 0]
+    if not sources or rows.size == 0:
         return jnp.zeros((batch, heads, wanted, width), source.dtype)
     tile = min(power_of_two(wanted), max(1, tile_bytes // (power_of_two(width) * source.dtype.itemsize)))
+    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     made = call(
-        partial(_kernel, tile=tile, count=count),
+        partial(_kernel, tile=tile),
         jax.ShapeDtypeStruct((batch * heads, wanted, width), source.dtype),
-        source.reshape(batch * heads, count, width),
-        rows.reshape(batch * heads, wanted),
+        *(flat(x) for pair in sources for x in pair),
         grid=(pl.cdiv(wanted, tile), batch * heads),
         warps=warps,
         interpret=interpret,
@@ -45,13 +51,19 @@ def gather_rows(
     return made.reshape(batch, heads, wanted, width)
 
 
-def _kernel(source, rows, out, *, tile, count):
+def _kernel(*refs, tile):
+    """`refs` are a source and the numbers of its rows, once or twice, and the output; the first that has a row wins."""
+    *given, out = refs
     head, wanted, width = pl.program_id(1), *out.shape[1:]
-    place = pl.program_id(0) * tile + arange(tile)
-    inside = place < wanted
-    row = plgpu.load(rows.at[head, place], mask=inside, other=-1)
+    entry = pl.program_id(0) * tile + arange(tile)
+    inside = entry < wanted
     columns = arange(power_of_two(width))
-    found = load_rows(source, head, row, columns, (row >= 0) & (row < count), width)
+    todo, found = inside, jnp.zeros((tile, columns.shape[0]), out.dtype)
+    for source, rows in zip(given[::2], given[1::2], strict=True):
+        row = plgpu.load(rows.at[head, entry], mask=inside, other=-1)
+        here = todo & (row >= 0) & (row < source.shape[1])
+        found = jnp.where(here[:, None], load_rows(source, head, row, columns, here, width), found)
+        todo &= ~here
     plgpu.store(
-        out.at[head, place[:, None], columns[None, :]], found, mask=inside[:, None] & (columns < width)[None, :]
+        out.at[head, entry[:, None], columns[None, :]], found, mask=inside[:, None] & (columns < width)[None, :]
     )

@@ -1,0 +1,43 @@
+"""Out of memory, told in one sentence that says what to change."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B?)\b")
+# A kernel that does not fit into these is no matter of how much is asked of the device.
+_ON_CHIP = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
+
+
+@contextmanager
+def out_of_memory_explained(doing: str, *, uses_host: bool) -> Iterator[None]:
+    """Raise MemoryError in place of XLA's error, whether it comes from the device or from the host's memory.
+
+    Args:
+        doing: what is being made, with its numbers; follows "while".
+        uses_host: whether rows go to a host store.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # jax's own is one in every version
+        text = str(error)
+        if not text.startswith("RESOURCE_EXHAUSTED") or _ON_CHIP.search(text):
+            raise
+        raise MemoryError(_sentence(text, doing, uses_host)) from error
+
+
+def _sentence(text: str, doing: str, uses_host: bool) -> str:
+    found = _SIZE.search(text)
+    asked = f" ({_gib(*found.groups()):.3g} GiB were asked for)" if found else ""
+    where, change = "device", ["a smaller budget", "a smaller prefill_chunk"]
+    if not uses_host:
+        change.append('ClusterKV with store="host"')
+    elif re.search(r"\bhost\b", text, re.IGNORECASE):
+        limit = "on a GPU a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default)"
+        where, change = "host", ['store="device"', limit]
+    *some, last = ["a smaller batch", "a shorter prompt", *change]
+    return f"Out of {where} memory while {doing}{asked}; take {', '.join(some)} or {last}."
+
+
+def _gib(number: str, unit: str) -> float:
+    return float(number) * 1024.0 ** ("KMGT".find(unit[0]) + 1) / 2**30
