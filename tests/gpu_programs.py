@@ -31,6 +31,7 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.kmeans import lloyd
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
@@ -106,6 +107,7 @@ def programs(array):
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*matching(bf16, 2 * DIM, 256), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
+        "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "select": (partial(select_rows, count=RECALLED), (scores, *clusters, rows, array((BATCH,), i32)), ()),
         "recalled attention": (recalled_attention, (one_query, prompt, prompt, recalled), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
