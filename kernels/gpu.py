@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
@@ -24,7 +25,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 def call(
     kernel: Callable[..., None],
     out_shape: Any,
-    *args: Array,
+    *args: Array | np.ndarray,
     grid: tuple[int, ...],
     warps: int,
     stages: int = 2,

@@ -110,15 +110,15 @@ def clustering() -> None:
 
 
 def kmeans() -> None:
-    """Labels, then sums."""
+    """Labels, then the keys that these leave in doubt, then means."""
     where = {"centroids": [128, 4096], "dim": [65, 128], "itemsize": 2}
-    labels = [(128, 64, 8, 2), (128, 64, 4, 3), (128, 32, 4, 3)]
     names = ("keys", "centroids", "warps", "stages")
-    candidates = [{f"label_{name}": size for name, size in zip(names, sizes, strict=True)} for sizes in labels]
-    keep_fastest("kmeans", where, candidates, benchmark.k_means_time)
-    sums = [(32, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4), (64, 64, 4, 4)]
-    candidates = [{f"sum_{name}": size for name, size in zip(names, sizes, strict=True)} for sizes in sums]
-    keep_fastest("kmeans", where, candidates, benchmark.k_means_time)
+    labels = [(128, 32, 8, 3), (128, 32, 8, 2), (128, 16, 8, 4), (128, 64, 8, 3)]
+    exact = [(64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 3)]
+    for part, tried in (("label", labels), ("exact", exact)):
+        candidates = [{f"{part}_{name}": n for name, n in zip(names, sizes, strict=True)} for sizes in tried]
+        keep_fastest("kmeans", where, candidates, benchmark.k_means_time)
+    keep_fastest("kmeans", where, grid(mean_keys=(16, 32, 64), mean_warps=(2, 4)), benchmark.k_means_time)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import lloyd
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
@@ -133,6 +134,7 @@ def programs(array):
             (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
             (),
         ),
+        "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
         "cluster by gravity": (partial(cluster, ckv.GravityKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),

@@ -314,7 +314,11 @@ def one_head(match, score, expected, start, ties):
 # --- K-means
 
 # batch, heads, keys, centroids, head dim, dtype
-KMEANS_SHAPES = [(2, 2, 300, 5, 24, jnp.float32), (1, 1, 37, 12, 16, jnp.bfloat16)]
+KMEANS_SHAPES = [
+    (2, 2, 300, 5, 24, jnp.float32),
+    (1, 1, 37, 12, 16, jnp.bfloat16),
+    (1, 2, 300, 70, 24, jnp.bfloat16),  # more centroids than a tile of them
+]
 
 
 def check_kmeans(implementation, *, shapes=KMEANS_SHAPES, examples=6):
@@ -324,19 +328,23 @@ def check_kmeans(implementation, *, shapes=KMEANS_SHAPES, examples=6):
 
 def check_kmeans_of(shape, implementation, examples):
     batch, heads, rows, count, dim, dtype = shape
-    run = jax.jit(partial(implementation, with_sums=True))
+    run = jax.jit(partial(implementation, with_means=True))
 
-    def check(seed, ties, length, used):
+    def check(seed, apart, length, used):
         keys = jnp.asarray(normal(seed, batch, heads, rows, dim), dtype)
         centroids = normal(seed + 1, batch, heads, count, dim)
-        if ties:  # the second of two equal centroids gets nothing
-            centroids[:, :, -1] = centroids[:, :, 0]
+        half = count // 2
+        if apart is not None:  # two of each
+            noise = apart * normal(seed + 2, batch, heads, half, dim)
+            centroids[:, :, count - half :] = centroids[:, :, :half] + noise
         real = np.arange(rows) < length[..., None]
         centroids = jnp.asarray(centroids, jnp.float32)
         used = np.full((batch, heads), used)
         used[0, 0] = count  # heads may have different numbers of centroids
-        labels, sums, sizes = run(poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used))
-        assert (labels.dtype, sums.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
+        labels, means, sizes = run(
+            poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used)
+        )
+        assert (labels.dtype, means.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
         np.testing.assert_array_equal(labels >= 0, real)
         keys, centroids = (np.asarray(x, np.float64) for x in (keys, centroids))
         unit = centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)
@@ -346,15 +354,16 @@ def check_kmeans_of(shape, implementation, examples):
         np.testing.assert_allclose(np.where(real, chosen, 1), np.where(real, cosine.max(-1), 1), atol=F32, rtol=0)
         member = np.asarray(labels)[..., None] == np.arange(count)
         np.testing.assert_array_equal(sizes, member.sum(axis=2))
-        near(sums, np.einsum("bknc,bknd->bkcd", member, keys), F32, axes=(2, 3))
-        if ties:
-            assert not np.any(sizes[:, :, -1])
+        sums = np.einsum("bknc,bknd->bkcd", member, keys) / np.maximum(sizes, 1)[..., None]
+        near(means, np.where(sizes[..., None] > 0, sums, centroids), F32, axes=3)
+        if apart == 0:  # the second of two equal centroids gets nothing
+            assert not np.any(sizes[:, :, count - half :])
 
     drawn(
         check,
         examples,
         st.integers(0, 2**16),
-        st.booleans(),
+        st.sampled_from([1e-3, 0, None]),
         lengths(batch, heads, rows, count, 128, 256, rows),
         st.integers(1, count),
     )
@@ -379,6 +388,32 @@ def check_index_scores(implementation, *, examples=3):
             assert found.dtype == jnp.float32
             expected = np.asarray(q, np.float64) @ np.asarray(index, np.float64).swapaxes(-1, -2)
             near(found, expected, F32, axes=3)
+
+
+# --- rows by label
+
+# batch, heads, rows, labels
+GROUP_SHAPES = [(2, 2, 300, 5), (1, 2, 129, 200)]
+
+
+def check_group(implementation, *, examples=6):
+    for shape in GROUP_SHAPES:
+        check_group_of(shape, implementation, examples)
+
+
+def check_group_of(shape, implementation, examples):
+    *shape, count = shape
+    run = jax.jit(partial(implementation, count=count))
+
+    def check(seed, used):
+        labels = np.random.default_rng(seed).integers(-1, min(used, count), shape)
+        order, starts = run(jnp.asarray(labels, jnp.int32))
+        assert (order.dtype, starts.dtype) == (jnp.int32, jnp.int32)
+        last = np.where(labels < 0, count, labels)
+        np.testing.assert_array_equal(order, np.argsort(last, axis=-1, kind="stable"))
+        np.testing.assert_array_equal(starts, (last[..., None] < np.arange(count + 1)).sum(axis=2))
+
+    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([1000, 0, 1, 3]))
 
 
 # --- the rows of the best clusters

@@ -25,6 +25,8 @@ from clusterkv_jax.kernels.chunked_matching import reference as matching_referen
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.gather_rows import pallas_gpu as gather_gpu
 from clusterkv_jax.kernels.gather_rows import reference as gather_reference
+from clusterkv_jax.kernels.group_rows import pallas_gpu as group_gpu
+from clusterkv_jax.kernels.group_rows import reference as group_reference
 from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.index_scores import reference as scores_reference
 from clusterkv_jax.kernels.kmeans import assign
@@ -66,6 +68,10 @@ KMEANS = {
     "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
 }
 SCORES = {"xla": scores_reference.index_scores, "gpu": partial(scores_gpu.index_scores, interpret=True)}
+GROUP = {
+    "xla": group_reference.group_rows,
+    "gpu": partial(group_gpu.group_rows, sizes={"rows": 64, "tiles": 2}, interpret=True),
+}
 SELECT = {"xla": select_reference.select_rows, "gpu": partial(select_gpu.select_rows, interpret=True)}
 RECALLED = {
     "xla": recalled_reference.recalled_attention,
@@ -79,6 +85,7 @@ CHECKS = [
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_paired, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
+    *((base.check_group, name, op) for name, op in GROUP.items()),
     *((base.check_gather, name, op) for name, op in GATHER.items()),
     *((base.check_index_scores, name, op) for name, op in SCORES.items()),
     *((base.check_select, name, op) for name, op in SELECT.items()),
@@ -169,18 +176,33 @@ def matching_without_bias(features, *, bias, **options):
     return matching_reference.chunked_matching(features, bias=None, **options)
 
 
-def kmeans_without_tail_mask(keys, centroids, length, used, *, with_sums):
-    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, used, with_sums=with_sums)
+def kmeans_without_tail_mask(keys, centroids, length, used, *, with_means):
+    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, used, with_means=with_means)
 
 
-def kmeans_without_the_last_key(keys, centroids, length, used, *, with_sums):
-    _, sums, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, used, with_sums=with_sums)
-    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, used, with_sums=with_sums)
-    return full, sums, sizes
+def kmeans_without_the_last_key(keys, centroids, length, used, *, with_means):
+    _, means, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, used, with_means=with_means)
+    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, used, with_means=with_means)
+    return full, means, sizes
 
 
-def kmeans_with_every_centroid(keys, centroids, length, used, *, with_sums):
-    return kmeans_reference.kmeans(keys, centroids, length, with_sums=with_sums)
+def kmeans_with_every_centroid(keys, centroids, length, used, *, with_means):
+    return kmeans_reference.kmeans(keys, centroids, length, with_means=with_means)
+
+
+def kmeans_by_half_precision(keys, centroids, length, used, *, with_means):
+    half = kmeans_reference.unit_rows(centroids).astype(jnp.float16).astype(jnp.float32)
+    labels, means, sizes = kmeans_reference.kmeans(keys, half, length, used, with_means=with_means)
+    return labels, jnp.where(sizes[..., None] > 0, means, centroids), sizes
+
+
+def group_without_the_order_of_rows(labels, count):
+    order, starts = group_reference.group_rows(labels[..., ::-1], count)
+    return labels.shape[-1] - 1 - order, starts
+
+
+def group_with_the_first_label_for_none(labels, count):
+    return group_reference.group_rows(jnp.maximum(labels, 0), count)
 
 
 def index_scores_of_short_products(q, index):
@@ -247,6 +269,9 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (base.check_kmeans, kmeans_without_tail_mask),
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
+        (base.check_kmeans, kmeans_by_half_precision),
+        (base.check_group, group_without_the_order_of_rows),
+        (base.check_group, group_with_the_first_label_for_none),
         (base.check_gather, gather_of_the_last_row_for_none),
         (base.check_gather, gather_of_what_is_near_first),
         (base.check_select, select_of_equals_in_any_order),
@@ -375,6 +400,6 @@ def test_tpu_kernels_say_what_they_do_not_serve():
     with pytest.raises(NotImplementedError, match="multiple of 128, got 100"):
         accumulated_tpu.accumulated_attention(x, x, jnp.ones(1, jnp.int32), block=100)
     with pytest.raises(NotImplementedError, match="multiple of 128 or all 200 keys, got 100"):
-        kmeans_tpu.kmeans(x, x[:, :, :3], None, with_sums=True, block=100)
+        kmeans_tpu.kmeans(x, x[:, :, :3], None, with_means=True, block=100)
     with pytest.raises(NotImplementedError, match="chunks of 198 rows"):
         matching_tpu.chunked_matching(x, chunk=198, bias=None, normalize=True, start=None, length=None, block=256)

@@ -13,6 +13,7 @@ from clusterkv_jax import host_store
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
 from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
@@ -152,15 +153,15 @@ class ClusterKV(Recall):
             centroids, labels, sizes = cluster(
                 prompt.keys[:, :, self.sinks :], seeds, max_iterations=self.max_iterations, length=rest
             )
+            ordered, starts = group_rows(labels, centroids.shape[2])
             number = jnp.arange(prompt.capacity + reserve, dtype=jnp.int32)
-            ordered = self.sinks + _by_label(labels)
             order = jnp.broadcast_to(number, (*ordered.shape[:2], number.shape[0]))
-            order = order.at[:, :, self.sinks : prompt.capacity].set(ordered)
+            order = order.at[:, :, self.sinks : prompt.capacity].set(self.sinks + ordered)
             behind = [(0, 0), (0, 0), (0, more)]
             return {
                 "centroids": jnp.pad(centroids, [*behind, (0, 0)]),
                 "sizes": jnp.pad(sizes, behind),
-                "starts": jnp.pad(self.sinks + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes, behind),
+                "starts": jnp.pad(self.sinks + starts[..., :-1], behind),
                 "order": order,
             }
 
@@ -239,12 +240,12 @@ class ClusterKV(Recall):
             rows = jnp.broadcast_to((at[:, None] + number)[:, None], (*seeds.shape[:2], self.interval))
             keys = jnp.take_along_axis(source, rows[..., None], axis=2)
             centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
-            starts = begin[:, None, None] + jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes
+            order, starts = group_rows(labels, most)
             found = {
                 "centroids": _put(index["centroids"], centroids, clusters),
                 "sizes": _put(index["sizes"], sizes, clusters),
-                "starts": _put(index["starts"], starts, clusters),
-                "order": _put(index["order"], begin[:, None, None] + _by_label(labels), begin),
+                "starts": _put(index["starts"], begin[:, None, None] + starts[..., :-1], clusters),
+                "order": _put(index["order"], begin[:, None, None] + order, begin),
             }
             chosen = lambda new, old: jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
             return jax.tree.map(chosen, found, index)
@@ -271,12 +272,6 @@ def _lowest(
     real = jnp.arange(draws.shape[1]) < length
     _, rows = jax.lax.top_k(jnp.where(real, -draws, -jnp.inf), most)
     return jnp.where(jnp.arange(most) < count[:, None], rows.astype(jnp.int32), -1)
-
-
-def _by_label(labels: Int[Array, "B K N"]) -> Int[Array, "B K N"]:
-    """Rows in the order of their labels, those of a label in their own order; without one, last."""
-    last = jnp.where(labels < 0, jnp.iinfo(jnp.int32).max, labels)
-    return jnp.argsort(last, axis=-1, stable=True).astype(jnp.int32)
 
 
 def _put(x: Shaped[Array, "B K C ..."], part: Shaped[Array, "B K n ..."], at: Int[Array, " B"]) -> Array:

@@ -3,7 +3,6 @@
 The loop over steps is `clusterkv_jax.kmeans.cluster`.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
@@ -29,7 +28,7 @@ def assign(
         ValueError: if the backend is unknown or there is no centroid.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return _kmeans(keys, centroids, length, count, with_sums=False, backend=backend)
+    return _kmeans(keys, centroids, length, count, with_means=False, backend=backend)
 
 
 def lloyd(
@@ -49,14 +48,13 @@ def lloyd(
     Raises:
         as `assign`.
     """
-    labels, sums, sizes = _kmeans(keys, centroids, length, count, with_sums=True, backend=backend)
-    means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[..., None]
-    return jnp.where(sizes[..., None] > 0, means, centroids.astype(jnp.float32)), labels, sizes
+    labels, means, sizes = _kmeans(keys, centroids, length, count, with_means=True, backend=backend)
+    return means, labels, sizes
 
 
 def _kmeans(
-    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, with_sums: bool, backend: str | None
+    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, with_means: bool, backend: str | None
 ):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, with_sums=with_sums)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, with_means=with_means)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import matmul_precision
-from clusterkv_jax.kernels.kmeans.reference import unit_rows
+from clusterkv_jax.kernels.kmeans.reference import means_of, unit_rows
 from clusterkv_jax.kernels.tpu import step_flops, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -30,7 +30,7 @@ def kmeans(
     length: Int[Array, "B K"] | None,
     used: Int[Array, "B K"] | None = None,
     *,
-    with_sums: bool,
+    with_means: bool,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ):
@@ -48,11 +48,13 @@ def kmeans(
     present = jnp.full((batch, heads), count) if used is None else jnp.clip(used, 1, count)
     unit = unit_rows(centroids)
     parts = _bf16_parts(unit) if keys.dtype == jnp.bfloat16 else unit[:, :, None]
-    labels, *totals = _call(keys, parts, ends.astype(jnp.int32), present.astype(jnp.int32), block, with_sums, interpret)
-    if not with_sums:
+    labels, *totals = _call(
+        keys, parts, ends.astype(jnp.int32), present.astype(jnp.int32), block, with_means, interpret
+    )
+    if not with_means:
         return labels[:, :, 0]
-    sums, sizes = totals
-    return labels[:, :, 0], sums, sizes[..., 0].astype(jnp.int32)
+    sums, sizes = totals[0], totals[1][..., 0].astype(jnp.int32)
+    return labels[:, :, 0], means_of(sums, sizes, centroids), sizes
 
 
 def _bf16_parts(x: Float[Array, "B K C D"]) -> Float[Array, "B K 3 C D"]:

@@ -21,11 +21,12 @@ def kmeans(
     length: Int[Array, "B K"] | None,
     used: Int[Array, "B K"] | None = None,
     *,
-    with_sums: bool,
+    with_means: bool,
 ):
     """Labels i32 [B,K,N] as in `clusterkv_jax.kernels.kmeans.assign`.
 
-    With `with_sums` also sums f32 [B,K,C,D] and sizes i32 [B,K,C] of the keys by their label.
+    With `with_means` also the means f32 [B,K,C,D] of the keys by their label, the centroid where there are none, and
+    their numbers i32 [B,K,C].
     """
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -43,7 +44,7 @@ def kmeans(
         cosine = jnp.einsum("bkcd,bknd->bkcn", unit, part, precision=jax.lax.Precision.HIGHEST)
         cosine = jnp.where(absent[..., None], -jnp.inf, cosine)
         labels = jnp.where(real, jnp.argmax(cosine, axis=2).astype(jnp.int32), -1)
-        if with_sums:
+        if with_means:
             member = (labels[:, :, None] == jnp.arange(count)[:, None]).astype(jnp.float32)
             part = jnp.where(real[..., None], part, 0.0)
             sums = jnp.einsum("bkcn,bknd->bkcd", member, part, precision=jax.lax.Precision.HIGHEST)
@@ -53,4 +54,12 @@ def kmeans(
     zeros = (jnp.zeros((batch, heads, count, dim), jnp.float32), jnp.zeros((batch, heads, count), jnp.int32))
     totals, labels = jax.lax.scan(step, zeros, jnp.arange(tiles))
     labels = jnp.moveaxis(labels, 0, 2).reshape(batch, heads, tiles * tile)[:, :, :rows]
-    return (labels, *totals) if with_sums else labels
+    return (labels, means_of(*totals, centroids), totals[1]) if with_means else labels
+
+
+def means_of(
+    sums: Float[Array, "B K C D"], sizes: Int[Array, "B K C"], centroids: Float[Array, "B K C D"]
+) -> Float[Array, "B K C D"]:
+    """The means of what was added up; a centroid without keys stays."""
+    means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[..., None]
+    return jnp.where(sizes[..., None] > 0, means, centroids.astype(jnp.float32))
