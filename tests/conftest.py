@@ -1,6 +1,8 @@
 """Settings of every test: eight fake CPU devices, quick compilation, strict dtypes, bounded property tests."""
 
+import gc
 import os
+from pathlib import Path
 
 # Before jax is imported: its platform and the number of its host devices are fixed by then.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,12 +14,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import jax
+import pytest
 
 # Tests compile far more than they compute: LLVM's optimisations would take most of their time.
 jax.config.update("jax_disable_most_optimizations", True)
 
 # bf16 silently promoted to f32 (or int to float) is a bug in a cache: mixed dtypes must be cast where it is meant.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 25_000
 
 # Shapes compile, and a first compilation takes seconds: no deadline, few examples.
 hypothesis.settings.register_profile(
@@ -28,3 +33,14 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Compiled programs take memory mappings, of which Linux grants a process some 65,000: the whole suite's would not
+    fit, and the compiler crashes at the limit.
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

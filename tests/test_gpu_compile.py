@@ -60,6 +60,8 @@ def test_decoding_holds_one_cache(found):
 
 def test_a_host_store_never_comes_to_the_device(found):
     """Two layers' rows are on the host at the end, and on the way a step has no room for those of one."""
-    program, (heads, rows, dim) = found["decode with recall from the host"], (8, 65536 + 384, 128)
+    if (name := "decode with recall from the host") not in found:
+        pytest.skip("this version of jax cannot describe it")
+    program, (heads, rows, dim) = found[name], (8, 65536 + 384, 128)
     assert program["host"] == 2 * heads * rows * (2 * 2 * dim + 4)
     assert program["temporary"] < heads * rows * 2 * dim
