@@ -72,12 +72,22 @@ def test_presets_take_it(written):
     found = calibration.read(written)
     assert preset("chelsea-llama3", HALF, found) == preset("chelsea-llama3", HALF, outlier_heads=found.outlier_heads)
     assert preset("snapkv", HALF, found) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=found.head_shares))
+    assert preset("gravitykv", HALF, found).budget.shares == found.cluster_shares
     mine = written.with_name("mine.yaml")
     mine.write_text("method: Chelsea\ndescription: mine\nsource: mine\ncalibration: demo.yaml\n")
     assert preset(str(mine), HALF) == ckv.Chelsea(HALF, outlier_heads=found.outlier_heads)
     mine.unlink()
     with pytest.raises(ValueError, match="Full has no budget"):
         preset("full", None, found)
+
+
+def test_heads_that_cluster_badly_get_more_rows():
+    """In steps of a quarter of the mean, at least one, whatever layer they stand in."""
+    found = calibration.Calibration("mine", ((0.0, 0.9), (0.5, 0.4)), (), ((1.0, 1.0), (1.0, 1.0)), {})
+    assert found.cluster_shares == ((0.25, 1.75), (1.0, 1.0))
+    shares = preset("gravitykv-demo", HALF).budget.shares
+    assert np.shape(shares) == (6, 2)
+    assert shares == preset("centroidkv-demo", HALF).budget.shares
 
 
 def test_the_command_answers_with_it(written):

@@ -19,8 +19,8 @@ everything. Which ones they are is the model's, not the text's, so it is measure
 
   clusterkv calibrate ./my-llama --data wiki.test.raw --output my-llama.yaml
 
-and then given to methods; Chelsea takes the outlier heads, every other method the heads' shares of its budget, as
-AdaKV would spread it:
+and then given to methods. Chelsea takes the outlier heads; GravityKV and CentroidKV spread their budget over the heads,
+more to those that cluster badly; every other method spreads it as AdaKV would:
 
   clusterkv generate --model ./my-llama --prompt-file book.txt --method chelsea-llama3 \\
     --cache-ratio 0.2 --calibration my-llama.yaml
@@ -170,14 +170,17 @@ def _frame(x: int, y: int):
 
 def _report(found: Any, output: Path, plot: bool) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("layer", "without neighbours, by head", "share of rows, by head"):
+    for name in ("layer", "without neighbours, by head", "rows if clustered", "rows if chosen by attention"):
         table.add_column(name, justify="right" if name == "layer" else "left")
-    for layer, (shares, rows) in enumerate(zip(found.outlier_share, found.head_shares, strict=True)):
+    by_layer = zip(found.outlier_share, found.cluster_shares, found.head_shares, strict=True)
+    for layer, (shares, clustered, chosen) in enumerate(by_layer):
         cells = (
             f"[red]{share:.0%}[/]" if (layer, head) in found.outlier_heads else f"{share:.0%}"
             for head, share in enumerate(shares)
         )
-        table.add_row(str(layer), " ".join(cells), " ".join(f"{row:g}" for row in rows))
+        table.add_row(
+            str(layer), " ".join(cells), *(" ".join(f"{row:g}" for row in rows) for rows in (clustered, chosen))
+        )
     console = Console()
     console.print(table)
     used = found.settings
