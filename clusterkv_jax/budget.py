@@ -74,13 +74,19 @@ def rows_for(
     if budget.ratio is not None and budget.ratio >= 1:
         return np.full(np.shape(lengths), MOST_ROWS, np.int64)
     new = max_new_tokens if (budget.base or default_base) == "prompt+new" else 0
+    base = np.asarray(lengths, np.int64) + new
     if budget.ratio is not None:
-        rows = budget.ratio * (np.asarray(lengths, np.float64) + new)
+        rows = np.floor(budget.ratio * base.astype(np.float64))
     else:
-        rows = np.full(np.shape(lengths), float(budget.tokens or (budget.bytes or 0) // bytes_per_row))
+        rows = np.full(base.shape, float(budget.tokens or (budget.bytes or 0) // bytes_per_row))
     if budget.shares is not None:
+        table = share_table(budget, num_layers, num_heads)
+        whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio - 1e-9
+        if whole[layer, head]:
+            return base
         # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
-        rows = np.round(rows * share_table(budget, num_layers, num_heads)[layer, head], 6)
+        rest = rows * table.size - base * whole.sum()
+        rows = np.round(rest * (table[layer, head] / table[~whole].sum()), 6)
     return np.floor(rows).astype(np.int64)
 
 
