@@ -81,7 +81,7 @@ def rows_for(
         rows = np.full(base.shape, float(budget.tokens or (budget.bytes or 0) // bytes_per_row))
     if budget.shares is not None:
         table = share_table(budget, num_layers, num_heads)
-        whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio - 1e-9
+        whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio
         if whole[layer, head]:
             return base
         # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
@@ -112,6 +112,7 @@ def _cut(table: np.ndarray, most: float) -> np.ndarray:
 
 
 def _relative(shares: Shares, num_layers: int, num_heads: int) -> np.ndarray:
+    """The shares in units of their mean, f64 [L, K], as they were given."""
     if shares is None:
         return np.ones((num_layers, num_heads))
     if shares == "pyramid":

@@ -41,6 +41,7 @@ from clusterkv_jax.kernels.row_merge import reference as merge_reference
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import reference as select_reference
 from tests import kernel_base as base
+from tests import kernel_base_recall as recall_base
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
 STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
@@ -85,11 +86,11 @@ CHECKS = [
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_paired, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
-    *((base.check_group, name, op) for name, op in GROUP.items()),
-    *((base.check_gather, name, op) for name, op in GATHER.items()),
-    *((base.check_index_scores, name, op) for name, op in SCORES.items()),
-    *((base.check_select, name, op) for name, op in SELECT.items()),
-    *((base.check_recalled, name, op) for name, op in RECALLED.items()),
+    *((recall_base.check_group, name, op) for name, op in GROUP.items()),
+    *((recall_base.check_gather, name, op) for name, op in GATHER.items()),
+    *((recall_base.check_index_scores, name, op) for name, op in SCORES.items()),
+    *((recall_base.check_select, name, op) for name, op in SELECT.items()),
+    *((recall_base.check_recalled, name, op) for name, op in RECALLED.items()),
 ]
 
 
@@ -270,19 +271,19 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_kmeans, kmeans_by_half_precision),
-        (base.check_group, group_without_the_order_of_rows),
-        (base.check_group, group_with_the_first_label_for_none),
-        (base.check_gather, gather_of_the_last_row_for_none),
-        (base.check_gather, gather_of_what_is_near_first),
-        (base.check_select, select_of_equals_in_any_order),
-        (base.check_index_scores, index_scores_of_short_products),
-        (base.check_index_scores, index_scores_of_the_first_query),
-        (base.check_select, select_of_one_row_too_many),
-        (base.check_select, select_with_sinks_on_top),
-        (base.check_select, select_of_scattered_rows),
-        (base.check_recalled, recalled_with_the_last_row_for_none),
-        (base.check_recalled, recalled_beyond_its_length),
-        (base.check_recalled, recalled_without_the_first_unlisted_row),
+        (recall_base.check_group, group_without_the_order_of_rows),
+        (recall_base.check_group, group_with_the_first_label_for_none),
+        (recall_base.check_gather, gather_of_the_last_row_for_none),
+        (recall_base.check_gather, gather_of_what_is_near_first),
+        (recall_base.check_select, select_of_equals_in_any_order),
+        (recall_base.check_index_scores, index_scores_of_short_products),
+        (recall_base.check_index_scores, index_scores_of_the_first_query),
+        (recall_base.check_select, select_of_one_row_too_many),
+        (recall_base.check_select, select_with_sinks_on_top),
+        (recall_base.check_select, select_of_scattered_rows),
+        (recall_base.check_recalled, recalled_with_the_last_row_for_none),
+        (recall_base.check_recalled, recalled_beyond_its_length),
+        (recall_base.check_recalled, recalled_without_the_first_unlisted_row),
     ],
     ids=lambda f: f.__name__,
 )

@@ -34,9 +34,6 @@ def select_rows(
     *,
     count: int,
     sinks: int = 0,
-    bits: int | None = None,
-    warps: int | None = None,
-    early: bool = True,
     interpret: bool = False,
 ) -> Int[Array, "B K J count"]:
     """See `clusterkv_jax.kernels.select_rows.select_rows`."""
@@ -52,8 +49,7 @@ def select_rows(
             selections=heads * each,
             each=each,
             ordered=order is not None,
-            bits=bits or (BITS if tile <= 2048 else 2),
-            early=early,
+            bits=BITS if tile <= 2048 else 2,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
@@ -66,15 +62,13 @@ def select_rows(
         flat(starts if order is None else order),
         room,
         grid=(batch * heads * each,),
-        warps=warps or min(16, max(4, tile // 256)),
+        warps=min(16, max(4, tile // 256)),
         interpret=interpret,
     )
     return rows.reshape(batch, heads, each, count)
 
 
-def _kernel(
-    scores, sizes, starts, order, room, out, scratch, *, sinks, selections, each, ordered, bits, early, barrier
-):
+def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, selections, each, ordered, bits, barrier):
     selection, clusters, count = pl.program_id(0), scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
     real = number < clusters
@@ -82,7 +76,7 @@ def _kernel(
     key = _key(plgpu.load(scores.at[selection, number], mask=real, other=-jnp.inf))
     limit = jnp.maximum(jnp.minimum(room[selection // selections], count) - sinks, 0)
 
-    low, high = _threshold(key, size, limit, bits, early)
+    low, high = _threshold(key, size, limit, bits)
     above, equal = jnp.where(key > high, size, 0), jnp.where((key >= low) & (key <= high), size, 0)
     left = limit - jnp.sum(above) - (jax.lax.cumsum(equal) - equal)
     taken = above + jnp.clip(left, 0, equal)
@@ -129,7 +123,7 @@ def _key(score: Float[Array, " C"]) -> Int[Array, " C"]:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _threshold(key, size, limit, bits, early):
+def _threshold(key, size, limit, bits):
     """Bounds (both inclusive) between which the last chosen key is, and no other or only equal ones.
 
     Clusters above them have less than `limit` rows, with those between them at least as many, if there are so many.
@@ -141,15 +135,14 @@ def _threshold(key, size, limit, bits, early):
         return (shift > 0) & (inside > 1)
 
     def narrow(state):
-        low, _, shift, inside = state
+        low, _, shift, _ = state
         shift = shift - bits
         tried = low + (step << shift)
         held = jnp.sum(jnp.where(key[None, :] >= tried[:, None], size[None, :], 0), axis=1)
         enough = jnp.sum((held >= limit).astype(jnp.int32))
         low = low + ((jnp.maximum(enough, 1) - 1) << shift)
         high = low + ((1 << shift) - 1)
-        if early:
-            inside = jnp.sum(((key >= low) & (key <= high) & (size > 0)).astype(jnp.int32))
+        inside = jnp.sum(((key >= low) & (key <= high) & (size > 0)).astype(jnp.int32))
         return low, high, shift, inside
 
     start = (jnp.int32(-(2**31)), jnp.int32(0), jnp.int32(32), jnp.int32(2))
