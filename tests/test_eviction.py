@@ -250,6 +250,41 @@ def test_cam_merges_the_leaving_value_as_the_authors_code_does():
     np.testing.assert_allclose(expected, arrays["v_out"], atol=1e-6)
 
 
+def test_cam_merges_as_kvpress_does_each_row_that_leaves():
+    """kvpress drops all rows at once and adds each to the first `merge_budget` rows that stay, attention to which is
+    what attention to it is compared with: a ring of so many rows, and one that leaves it."""
+    arrays, meta = golden("kvpress_cam_case0")
+    sinks, span, tokens, kept = 4, meta["mb"], meta["n"], meta["target"]
+    attention, values = arrays["cum_attn"][0], arrays["v"][0]
+    keys = np.zeros_like(values)
+    keys[..., 0] = np.log(attention) * np.sqrt(meta["d"])
+    queries = np.zeros((1, meta["hq"], tokens, meta["d"]), np.float32)
+    queries[..., 0] = 1
+    stays = np.r_[0:sinks, tokens - kept + sinks : tokens]
+    method = ckv.CaM(Budget(tokens=kept), sinks, span, stochastic=False)
+    layer = ckv.compress(method, jnp.asarray(queries), jnp.asarray(keys[None]), jnp.asarray(values[None]))
+    np.testing.assert_array_equal(positions(layer)[0], np.broadcast_to(stays, (meta["hkv"], kept)))
+    np.testing.assert_allclose(keys[:, stays], np.asarray(layer.keys)[0, :, :kept])
+
+    leaving = np.arange(sinks, sinks + meta["steps"])
+    rows = np.stack([np.r_[0:sinks, row, stays[sinks : sinks + span]] for row in leaving])
+    alone = [jnp.asarray(np.moveaxis(x[:, rows], 1, 0)) for x in (keys, values)]
+    asked = jnp.asarray(
+        np.broadcast_to(queries[:, :, : rows.shape[1]], (len(rows), *queries[0, :, : rows.shape[1]].shape))
+    )
+    layer = ckv.compress(dataclasses.replace(method, budget=Budget(tokens=sinks + span)), asked, *alone)
+    added = np.asarray(layer.values)[:, :, sinks : sinks + span] - np.asarray(alone[1])[:, :, sinks + 1 :]
+    share = np.moveaxis(arrays["p"][0], 1, 0)[:, :, None, None] / span
+    np.testing.assert_allclose(
+        added, np.broadcast_to(share * np.asarray(alone[1])[:, :, sinks : sinks + 1], added.shape), atol=1e-5
+    )
+    # The file's run drew: a row whose draw is below its probability is passed on whole.
+    passed = np.moveaxis(arrays["u"] < arrays["p"], 2, 0)[:, 0, :, None, None]
+    expected = values[:, stays].copy()
+    expected[:, sinks : sinks + span] += np.sum(passed * added / (share * span), axis=0)
+    np.testing.assert_allclose(expected, arrays["v_out"][0], atol=1e-5)
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_cam_reads_a_prompt_as_if_it_had_been_decoded(stochastic):
     rng = np.random.default_rng(3)
