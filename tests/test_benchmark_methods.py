@@ -15,8 +15,8 @@ def test_the_benchmark_prints_its_table_and_claims(monkeypatch, capsys):
     needed = ("SnapKV", "ChunkKV", "ChunkKV, reuse 4", "H2O")
     monkeypatch.setattr(script, "METHODS", {name: script.METHODS[name] for name in needed})
     # With reuse one layer of four scores; the three others are programs of their own.
-    compress, scored = script.compress_layer, []
-    monkeypatch.setattr(script, "compress_layer", lambda *x: scored.append(x[-1].scores) or compress(*x))
+    compress, scored = script.compress_layers, []
+    monkeypatch.setattr(script, "compress_layers", lambda *x: scored.append(x[-1].scores) or compress(*x))
     script.main(tokens=256, repeats=1, scale=32)
     printed = capsys.readouterr().out
     assert printed.startswith("jax ")
