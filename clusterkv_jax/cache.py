@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.kernels.append_rows import append_rows
+from clusterkv_jax.sharding import over_heads
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -190,22 +193,15 @@ def append(
     Tokens of a row are real from the left (`real` is a prefix mask). A token that finds no free slot is not stored,
     but `length` counts it, so that `overflowed` tells.
     """
-    batch, heads, tokens, _ = keys.shape
-    offset = jnp.arange(tokens)
-    slots = jnp.where(real[:, None, :], layer.length[..., None] + offset, layer.capacity)
 
-    def put(buffer: Array, rows: Array) -> Array:
-        one_head = lambda b, r, i: b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)  # noqa: E731
-        return jax.vmap(jax.vmap(one_head))(buffer, rows, slots)
+    def put(layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
+        rows = (layer.keys, layer.values, layer.degree, layer.positions)
+        made = append_rows(*rows, layer.length, keys, values, positions[:, 0], real[:, 0])
+        length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
+        return LayerCache(*made[:3], length, made[3])
 
-    stored = jnp.broadcast_to(positions[:, None, :], (batch, heads, tokens))
-    return LayerCache(
-        keys=put(layer.keys, keys),
-        values=put(layer.values, values),
-        degree=put(layer.degree, jnp.ones((batch, heads, tokens), jnp.float32)),
-        length=layer.length + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None],
-        positions=None if layer.positions is None else put(layer.positions, stored),
-    )
+    # What is the same for all heads has one, which no mesh splits.
+    return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
 
 
 def append_layer(layer: Layer, keys: Array, values: Array, positions: Array, real: Array) -> Layer:

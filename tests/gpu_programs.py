@@ -28,6 +28,7 @@ from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.decoding import decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
+from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
@@ -57,6 +58,11 @@ def programs(array):
     def accumulated(dtype, tokens):
         q, keys = (array((BATCH, heads, tokens, DIM), dtype) for heads in (QUERY_HEADS, HEADS))
         return accumulated_attention, (q, keys, array((BATCH,), i32))
+
+    def appending(dtype, tokens):
+        rows, new = array(cache.shape, dtype), array((BATCH, HEADS, tokens, DIM), bf16)
+        own = array((BATCH, tokens), i32), array((BATCH, tokens), bool)
+        return append_rows, (rows, rows, degree, array(degree.shape, i32), length, new, new, *own), (0, 1, 2, 3)
 
     def matching(dtype, width, chunk):
         features = array((BATCH, HEADS, SLOTS, width), dtype)
@@ -117,6 +123,9 @@ def programs(array):
         "attention float32": (*attention(jnp.float32, 1), ()),
         "accumulated attention": (*accumulated(bf16, 32768), ()),
         "accumulated attention float32": (*accumulated(jnp.float32, 4096), ()),
+        "append": appending(bf16, 1),
+        "append a question": appending(bf16, 64),
+        "append float16": appending(jnp.float16, 1),
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*paired(bf16), ()),

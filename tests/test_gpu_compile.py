@@ -36,6 +36,15 @@ def test_every_op_is_a_kernel(found):
     assert all(program["kernels"] > 0 for program in found.values()), found
 
 
+def test_appending_works_in_place(found):
+    """One launch, and all the slots are those that were given."""
+    for name in ("append", "append a question", "append float16"):
+        program = found[name]
+        assert program["kernels"] == 1, name
+        assert program["temporary"] == 0, name
+        assert program["alias"] == 8 * 13312 * (2 * 2 * 128 + 4 + 4), name
+
+
 def test_attention_accumulates_without_a_square(found):
     """Beside the sums only a number per query: the log-sum-exps."""
     assert found["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4

@@ -13,6 +13,8 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.accumulated_attention import pallas_gpu as accumulated_gpu
 from clusterkv_jax.kernels.accumulated_attention import pallas_tpu as accumulated_tpu
 from clusterkv_jax.kernels.accumulated_attention import reference as accumulated_reference
+from clusterkv_jax.kernels.append_rows import pallas_gpu as append_gpu
+from clusterkv_jax.kernels.append_rows import reference as append_reference
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.biased_attention import pallas_gpu as attention_gpu
 from clusterkv_jax.kernels.biased_attention import pallas_tpu as attention_tpu
@@ -78,6 +80,11 @@ RECALLED = {
     "xla": recalled_reference.recalled_attention,
     "gpu": partial(recalled_gpu.recalled_attention, sizes={"span": 32}, interpret=True),
 }
+APPEND = {
+    "xla": append_reference.append_rows,
+    "gpu": partial(append_gpu.append_rows, interpret=True),
+    "gpu-small-tiles": partial(append_gpu.append_rows, tile=2, interpret=True),
+}
 GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_rows, interpret=True)}
 
 CHECKS = [
@@ -86,6 +93,7 @@ CHECKS = [
     *((base.check_matching, name, op) for name, op in MATCHING.items()),
     *((base.check_paired, name, op) for name, op in MATCHING.items()),
     *((base.check_kmeans, name, op) for name, op in KMEANS.items()),
+    *((base.check_append, name, op) for name, op in APPEND.items()),
     *((recall_base.check_group, name, op) for name, op in GROUP.items()),
     *((recall_base.check_gather, name, op) for name, op in GATHER.items()),
     *((recall_base.check_index_scores, name, op) for name, op in SCORES.items()),
@@ -197,6 +205,23 @@ def kmeans_by_half_precision(keys, centroids, length, used, *, with_means):
     return labels, jnp.where(sizes[..., None] > 0, means, centroids), sizes
 
 
+def append_of_padding(*args):
+    return append_reference.append_rows(*args[:-1], jnp.ones_like(args[-1]))
+
+
+def append_behind_the_first_head(keys, values, degree, positions, length, *new):
+    return append_reference.append_rows(keys, values, degree, positions, length[:, :1] + 0 * length, *new)
+
+
+def append_over_the_last_rows(keys, values, degree, positions, length, new_keys, *new):
+    length = jnp.minimum(length, keys.shape[2] - new_keys.shape[2])
+    return append_reference.append_rows(keys, values, degree, positions, length, new_keys, *new)
+
+
+def append_of_short_rows(keys, values, degree, positions, length, new_keys, *new):
+    return append_reference.append_rows(keys, values, degree, positions, length, new_keys.astype(jnp.float8_e5m2), *new)
+
+
 def group_without_the_order_of_rows(labels, count):
     order, starts = group_reference.group_rows(labels[..., ::-1], count)
     return labels.shape[-1] - 1 - order, starts
@@ -271,6 +296,10 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_kmeans, kmeans_by_half_precision),
+        (base.check_append, append_of_padding),
+        (base.check_append, append_behind_the_first_head),
+        (base.check_append, append_over_the_last_rows),
+        (base.check_append, append_of_short_rows),
         (recall_base.check_group, group_without_the_order_of_rows),
         (recall_base.check_group, group_with_the_first_label_for_none),
         (recall_base.check_gather, gather_of_the_last_row_for_none),
@@ -311,6 +340,17 @@ def test_rows_merge_on_the_gpu_as_the_reference_says(dtype, levels, merges):
     np.testing.assert_array_equal(found[2], expected[2])
     left = jnp.arange(149) < (length - merges[:, None])[..., None]
     np.testing.assert_array_equal(jnp.where(left, found[3], -1), jnp.where(left, expected[3], -1))
+
+
+@pytest.mark.parametrize("op", APPEND.values(), ids=APPEND)
+def test_appending_has_derivatives(op):
+    keys, values, *rows = (jnp.asarray(base.normal(i, 1, 2, n, 3), jnp.float32) for i, n in enumerate((5, 5, 2, 2)))
+    length, real = jnp.asarray([[2, 4]]), jnp.asarray([[True, True]])
+
+    def function(keys, values, degree, new_keys, new_values):
+        return op(keys, values, degree, None, length, new_keys, new_values, jnp.zeros((1, 2), jnp.int32), real)[:3]
+
+    check_grads(jax.jit(function), (keys, values, keys[..., 0], *rows), order=1, modes=("fwd", "rev"), rtol=1e-2)
 
 
 @pytest.mark.parametrize("op", ATTENTION.values(), ids=ATTENTION)

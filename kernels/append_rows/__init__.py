@@ -1,0 +1,40 @@
+"""New tokens' rows behind those that a cache holds, in place: keys, values, degree and positions at once."""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
+from clusterkv_jax.kernels.dispatch import dispatch
+
+BACKENDS = {"gpu": pallas_gpu.append_rows, "xla": reference.append_rows}
+
+
+def append_rows(
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    positions: Int[Array, "B K C"] | None,
+    length: Int[Array, "B K"],
+    new_keys: Float[Array, "B K T D"],
+    new_values: Float[Array, "B K T D"],
+    new_positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    *,
+    backend: str | None = None,
+) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+    """Token t of a batch row enters the slots `length + t` of its heads, with degree 1.
+
+    Args:
+        keys, values, degree, positions: the slots; positions may be None.
+        length: rows that each head holds.
+        new_keys, new_values, new_positions: of T tokens; rows are converted to the dtype of the slots.
+        real: tokens that are none, and tokens without a slot, are written nowhere.
+
+    Returns:
+        keys, values, degree, positions: the same but for those slots.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    args = (keys, values, degree, positions, length, new_keys, new_values, new_positions, real)
+    return dispatch("append_rows", BACKENDS, backend, *args)

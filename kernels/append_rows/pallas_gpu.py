@@ -1,0 +1,93 @@
+"""Appending on GPU: one launch writes all four buffers, where XLA has a scatter for each.
+
+A program per KV head and tile of tokens: no two programs write the same slot, and none reads what another one writes.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.kernels.append_rows import reference
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
+
+TILE = 16  # tokens of a program
+
+
+def append_rows(
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    positions: Int[Array, "B K C"] | None,
+    length: Int[Array, "B K"],
+    new_keys: Float[Array, "B K T D"],
+    new_values: Float[Array, "B K T D"],
+    new_positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    *,
+    tile: int = TILE,
+    warps: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+    """See `clusterkv_jax.kernels.append_rows.append_rows`."""
+    for x in (keys, values, new_keys, new_values):
+        if x.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"the GPU kernel of append_rows takes float32, bfloat16 and float16, got {x.dtype}."
+            )
+    if keys.size == 0 or new_keys.size == 0:
+        raise NotImplementedError("the GPU kernel of append_rows takes at least one slot and one token.")
+    tile = min(power_of_two(new_keys.shape[2]), tile)
+    options = (tile, warps or (1 if tile == 1 else 4), interpret)
+    return _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
+    tile, warps, interpret = options
+    batch, heads, tokens, _ = new_keys.shape
+    given = (new_keys, new_values, new_positions, real, length)
+    # In the shapes that they have: reshaped, XLA would take what else reads them for other arrays, and copy.
+    buffers = [x for x in (keys, values, degree, positions) if x is not None]
+    made = call(
+        partial(_kernel, tile=tile),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
+        *given,
+        *buffers,
+        grid=(heads, batch, pl.cdiv(tokens, tile)),
+        warps=warps,
+        aliases={len(given) + i: i for i in range(len(buffers))},
+        interpret=interpret,
+    )
+    return (*made, None) if positions is None else tuple(made)
+
+
+@_append.defjvp
+def _append_jvp(options, args, tangents):
+    """A kernel cannot be differentiated, the reference can."""
+    return _append(options, *args), jax.jvp(reference.append_rows, args, tangents)[1]
+
+
+def _kernel(new_keys, new_values, new_positions, real, length, *buffers, tile):
+    """`buffers` are those to be written, as arguments and then as the outputs in their place."""
+    keys, values, degree, *positions = buffers[len(buffers) // 2 :]
+    head, row = pl.program_id(0), pl.program_id(1)
+    tokens, width = new_keys.shape[2:]
+    token = pl.program_id(2) * tile + arange(tile)
+    inside = token < tokens
+    column = arange(power_of_two(width))
+    across = (column < width)[None, :]
+    slot = length[row, head] + token
+    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot < keys.shape[2])
+    for new, buffer in ((new_keys, keys), (new_values, values)):
+        # Read whether it is stored or not, so that the reads do not wait for each other.
+        at = new.at[row, head, token[:, None], column[None, :]]
+        rows = plgpu.load(at, mask=inside[:, None] & across, other=0.0).astype(buffer.dtype)
+        plgpu.store(buffer.at[row, head, slot[:, None], column[None, :]], rows, mask=stored[:, None] & across)
+    plgpu.store(degree.at[row, head, slot], jnp.ones((tile,), degree.dtype), mask=stored)
+    for buffer in positions:
+        position = plgpu.load(new_positions.at[row, token], mask=inside, other=0)
+        plgpu.store(buffer.at[row, head, slot], position.astype(buffer.dtype), mask=stored)

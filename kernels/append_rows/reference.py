@@ -1,0 +1,33 @@
+"""Appending in plain XLA: a scatter for each of the buffers."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def append_rows(
+    keys: Float[Array, "B K C D"],
+    values: Float[Array, "B K C D"],
+    degree: Float[Array, "B K C"],
+    positions: Int[Array, "B K C"] | None,
+    length: Int[Array, "B K"],
+    new_keys: Float[Array, "B K T D"],
+    new_values: Float[Array, "B K T D"],
+    new_positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+    """See `clusterkv_jax.kernels.append_rows.append_rows`."""
+    batch, heads, tokens, _ = new_keys.shape
+    slots = jnp.where(real[:, None, :], length[..., None] + jnp.arange(tokens), keys.shape[2])
+
+    def put(buffer: Array, rows: Array) -> Array:
+        one_head = lambda b, r, i: b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)  # noqa: E731
+        return jax.vmap(jax.vmap(one_head))(buffer, rows, slots)
+
+    stored = jnp.broadcast_to(new_positions[:, None, :], (batch, heads, tokens))
+    return (
+        put(keys, new_keys),
+        put(values, new_values),
+        put(degree, jnp.ones((batch, heads, tokens), jnp.float32)),
+        None if positions is None else put(positions, stored),
+    )
