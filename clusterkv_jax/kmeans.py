@@ -49,7 +49,7 @@ def cluster(
     def body(state):
         step, *state, _ = state
         centroids, labels = jax.lax.fori_loop(
-            0, between - 1, lambda _, s: lloyd(keys, s[0], length, count)[:2], tuple(state)
+            0, between - 1, lambda _, s: lloyd(keys, s[0], length, count)[:2], tuple(state), unroll=True
         )
         centroids, new, _ = lloyd(keys, centroids, length, count)
         return step + between, centroids, new, jnp.any(new != labels)

@@ -31,15 +31,15 @@ from clusterkv_jax.kernels.tuning import blocks
 # Keys and centroids of a tile, warps and stages of the programs for the labels, of those for keys on the list (and all
 # float32 keys), and of those for the means.
 SIZES = {
-    **{"label_keys": 64, "label_centroids": 32, "label_warps": 4, "label_stages": 3},
-    **{"exact_keys": 64, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
+    **{"label_keys": 128, "label_centroids": 64, "label_warps": 8, "label_turns": 16, "label_held": 512},
+    **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "settle_rows": 1024},
     **{"mean_keys": 32, "mean_warps": 4},
 }
-SETTLERS = 64  # programs of a head that share its list
+SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
 STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
 BASE_BITS = 0x43400000
-LEAST = -(2**30)  # below every product, which has at most 22 bits, of MOST_LABELS / 32 tiles
+LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor; less than 2^31 below
 
 
 def kmeans(
@@ -87,22 +87,21 @@ def kmeans(
     return labels, means.reshape(centroids.shape), starts[..., 1:] - starts[..., :-1]
 
 
-def _labels(
-    keys: Float[Array, "H N D"],
-    centroids: Float[Array, "H C D"],
-    end: Int[Array | np.ndarray, " H"],
-    present: Int[Array | np.ndarray, " H"],
-    sizes: dict[str, int],
-    interpret: bool,
-) -> Int[Array, "H N"]:
+def _labels(keys, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
     """The first nearest of the `present` centroids; -1 at or beyond `end`."""
-    (heads, rows, _), count = keys.shape, centroids.shape[1]
-    half = jax.ShapeDtypeStruct(centroids.shape, jnp.float16)
-    *parts, tail_norm, none = call(
+    (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
+    # Equal groups of tiles of centroids, as many as one program can hold.
+    block = min(sizes["label_centroids"], power_of_two(count, 16))
+    most = min(sizes["label_held"], SHARED // power_of_two(dim, 16))
+    held = pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
+    padded = pl.cdiv(count, held) * held
+    half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
+    *parts, tail_norm = call(
         _split,
-        (half, half, jax.ShapeDtypeStruct((heads, count), jnp.float32), jax.ShapeDtypeStruct((heads,), jnp.int32)),
+        (half, half, jax.ShapeDtypeStruct((heads, padded), jnp.float32)),
         centroids,
-        grid=(pl.cdiv(count, SPLIT), heads),
+        present,
+        grid=(pl.cdiv(padded, SPLIT), heads),
         warps=4,
         interpret=interpret,
     )
@@ -112,139 +111,171 @@ def _labels(
     if keys.dtype == jnp.float32:
         grid = (pl.cdiv(rows, exact["tile"]), heads)
         return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
-    labels, listed, total = _first_guess(keys, parts[0], tail_norm, end, present, none, sizes, interpret)
+    labels = _first_guess(keys, parts[0], tail_norm, end, present, held, block, sizes, interpret)
     return call(
-        partial(_settle, **exact),
-        of_rows,
+        partial(_settle, rows=sizes["settle_rows"], barrier=not interpret, **exact),
+        (of_rows, of_rows),
         keys,
         *parts,
-        listed,
-        total,
         present,
         labels,
-        grid=(SETTLERS, heads),
-        aliases={6: 0},
+        grid=(pl.cdiv(rows, sizes["settle_rows"]), heads),
+        aliases={4: 0},
         **settings,
-    )
+    )[0]
 
 
-def _first_guess(keys, heads_of, tail_norm, end, present, none, sizes, interpret):
-    """Labels, and the list of those in doubt with its length for each head."""
-    of_rows = jax.ShapeDtypeStruct(keys.shape[:2], jnp.int32)
-    return call(
-        partial(
-            _nearest,
-            tile=sizes["label_keys"],
-            block=min(sizes["label_centroids"], power_of_two(heads_of.shape[1], 16)),
-        ),
-        (of_rows, of_rows, jax.ShapeDtypeStruct(none.shape, jnp.int32)),
-        keys,
-        heads_of,
-        tail_norm,
-        end,
-        present,
-        none,
-        grid=(pl.cdiv(keys.shape[1], sizes["label_keys"]), keys.shape[0]),
-        warps=sizes["label_warps"],
-        stages=sizes["label_stages"],
-        aliases={5: 2},
-        interpret=interpret,
-    )
+def _first_guess(keys, heads_of, tail_norm, end, present, held, block, sizes, interpret):
+    """Labels, as -2 - label where in doubt."""
+    heads, rows, _ = keys.shape
+    of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
+    state = ()
+    for start in range(0, heads_of.shape[1], held):
+        # The best two so far are only written where another group follows.
+        follows = start + held < heads_of.shape[1]
+        state = call(
+            partial(
+                _nearest,
+                tile=sizes["label_keys"],
+                block=block,
+                start=start,
+                tiles=held // block,
+                turns=sizes["label_turns"],
+            ),
+            (of_rows,) * (3 if state or follows else 1),
+            keys,
+            heads_of,
+            tail_norm,
+            end,
+            present,
+            *state,
+            grid=(pl.cdiv(rows, sizes["label_keys"] * sizes["label_turns"]), heads),
+            warps=sizes["label_warps"],
+            stages=1,
+            aliases={5 + i: i for i in range(len(state))},
+            interpret=interpret,
+        )
+    return state[0]
 
 
-def _split(centroids, heads_of, tails_of, tail_norm, none):
-    """A few centroids at length 1, each as the sum of two fp16 numbers, and the lengths of the second ones."""
+def _split(centroids, present, heads_of, tails_of, tail_norm):
+    """A few centroids at length 1, each as the sum of two fp16 numbers, and the lengths of the second ones.
+
+    Zeros behind the last that is present: such a one is nearest only to keys that all others point away from.
+    """
     number, head = pl.program_id(0) * SPLIT + arange(SPLIT), pl.program_id(1)
     width = centroids.shape[2]
-    columns, there = arange(power_of_two(width, 16)), number < centroids.shape[1]
+    columns, there = arange(power_of_two(width, 16)), number < jnp.clip(present[head], 1, centroids.shape[1])
     x = load_rows(centroids, head, number, columns, there, width)
     unit = x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=1), jnp.finfo(jnp.float32).tiny))[:, None]
     first = unit.astype(jnp.float16)
     rest = unit - first.astype(jnp.float32)
-    at, mask = (head, number[:, None], columns[None, :]), there[:, None] & (columns < width)[None, :]
+    inside = number < heads_of.shape[1]
+    at, mask = (head, number[:, None], columns[None, :]), inside[:, None] & (columns < width)[None, :]
     plgpu.store(heads_of.at[at], first, mask=mask)
     plgpu.store(tails_of.at[at], rest.astype(jnp.float16), mask=mask)
-    plgpu.store(tail_norm.at[head, number], jnp.sqrt(jnp.sum(rest * rest, axis=1)), mask=there)
-    none[head] = 0
+    plgpu.store(tail_norm.at[head, number], jnp.sqrt(jnp.sum(rest * rest, axis=1)), mask=inside)
 
 
-def _scaled(key: Float[Array, "n D"]) -> list[Float[Array, "n D"]]:
-    """Keys times a power of two that brings their largest entry to 1 ... 2: one fp16 array, or two to be added."""
+def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[Array, " n"]]:
+    """Keys times a power of two that brings their largest entry to 1 ... 2, and their lengths then.
+
+    One fp16 array, or two to be added for a float32 key.
+    """
     wide = key.astype(jnp.float32)
     peak = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32)
     exponent = jnp.clip(peak >> 23, 1, 253)
     wide *= jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
-    first = wide.astype(jnp.float16)
-    return [first, (wide - first.astype(jnp.float32)).astype(jnp.float16)] if key.dtype == jnp.float32 else [first]
+    parts = [wide.astype(jnp.float16)]
+    if key.dtype == jnp.float32:
+        parts.append((wide - parts[0].astype(jnp.float32)).astype(jnp.float16))
+    return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
 
 
-def _nearest(keys, heads_of, tail_norm, end, present, none, labels, listed, total, *, tile, block):
-    """Labels of one tile of keys by the heads of the centroids: -1 at or beyond `end`. Keys in doubt go on the list.
+def _nearest(keys, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
+    """Labels of `turns` tiles of keys by the heads of `tiles` tiles of centroids, which stay in shared memory.
 
-    The best and second best of every column of the tiles of centroids are kept; the columns meet at the end. What is
-    compared are integers: a cosine in steps of STEP, times `tiles`, plus the number of the tile, so that nothing else
-    has to be carried along. An odd factor keeps the multiplier busy instead of the units that compare.
+    -1 at or beyond `end`, -2 - label where in doubt. The best and second best of every column of the tiles of
+    centroids are kept; the columns meet at the end. What is compared are integers: a cosine in steps of STEP, times
+    `factor`, plus the centroid's number, so that nothing else has to be carried along. An odd factor keeps the
+    multiplier busy instead of the units that compare.
     """
-    del none  # `total` takes its place
-    head, width = pl.program_id(1), heads_of.shape[2]
-    count = jnp.clip(present[head], 1, heads_of.shape[1])
-    row = pl.program_id(0) * tile + arange(tile)
-    inside = row < jnp.minimum(end[head], keys.shape[1])
+    last = start + tiles * block == heads_of.shape[1]
+    labels, *between = refs[len(refs) // 2 :] if start else refs
+    before = refs[: len(refs) // 2] if start else ()
+    head, first, width = pl.program_id(1), pl.program_id(0) * turns * tile, heads_of.shape[2]
+    all_rows, stop, used = labels.shape[1], end[head], present[head]
     columns, column = arange(power_of_two(width, 16)), arange(block)
-    key = _scaled(load_rows(keys, head, row, columns, inside, width))[0]
-    tiles = pl.cdiv(heads_of.shape[1], block) | 1
-    base = (2**31 - BASE_BITS * tiles) % 2**32 - 2**31  # as i32, which wraps around
-
+    centroids = [
+        load_rows(heads_of, head, start + i * block + column, columns, column >= 0, width) for i in range(tiles)
+    ]
+    factor = tiles * block | 1
+    base = (2**31 - BASE_BITS * factor) % 2**32 - 2**31  # as i32, which wraps around
     # What a product may be off for each unit of the key's length: by the tail, and by the rounding of D additions.
-    number, wide = arange(power_of_two(heads_of.shape[1], 16)), key.astype(jnp.float32)
-    tails = plgpu.load(tail_norm.at[head, number], mask=number < count, other=0.0)
-    off = (jnp.max(tails) + width * 2.0**-23) * jnp.sqrt(jnp.sum(wide * wide, axis=1))
-    needed = (2.01 * off / STEP + 2) * tiles
+    number = arange(power_of_two(heads_of.shape[1], 16))
+    tails = plgpu.load(tail_norm.at[head, number], mask=number < heads_of.shape[1], other=0.0)
+    needed = 2.01 / STEP * (jnp.max(tails) + width * 2.0**-23) * factor
 
-    def body(i, state, *, last=False):
-        best, second = state
-        number = i * block + column
-        there = number < count if last else number >= 0
-        cosine = dot(key, load_rows(heads_of, head, number, columns, there, width), (1, 1))
-        # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
-        # begins to be summed up, and all its terms rounded; not so what is subtracted.
-        steps = jax.lax.bitcast_convert_type(cosine - -BASE, jnp.int32)
-        ranked = steps * tiles + (i + base)
+    def rows_of(turn):
+        return first + turn * tile + arange(tile)
+
+    def keys_of(turn):
+        return load_rows(keys, head, rows_of(turn), columns, (turn < turns) & (rows_of(turn) < all_rows), width)
+
+    def body(turn, key):
+        following, row = keys_of(turn + 1), rows_of(turn)
+        best = second = None
+        (key,), norm = _scaled(key)
+        for i, centroid in enumerate(centroids):
+            # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
+            # begins to be summed up, and all its terms rounded; not so what is subtracted.
+            steps = jax.lax.bitcast_convert_type(dot(key, centroid, (1, 1)) - -BASE, jnp.int32)
+            ranked = steps * factor + (i * block + base)
+            if best is None:
+                best, second = ranked, jnp.full((tile, block), LEAST, jnp.int32)
+            else:
+                best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+        best += column
+        top = jnp.max(best, axis=1)
+        runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)
+        label, mask = start + jnp.mod(top, factor), row < all_rows
+        if before:
+            label_before, top_before, runner_before = (plgpu.load(x.at[head, row], mask=mask, other=0) for x in before)
+            label = jnp.where(top > top_before, label, label_before)
+            runner = jnp.maximum(jnp.maximum(runner, runner_before), jnp.minimum(top, top_before))
+            top = jnp.maximum(top, top_before)
         if last:
-            ranked = jnp.where(there[None, :], ranked, LEAST)
-        return jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+            sure = ((top - runner).astype(jnp.float32) > needed * norm + 2 * factor) & (label < used)
+            label = jnp.where(row < stop, jnp.where(sure, label, -2 - label), -1)
+        plgpu.store(labels.at[head, row], label, mask=mask)
+        for x, rank in zip(between, (top, runner), strict=False):
+            plgpu.store(x.at[head, row], rank, mask=mask)
+        return following
 
-    full = (count - 1) // block
-    least = jnp.full((tile, block), LEAST, jnp.int32)
-    best, second = body(full, jax.lax.fori_loop(0, full, body, (least, least)), last=True)
-    top = jnp.max(best, axis=1)
-    where = jnp.min(jnp.where(best == top[:, None], column[None, :], block - 1), axis=1)
-    lead = top - jnp.max(jnp.where(column[None, :] == where[:, None], second, best), axis=1)
-    label = jnp.minimum(jnp.mod(top, tiles) * block + where, count - 1)
-    plgpu.store(labels.at[head, row], jnp.where(inside, label, -1), mask=row < labels.shape[1])
-    doubt = inside & ~(lead.astype(jnp.float32) > needed)
-    many = jnp.sum(doubt.astype(jnp.int32))
-
-    @pl.when(many > 0)
-    def _():
-        # Programs come in any order, which no label depends on.
-        place = plgpu.atomic_add(total, (head,), many) + jnp.cumsum(doubt.astype(jnp.int32)) - 1
-        plgpu.store(listed.at[head, jnp.where(doubt, place, listed.shape[1])], row, mask=doubt)
+    jax.lax.fori_loop(0, turns, body, keys_of(0))
 
 
-def _settle(keys, heads_of, tails_of, listed, total, present, _, labels, *, tile, block):
-    """Labels of the keys on a head's list, each program's share of them."""
-    head, first, stride = pl.program_id(1), pl.program_id(0) * tile, SETTLERS * tile
+def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):
+    """Labels of the keys in doubt among `rows` keys: their numbers are written one behind the other, and read again."""
+    head, first = pl.program_id(1), pl.program_id(0) * rows
+    row = first + arange(rows)
+    label = plgpu.load(labels.at[head, row], mask=row < labels.shape[1], other=-1)
+    doubt = (label < -1).astype(jnp.int32)
+    place = jnp.where(label < -1, first + jnp.cumsum(doubt) - 1, listed.shape[1])
+    plgpu.store(listed.at[head, place], row, mask=label < -1)
+    end = first + jnp.sum(doubt)
+    if barrier:  # other threads of this program read them
+        plgpu.debug_barrier()
 
     def body(i, carry):
-        place = first + i * stride + arange(tile)
-        there = place < total[head]
+        place = first + i * tile + arange(tile)
+        there = place < end
         row = plgpu.load(listed.at[head, place], mask=there, other=labels.shape[1])
         label = _first_nearest(keys, heads_of, tails_of, head, row, there, present, block)
         plgpu.store(labels.at[head, row], label, mask=there)
         return carry
 
-    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(total[head] - first, 0), stride), body, 0)
+    jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, 0)
 
 
 def _exact(keys, heads_of, tails_of, end, present, labels, *, tile, block):
@@ -259,7 +290,7 @@ def _first_nearest(keys, heads_of, tails_of, head, row, mask, present, block):
     """The centroid of highest cosine for each of these keys, of equal ones the first."""
     width, count = heads_of.shape[2], jnp.clip(present[head], 1, heads_of.shape[1])
     columns = arange(power_of_two(width, 16))
-    halves = _scaled(load_rows(keys, head, row, columns, mask, width))
+    halves, _ = _scaled(load_rows(keys, head, row, columns, mask, width))
 
     def body(i, best):
         number = i * block + arange(block)
@@ -287,13 +318,20 @@ def _means(keys, order, starts, old, means, *, tile):
     columns = arange(power_of_two(width, 16))
     first, end = starts[head, number], starts[head, number + 1]
 
-    def body(i, total):
+    def rows_of(i):
         place = first + i * tile + arange(tile)
-        row = plgpu.load(order.at[head, place], mask=place < end, other=0)
-        return total + load_rows(keys, head, row, columns, place < end, width).astype(jnp.float32)
+        return plgpu.load(order.at[head, place], mask=place < end, other=-1)
 
-    zeros = jnp.zeros((tile, columns.shape[0]), jnp.float32)
-    total = jnp.sum(jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, zeros), axis=0)
+    def keys_of(row):
+        return load_rows(keys, head, row, columns, row >= 0, width)
+
+    # Numbers are read two tiles ahead and keys one.
+    def body(i, state):
+        total, key, row = state
+        return total + key.astype(jnp.float32), keys_of(row), rows_of(i + 2)
+
+    start = jnp.zeros((tile, columns.shape[0]), jnp.float32), keys_of(rows_of(0)), rows_of(1)
+    total = jnp.sum(jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, start)[0], axis=0)
     mask = columns < width
     stays = plgpu.load(means.at[head, number, columns], mask=mask, other=0.0)
     mean = total / jnp.maximum(end - first, 1).astype(jnp.float32)
