@@ -1,5 +1,7 @@
 """Cosine K-means of keys, for all batch rows and KV heads at once (ClusterKV section 4.2)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from jax import core
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.kernels.kmeans import lloyd, prepared
 
 
 def cluster(
@@ -40,6 +42,7 @@ def cluster(
     count = jnp.sum(first >= 0, axis=-1, dtype=jnp.int32)
     start = jnp.take_along_axis(keys, jnp.maximum(first, 0)[..., None], axis=2).astype(jnp.float32)
 
+    step_of = partial(lloyd, keys, length=length, count=count, scaled=prepared(keys))
     between = _steps_between_looks(max_iterations)
 
     def unfinished(state):
@@ -49,15 +52,15 @@ def cluster(
     def body(state):
         step, *state, _ = state
         centroids, labels = jax.lax.fori_loop(
-            0, between - 1, lambda _, s: lloyd(keys, s[0], length, count)[:2], tuple(state), unroll=True
+            0, between - 1, lambda _, s: step_of(centroids=s[0])[:2], tuple(state), unroll=True
         )
-        centroids, new, _ = lloyd(keys, centroids, length, count)
+        centroids, new, _ = step_of(centroids=centroids)
         return step + between, centroids, new, jnp.any(new != labels)
 
     # -2 is no label: the first step always counts as a change.
     state = (jnp.int32(0), start, jnp.full(keys.shape[:3], -2, jnp.int32), jnp.bool_(True))
     _, centroids, _, _ = jax.lax.while_loop(unfinished, body, state)
-    _, labels, sizes = lloyd(keys, centroids, length, count)
+    _, labels, sizes = step_of(centroids=centroids)
     return centroids, labels, sizes
 
 

@@ -3,6 +3,8 @@
 The loop over steps is `clusterkv_jax.kmeans.cluster`.
 """
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
@@ -31,15 +33,24 @@ def assign(
     return _kmeans(keys, centroids, length, count, with_means=False, backend=backend)
 
 
+def prepared(keys: Float[Array, "B K N D"]) -> Any:
+    """What every step of `lloyd` on these keys needs of them, to be computed once; None where that is nothing."""
+    return dispatch("kmeans", {"gpu": pallas_gpu.scaled_keys, "xla": lambda _: None}, None, keys)
+
+
 def lloyd(
     keys: Float[Array, "B K N D"],
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
     *,
+    scaled: Any = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
     """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
+
+    Args:
+        scaled: `prepared(keys)`, for a caller of several steps.
 
     Returns:
         centroids: f32, the means of the keys as they are (not scaled to length 1); one without keys stays.
@@ -48,13 +59,14 @@ def lloyd(
     Raises:
         as `assign`.
     """
-    labels, means, sizes = _kmeans(keys, centroids, length, count, with_means=True, backend=backend)
+    options = {"with_means": True, "scaled": scaled, "backend": backend}
+    labels, means, sizes = _kmeans(keys, centroids, length, count, **options)
     return means, labels, sizes
 
 
 def _kmeans(
-    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, with_means: bool, backend: str | None
+    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, backend: str | None, **options: Any
 ):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, with_means=with_means)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, **options)

@@ -2,15 +2,17 @@
 
 1. `_split`, a program per few centroids: each scaled to length 1, as the sum of two fp16 numbers, head and tail (to
    2^-25).
-2. `_nearest`, a program per tile of keys: products with the heads, the best and the second best. By Cauchy-Schwarz a
-   product errs by at most |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys
-   with a smaller lead, some of a hundred, are put on a list.
-3. `_settle`: the listed keys again, with heads and tails.
+2. `_nearest`, a program per few tiles of keys: products with the heads, the best and the second best. The heads stay
+   in shared memory, as many as fit; what is more takes further launches. By Cauchy-Schwarz a product errs by at most
+   |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys with a smaller lead,
+   some of a hundred, are marked.
+3. `_settle`: the marked keys again, with heads and tails.
 4. `group_rows`: the keys by label; `_means`, a program per centroid, reads its keys in that order. The additions are
    float32 in a fixed order, so means are the same in every run.
 
 A bf16 key is first scaled by a power of two that brings its largest entry to 1 ... 2, which changes no label; it is
-then exact in fp16 (to 2^-25 of that entry). A float32 key is two fp16 numbers too and goes through all products.
+then exact in fp16 (to 2^-25 of that entry). `_scale` does so once for all steps. A float32
+key is two fp16 numbers too and goes through all products.
 
 Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the comparisons of 2. bound a step.
 """
@@ -33,7 +35,7 @@ from clusterkv_jax.kernels.tuning import blocks
 SIZES = {
     **{"label_keys": 128, "label_centroids": 64, "label_warps": 8, "label_turns": 16, "label_held": 512},
     **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "settle_rows": 1024},
-    **{"mean_keys": 32, "mean_warps": 4},
+    **{"mean_keys": 32, "mean_warps": 4, "scale_keys": 64},
 }
 SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
@@ -49,10 +51,11 @@ def kmeans(
     used: Int[Array, "B K"] | None = None,
     *,
     with_means: bool,
+    scaled: tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None = None,
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ):
-    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`."""
+    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it."""
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -68,7 +71,7 @@ def kmeans(
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
     chosen = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
-    labels = _labels(flat, old, end, present, chosen, interpret).reshape(batch, heads, rows)
+    labels = _labels(flat, scaled, old, end, present, chosen, interpret).reshape(batch, heads, rows)
     if not with_means:
         return labels
     order, starts = group_rows(labels, count, interpret=interpret)
@@ -87,7 +90,35 @@ def kmeans(
     return labels, means.reshape(centroids.shape), starts[..., 1:] - starts[..., :-1]
 
 
-def _labels(keys, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
+def scaled_keys(
+    keys: Float[Array, "B K N D"], *, sizes: dict[str, int] | None = None, interpret: bool = False
+) -> tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None:
+    """fp16 keys times a power of two each, and their lengths: what every step needs of 16-bit keys, H = B K."""
+    if keys.dtype == jnp.float32 or power_of_two(keys.shape[-1]) > 256 or keys.shape[2] == 0:
+        return None
+    flat, sizes = keys.reshape(-1, *keys.shape[2:]), SIZES | (sizes or {})
+    rows = flat.shape[1]
+    return call(
+        partial(_scale, tile=sizes["scale_keys"]),
+        (jax.ShapeDtypeStruct(flat.shape, jnp.float16), jax.ShapeDtypeStruct(flat.shape[:2], jnp.float32)),
+        flat,
+        grid=(pl.cdiv(rows, sizes["scale_keys"]), flat.shape[0]),
+        warps=4,
+        interpret=interpret,
+    )
+
+
+def _scale(keys, scaled, norms, *, tile):
+    """One tile of keys."""
+    head, row = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
+    columns, mask = arange(power_of_two(keys.shape[2], 16)), row < keys.shape[1]
+    (key,), norm = _scaled(load_rows(keys, head, row, columns, mask, keys.shape[2]))
+    inside = mask[:, None] & (columns < keys.shape[2])[None, :]
+    plgpu.store(scaled.at[head, row[:, None], columns[None, :]], key, mask=inside)
+    plgpu.store(norms.at[head, row], norm, mask=mask)
+
+
+def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
     """The first nearest of the `present` centroids; -1 at or beyond `end`."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
     # Equal groups of tiles of centroids, as many as one program can hold.
@@ -111,7 +142,8 @@ def _labels(keys, centroids, end, present, sizes, interpret) -> Int[Array, "H N"
     if keys.dtype == jnp.float32:
         grid = (pl.cdiv(rows, exact["tile"]), heads)
         return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
-    labels = _first_guess(keys, parts[0], tail_norm, end, present, held, block, sizes, interpret)
+    scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
+    labels = _first_guess(*scaled, parts[0], tail_norm, end, present, held, block, sizes, interpret)
     return call(
         partial(_settle, rows=sizes["settle_rows"], barrier=not interpret, **exact),
         (of_rows, of_rows),
@@ -125,7 +157,7 @@ def _labels(keys, centroids, end, present, sizes, interpret) -> Int[Array, "H N"
     )[0]
 
 
-def _first_guess(keys, heads_of, tail_norm, end, present, held, block, sizes, interpret):
+def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, sizes, interpret):
     """Labels, as -2 - label where in doubt."""
     heads, rows, _ = keys.shape
     of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
@@ -144,6 +176,7 @@ def _first_guess(keys, heads_of, tail_norm, end, present, held, block, sizes, in
             ),
             (of_rows,) * (3 if state or follows else 1),
             keys,
+            norms,
             heads_of,
             tail_norm,
             end,
@@ -152,7 +185,7 @@ def _first_guess(keys, heads_of, tail_norm, end, present, held, block, sizes, in
             grid=(pl.cdiv(rows, sizes["label_keys"] * sizes["label_turns"]), heads),
             warps=sizes["label_warps"],
             stages=1,
-            aliases={5 + i: i for i in range(len(state))},
+            aliases={6 + i: i for i in range(len(state))},
             interpret=interpret,
         )
     return state[0]
@@ -192,7 +225,7 @@ def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[
     return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
 
 
-def _nearest(keys, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
+def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
     """Labels of `turns` tiles of keys by the heads of `tiles` tiles of centroids, which stay in shared memory.
 
     -1 at or beyond `end`, -2 - label where in doubt. The best and second best of every column of the tiles of
@@ -225,7 +258,9 @@ def _nearest(keys, heads_of, tail_norm, end, present, *refs, tile, block, start,
     def body(turn, key):
         following, row = keys_of(turn + 1), rows_of(turn)
         best = second = None
-        (key,), norm = _scaled(key)
+        # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
+        # fence at every product.
+        key *= (row < stop).astype(key.dtype)[:, None]
         for i, centroid in enumerate(centroids):
             # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
             # begins to be summed up, and all its terms rounded; not so what is subtracted.
@@ -239,6 +274,7 @@ def _nearest(keys, heads_of, tail_norm, end, present, *refs, tile, block, start,
         top = jnp.max(best, axis=1)
         runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)
         label, mask = start + jnp.mod(top, factor), row < all_rows
+        norm = plgpu.load(norms.at[head, row], mask=mask, other=0.0)
         if before:
             label_before, top_before, runner_before = (plgpu.load(x.at[head, row], mask=mask, other=0) for x in before)
             label = jnp.where(top > top_before, label, label_before)
