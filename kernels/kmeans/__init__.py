@@ -19,18 +19,20 @@ def assign(
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
     *,
+    scaled: Any = None,
     backend: str | None = None,
 ) -> Int[Array, "B K N"]:
     """The centroid of highest cosine for every key, of equal ones the first; -1 for rows at or beyond `length`.
 
-    Of each head's centroids the first `count` take part, at least one; all by default.
+    Of each head's centroids the first `count` take part, at least one; all by default. `scaled` is `prepared(keys)`,
+    for a caller of several steps.
     Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
 
     Raises:
         ValueError: if the backend is unknown or there is no centroid.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return _kmeans(keys, centroids, length, count, with_means=False, backend=backend)
+    return _kmeans(keys, centroids, length, count, with_means=False, scaled=scaled, backend=backend)
 
 
 def prepared(keys: Float[Array, "B K N D"]) -> Any:
@@ -48,9 +50,6 @@ def lloyd(
     backend: str | None = None,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
     """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
-
-    Args:
-        scaled: `prepared(keys)`, for a caller of several steps.
 
     Returns:
         centroids: f32, the means of the keys as they are (not scaled to length 1); one without keys stays.

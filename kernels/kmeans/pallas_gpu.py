@@ -33,9 +33,9 @@ from clusterkv_jax.kernels.tuning import blocks
 # Keys and centroids of a tile, warps and stages of the programs for the labels, of those for keys on the list (and all
 # float32 keys), and of those for the means.
 SIZES = {
-    **{"label_keys": 128, "label_centroids": 64, "label_warps": 8, "label_turns": 16, "label_held": 512},
-    **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "settle_rows": 1024},
-    **{"mean_keys": 32, "mean_warps": 4, "scale_keys": 64},
+    **{"label_keys": 128, "label_centroids": 32, "label_warps": 8, "label_turns": 4, "label_held": 512},
+    **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
+    **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
 }
 SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
@@ -143,15 +143,17 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
         grid = (pl.cdiv(rows, exact["tile"]), heads)
         return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
+    # A program reads all centroids for the few keys in doubt among its rows.
+    settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
     labels = _first_guess(*scaled, parts[0], tail_norm, end, present, held, block, sizes, interpret)
     return call(
-        partial(_settle, rows=sizes["settle_rows"], barrier=not interpret, **exact),
+        partial(_settle, rows=settled, barrier=not interpret, **exact),
         (of_rows, of_rows),
         keys,
         *parts,
         present,
         labels,
-        grid=(pl.cdiv(rows, sizes["settle_rows"]), heads),
+        grid=(pl.cdiv(rows, settled), heads),
         aliases={4: 0},
         **settings,
     )[0]
@@ -288,7 +290,16 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
             plgpu.store(x.at[head, row], rank, mask=mask)
         return following
 
-    jax.lax.fori_loop(0, turns, body, keys_of(0))
+    # Heads without keys cost little: a loop over steps has more and more of them.
+    filled = jnp.clip(pl.cdiv(stop - first, tile), 0, turns)
+    jax.lax.fori_loop(0, filled, body, keys_of(0))
+
+    def none(turn, carry):
+        for x, value in zip((labels, *between), (-1, LEAST, LEAST), strict=False):
+            plgpu.store(x.at[head, rows_of(turn)], jnp.full((tile,), value, jnp.int32), mask=rows_of(turn) < all_rows)
+        return carry
+
+    jax.lax.fori_loop(filled, turns, none, 0)
 
 
 def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):
