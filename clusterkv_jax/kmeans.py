@@ -7,7 +7,8 @@ from jax import core
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.kernels.group_rows import group_rows
+from clusterkv_jax.kernels.kmeans import assign, lloyd, prepared
 
 
 def cluster(
@@ -17,7 +18,7 @@ def cluster(
     max_iterations: int = 20,
     length: Int[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
-    """Lloyd steps from the keys at `initial_rows` until no label changes, then one final assignment.
+    """Lloyd steps from the keys at `initial_rows`, of each head until no label changes, then one final assignment.
 
     Args:
         keys: post-RoPE keys. Nearness is the cosine; centroids are means of the keys as they are.
@@ -40,32 +41,38 @@ def cluster(
     count = jnp.sum(first >= 0, axis=-1, dtype=jnp.int32)
     start = jnp.take_along_axis(keys, jnp.maximum(first, 0)[..., None], axis=2).astype(jnp.float32)
 
+    scaled = prepared(keys)
+    ends = jnp.full(keys.shape[:2], keys.shape[2], jnp.int32) if length is None else length.astype(jnp.int32)
     between = _steps_between_looks(max_iterations)
 
     def unfinished(state):
-        step, _, _, changed = state
-        return changed & (step < max_iterations)
+        step, _, _, active = state
+        return jnp.any(active) & (step < max_iterations)
 
     def body(state):
-        step, *state, _ = state
-        centroids, labels = jax.lax.fori_loop(
-            0, between - 1, lambda _, s: lloyd(keys, s[0], length, count)[:2], tuple(state)
-        )
-        centroids, new, _ = lloyd(keys, centroids, length, count)
-        return step + between, centroids, new, jnp.any(new != labels)
+        step, *state = state
+        return step + between, *jax.lax.fori_loop(0, between, move, tuple(state), unroll=True)
+
+    def move(_, state):
+        """A step of the heads that are active: the others have no keys, so that their centroids stay."""
+        centroids, labels, active = state
+        centroids, new, _ = lloyd(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
+        new = jnp.where(active[..., None], new, labels)
+        return centroids, new, active & jnp.any(new != labels, axis=-1)
 
     # -2 is no label: the first step always counts as a change.
-    state = (jnp.int32(0), start, jnp.full(keys.shape[:3], -2, jnp.int32), jnp.bool_(True))
-    _, centroids, _, _ = jax.lax.while_loop(unfinished, body, state)
-    _, labels, sizes = lloyd(keys, centroids, length, count)
-    return centroids, labels, sizes
+    labels = jnp.full(keys.shape[:3], -2, jnp.int32)
+    state = (jnp.int32(0), start, labels, jnp.ones(keys.shape[:2], bool))
+    _, centroids, labels, active = jax.lax.while_loop(unfinished, body, state)
+    # Where nothing changed, labels are those of the centroids already.
+    new = assign(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
+    labels = jnp.where(active[..., None], new, labels)
+    _, starts = group_rows(labels, centroids.shape[2])
+    return centroids, labels, starts[..., 1:] - starts[..., :-1]
 
 
 def _steps_between_looks(most: int) -> int:
-    """How many steps, a divisor of `most`, are made before labels are compared: what did not change stays so.
-
-    A GPU idles while the host looks whether the loop ends.
-    """
+    """Steps, a divisor of `most`, before the loop may end: a GPU idles while the host looks whether it does."""
     return next((n for n in (5, 4, 3, 2) if most % n == 0), 1) if platform() == "gpu" else 1
 
 

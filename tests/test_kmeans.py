@@ -36,6 +36,20 @@ def test_stopping_early_changes_nothing_and_no_step_is_an_assignment():
     assert sizes.sum() == 2 * 2 * 60
 
 
+def test_a_head_that_has_converged_stays_while_others_go_on():
+    """Two heads of one array and each alone: the easy one ends after two steps, the other after many."""
+    easy = np.repeat(np.eye(4, 8, dtype=np.float32), 15, axis=0)
+    keys = jnp.asarray(np.stack([easy, normal(1, 60, 8)])[None], jnp.float32)
+    rows, most = jnp.arange(4) * 15, 60
+    found = cluster(keys, rows, max_iterations=most)
+    for head in range(2):
+        for one, all_heads in zip(cluster(keys[:, [head]], rows, max_iterations=most), found, strict=True):
+            np.testing.assert_array_equal(one[:, 0], all_heads[:, head])
+    short = cluster(keys, rows, max_iterations=2)
+    np.testing.assert_array_equal(short[1][0, 0], found[1][0, 0])
+    assert np.any(np.asarray(short[1][0, 1]) != np.asarray(found[1][0, 1]))
+
+
 def test_an_empty_cluster_keeps_its_centroid():
     keys = jnp.asarray(normal(2, 1, 1, 20, 8), jnp.float32)
     # Of equal centroids the first gets all keys, so in the only step the second gets none.

@@ -69,17 +69,26 @@ def _count(labels, rank, found, *, tile, barrier):
     plgpu.store(found.at[head, number, every], jnp.zeros_like(every), mask=every < found.shape[2])
     if barrier:  # other threads of this program write their numbers over the zeros
         plgpu.debug_barrier()
-    i = arange(tile)
+    i, none = arange(tile), found.shape[2] - 1
     row = number * tile + i
     inside = row < labels.shape[1]
     label = jnp.where(inside, _class(labels, row, found.shape[2]), -1)
-    # In float32, whose units are idle otherwise; sums run down the columns, which is within threads.
-    same = (label[:, None] == label[None, :]).astype(jnp.float32)
-    earlier = (i[:, None] < i[None, :]).astype(jnp.float32)
-    plgpu.store(rank.at[head, row], jnp.sum(same * earlier, axis=0).astype(jnp.int32), mask=inside)
-    # All rows of a label write the same number.
-    there = jnp.where(inside, label, found.shape[2])
-    plgpu.store(found.at[head, number, there], jnp.sum(same, axis=0).astype(jnp.int32), mask=inside)
+    some = jnp.sum((inside & (label < none)).astype(jnp.int32)) > 0
+
+    @pl.when(some)
+    def _():
+        # In float32, whose units are idle otherwise; sums run down the columns, which is within threads.
+        same = (label[:, None] == label[None, :]).astype(jnp.float32)
+        earlier = (i[:, None] < i[None, :]).astype(jnp.float32)
+        plgpu.store(rank.at[head, row], jnp.sum(same * earlier, axis=0).astype(jnp.int32), mask=inside)
+        # All rows of a label write the same number.
+        there = jnp.where(inside, label, found.shape[2])
+        plgpu.store(found.at[head, number, there], jnp.sum(same, axis=0).astype(jnp.int32), mask=inside)
+
+    @pl.when(~some)
+    def _():
+        plgpu.store(rank.at[head, row], i, mask=inside)
+        found[head, number, none] = jnp.sum(inside.astype(jnp.int32))
 
 
 def _before(found, before, total, *, tiles, block):

@@ -3,6 +3,8 @@
 The loop over steps is `clusterkv_jax.kmeans.cluster`.
 """
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
@@ -17,18 +19,25 @@ def assign(
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
     *,
+    scaled: Any = None,
     backend: str | None = None,
 ) -> Int[Array, "B K N"]:
     """The centroid of highest cosine for every key, of equal ones the first; -1 for rows at or beyond `length`.
 
-    Of each head's centroids the first `count` take part, at least one; all by default.
+    Of each head's centroids the first `count` take part, at least one; all by default. `scaled` is `prepared(keys)`,
+    for a caller of several steps.
     Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
 
     Raises:
         ValueError: if the backend is unknown or there is no centroid.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return _kmeans(keys, centroids, length, count, with_means=False, backend=backend)
+    return _kmeans(keys, centroids, length, count, with_means=False, scaled=scaled, backend=backend)
+
+
+def prepared(keys: Float[Array, "B K N D"]) -> Any:
+    """What every step of `lloyd` on these keys needs of them, to be computed once; None where that is nothing."""
+    return dispatch("kmeans", {"gpu": pallas_gpu.scaled_keys, "xla": lambda _: None}, None, keys)
 
 
 def lloyd(
@@ -37,6 +46,7 @@ def lloyd(
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
     *,
+    scaled: Any = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
     """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
@@ -48,13 +58,14 @@ def lloyd(
     Raises:
         as `assign`.
     """
-    labels, means, sizes = _kmeans(keys, centroids, length, count, with_means=True, backend=backend)
+    options = {"with_means": True, "scaled": scaled, "backend": backend}
+    labels, means, sizes = _kmeans(keys, centroids, length, count, **options)
     return means, labels, sizes
 
 
 def _kmeans(
-    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, with_means: bool, backend: str | None
+    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, backend: str | None, **options: Any
 ):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, with_means=with_means)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, **options)

@@ -2,20 +2,23 @@
 
 1. `_split`, a program per few centroids: each scaled to length 1, as the sum of two fp16 numbers, head and tail (to
    2^-25).
-2. `_nearest`, a program per tile of keys: products with the heads, the best and the second best. By Cauchy-Schwarz a
-   product errs by at most |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys
-   with a smaller lead, some of a hundred, are put on a list.
-3. `_settle`: the listed keys again, with heads and tails.
+2. `_nearest`, a program per few tiles of keys: products with the heads, the best and the second best. The heads stay
+   in shared memory, as many as fit; what is more takes further launches. By Cauchy-Schwarz a product errs by at most
+   |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys with a smaller lead,
+   some of a hundred, are marked.
+3. `_settle`: the marked keys again, with heads and tails.
 4. `group_rows`: the keys by label; `_means`, a program per centroid, reads its keys in that order. The additions are
    float32 in a fixed order, so means are the same in every run.
 
 A bf16 key is first scaled by a power of two that brings its largest entry to 1 ... 2, which changes no label; it is
-then exact in fp16 (to 2^-25 of that entry). A float32 key is two fp16 numbers too and goes through all products.
+then exact in fp16 (to 2^-25 of that entry). `_scale` does so once for all steps. A float32
+key is two fp16 numbers too and goes through all products.
 
 Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the comparisons of 2. bound a step.
 """
 
-from functools import partial
+from collections.abc import Iterable
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +34,13 @@ from clusterkv_jax.kernels.tuning import blocks
 # Keys and centroids of a tile, warps and stages of the programs for the labels, of those for keys on the list (and all
 # float32 keys), and of those for the means.
 SIZES = {
-    **{"label_keys": 64, "label_centroids": 32, "label_warps": 4, "label_stages": 3},
-    **{"exact_keys": 64, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
-    **{"mean_keys": 32, "mean_warps": 4},
+    **{"label_keys": 128, "label_centroids": 32, "label_warps": 8, "label_turns": 4, "label_held": 512},
+    **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
+    **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
 }
-SETTLERS = 64  # programs of a head that share its list
+SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
-STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
-BASE_BITS = 0x43400000
-LEAST = -(2**30)  # below every product, which has at most 22 bits, of MOST_LABELS / 32 tiles
+NARROW = 32  # centroids of the last tile of a group, where that is enough
 
 
 def kmeans(
@@ -49,10 +50,11 @@ def kmeans(
     used: Int[Array, "B K"] | None = None,
     *,
     with_means: bool,
+    scaled: tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None = None,
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ):
-    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`."""
+    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it."""
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -68,7 +70,7 @@ def kmeans(
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
     chosen = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
-    labels = _labels(flat, old, end, present, chosen, interpret).reshape(batch, heads, rows)
+    labels = _labels(flat, scaled, old, end, present, chosen, interpret).reshape(batch, heads, rows)
     if not with_means:
         return labels
     order, starts = group_rows(labels, count, interpret=interpret)
@@ -87,22 +89,49 @@ def kmeans(
     return labels, means.reshape(centroids.shape), starts[..., 1:] - starts[..., :-1]
 
 
-def _labels(
-    keys: Float[Array, "H N D"],
-    centroids: Float[Array, "H C D"],
-    end: Int[Array | np.ndarray, " H"],
-    present: Int[Array | np.ndarray, " H"],
-    sizes: dict[str, int],
-    interpret: bool,
-) -> Int[Array, "H N"]:
+def scaled_keys(
+    keys: Float[Array, "B K N D"], *, sizes: dict[str, int] | None = None, interpret: bool = False
+) -> tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None:
+    """fp16 keys times a power of two each, and their lengths: what every step needs of 16-bit keys, H = B K."""
+    if keys.dtype == jnp.float32 or power_of_two(keys.shape[-1]) > 256 or keys.shape[2] == 0:
+        return None
+    flat, sizes = keys.reshape(-1, *keys.shape[2:]), SIZES | (sizes or {})
+    rows = flat.shape[1]
+    return call(
+        partial(_scale, tile=sizes["scale_keys"]),
+        (jax.ShapeDtypeStruct(flat.shape, jnp.float16), jax.ShapeDtypeStruct(flat.shape[:2], jnp.float32)),
+        flat,
+        grid=(pl.cdiv(rows, sizes["scale_keys"]), flat.shape[0]),
+        warps=4,
+        interpret=interpret,
+    )
+
+
+def _scale(keys, scaled, norms, *, tile):
+    """One tile of keys."""
+    head, row = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
+    columns, mask = arange(power_of_two(keys.shape[2], 16)), row < keys.shape[1]
+    (key,), norm = _scaled(load_rows(keys, head, row, columns, mask, keys.shape[2]))
+    inside = mask[:, None] & (columns < keys.shape[2])[None, :]
+    plgpu.store(scaled.at[head, row[:, None], columns[None, :]], key, mask=inside)
+    plgpu.store(norms.at[head, row], norm, mask=mask)
+
+
+def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
     """The first nearest of the `present` centroids; -1 at or beyond `end`."""
-    (heads, rows, _), count = keys.shape, centroids.shape[1]
-    half = jax.ShapeDtypeStruct(centroids.shape, jnp.float16)
-    *parts, tail_norm, none = call(
+    (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
+    # Equal groups of centroids, as many in each as one program can hold.
+    block = min(sizes["label_centroids"], power_of_two(count, 16))
+    most = min(sizes["label_held"], SHARED // power_of_two(dim, 16))
+    held = pl.cdiv(pl.cdiv(count, pl.cdiv(count, most)), min(block, NARROW)) * min(block, NARROW)
+    padded = pl.cdiv(count, held) * held
+    half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
+    *parts, tail_norm = call(
         _split,
-        (half, half, jax.ShapeDtypeStruct((heads, count), jnp.float32), jax.ShapeDtypeStruct((heads,), jnp.int32)),
+        (half, half, jax.ShapeDtypeStruct((heads, padded), jnp.float32)),
         centroids,
-        grid=(pl.cdiv(count, SPLIT), heads),
+        present,
+        grid=(pl.cdiv(padded, SPLIT), heads),
         warps=4,
         interpret=interpret,
     )
@@ -112,139 +141,193 @@ def _labels(
     if keys.dtype == jnp.float32:
         grid = (pl.cdiv(rows, exact["tile"]), heads)
         return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
-    labels, listed, total = _first_guess(keys, parts[0], tail_norm, end, present, none, sizes, interpret)
+    scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
+    # A program reads all centroids for the few keys in doubt among its rows.
+    settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
+    labels = _first_guess(*scaled, parts[0], tail_norm, end, present, held, block, sizes, interpret)
     return call(
-        partial(_settle, **exact),
-        of_rows,
+        partial(_settle, rows=settled, barrier=not interpret, **exact),
+        (of_rows, of_rows),
         keys,
         *parts,
-        listed,
-        total,
         present,
         labels,
-        grid=(SETTLERS, heads),
-        aliases={6: 0},
+        grid=(pl.cdiv(rows, settled), heads),
+        aliases={4: 0},
         **settings,
-    )
+    )[0]
 
 
-def _first_guess(keys, heads_of, tail_norm, end, present, none, sizes, interpret):
-    """Labels, and the list of those in doubt with its length for each head."""
-    of_rows = jax.ShapeDtypeStruct(keys.shape[:2], jnp.int32)
-    return call(
-        partial(
-            _nearest,
-            tile=sizes["label_keys"],
-            block=min(sizes["label_centroids"], power_of_two(heads_of.shape[1], 16)),
-        ),
-        (of_rows, of_rows, jax.ShapeDtypeStruct(none.shape, jnp.int32)),
-        keys,
-        heads_of,
-        tail_norm,
-        end,
-        present,
-        none,
-        grid=(pl.cdiv(keys.shape[1], sizes["label_keys"]), keys.shape[0]),
-        warps=sizes["label_warps"],
-        stages=sizes["label_stages"],
-        aliases={5: 2},
-        interpret=interpret,
-    )
+def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, sizes, interpret):
+    """Labels, as -2 - label where in doubt."""
+    heads, rows, _ = keys.shape
+    of_rows = partial(jax.ShapeDtypeStruct, (heads, rows))
+    state = ()
+    for start in range(0, heads_of.shape[1], held):
+        # The best two so far are only written where another group follows.
+        follows = start + held < heads_of.shape[1]
+        state = call(
+            partial(
+                _nearest, tile=sizes["label_keys"], block=block, start=start, held=held, turns=sizes["label_turns"]
+            ),
+            (of_rows(jnp.int32), *[of_rows(jnp.float32)] * (2 if state or follows else 0)),
+            keys,
+            norms,
+            heads_of,
+            tail_norm,
+            end,
+            present,
+            *state,
+            grid=(pl.cdiv(rows, sizes["label_keys"] * sizes["label_turns"]), heads),
+            warps=sizes["label_warps"],
+            stages=1,
+            aliases={6 + i: i for i in range(len(state))},
+            interpret=interpret,
+        )
+    return state[0]
 
 
-def _split(centroids, heads_of, tails_of, tail_norm, none):
-    """A few centroids at length 1, each as the sum of two fp16 numbers, and the lengths of the second ones."""
+def _split(centroids, present, heads_of, tails_of, tail_norm):
+    """A few centroids at length 1, each as the sum of two fp16 numbers, and the lengths of the second ones.
+
+    Zeros behind the last that is present: such a one is nearest only to keys that all others point away from.
+    """
     number, head = pl.program_id(0) * SPLIT + arange(SPLIT), pl.program_id(1)
     width = centroids.shape[2]
-    columns, there = arange(power_of_two(width, 16)), number < centroids.shape[1]
+    columns, there = arange(power_of_two(width, 16)), number < jnp.clip(present[head], 1, centroids.shape[1])
     x = load_rows(centroids, head, number, columns, there, width)
     unit = x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=1), jnp.finfo(jnp.float32).tiny))[:, None]
     first = unit.astype(jnp.float16)
     rest = unit - first.astype(jnp.float32)
-    at, mask = (head, number[:, None], columns[None, :]), there[:, None] & (columns < width)[None, :]
+    inside = number < heads_of.shape[1]
+    at, mask = (head, number[:, None], columns[None, :]), inside[:, None] & (columns < width)[None, :]
     plgpu.store(heads_of.at[at], first, mask=mask)
     plgpu.store(tails_of.at[at], rest.astype(jnp.float16), mask=mask)
-    plgpu.store(tail_norm.at[head, number], jnp.sqrt(jnp.sum(rest * rest, axis=1)), mask=there)
-    none[head] = 0
+    plgpu.store(tail_norm.at[head, number], jnp.sqrt(jnp.sum(rest * rest, axis=1)), mask=inside)
 
 
-def _scaled(key: Float[Array, "n D"]) -> list[Float[Array, "n D"]]:
-    """Keys times a power of two that brings their largest entry to 1 ... 2: one fp16 array, or two to be added."""
+def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[Array, " n"]]:
+    """Keys times a power of two that brings their largest entry to 1 ... 2, and their lengths then.
+
+    One fp16 array, or two to be added for a float32 key.
+    """
     wide = key.astype(jnp.float32)
     peak = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=1), jnp.int32)
     exponent = jnp.clip(peak >> 23, 1, 253)
     wide *= jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
-    first = wide.astype(jnp.float16)
-    return [first, (wide - first.astype(jnp.float32)).astype(jnp.float16)] if key.dtype == jnp.float32 else [first]
+    parts = [wide.astype(jnp.float16)]
+    if key.dtype == jnp.float32:
+        parts.append((wide - parts[0].astype(jnp.float32)).astype(jnp.float16))
+    return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
 
 
-def _nearest(keys, heads_of, tail_norm, end, present, none, labels, listed, total, *, tile, block):
-    """Labels of one tile of keys by the heads of the centroids: -1 at or beyond `end`. Keys in doubt go on the list.
+def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, held, turns):
+    """Labels of `turns` tiles of keys by the heads of `held` centroids, which stay in shared memory.
 
-    The best and second best of every column of the tiles of centroids are kept; the columns meet at the end. What is
-    compared are integers: a cosine in steps of STEP, times `tiles`, plus the number of the tile, so that nothing else
-    has to be carried along. An odd factor keeps the multiplier busy instead of the units that compare.
+    -1 at or beyond `end`, -2 - label where in doubt. The best and second best of every column of the tiles of
+    centroids are kept; the columns meet at the end. What is compared are products whose last bits are the number of
+    the centroid, so that nothing else has to be carried along.
     """
-    del none  # `total` takes its place
-    head, width = pl.program_id(1), heads_of.shape[2]
-    count = jnp.clip(present[head], 1, heads_of.shape[1])
-    row = pl.program_id(0) * tile + arange(tile)
-    inside = row < jnp.minimum(end[head], keys.shape[1])
-    columns, column = arange(power_of_two(width, 16)), arange(block)
-    key = _scaled(load_rows(keys, head, row, columns, inside, width))[0]
-    tiles = pl.cdiv(heads_of.shape[1], block) | 1
-    base = (2**31 - BASE_BITS * tiles) % 2**32 - 2**31  # as i32, which wraps around
+    last = start + held == heads_of.shape[1]
+    labels, *between = refs[len(refs) // 2 :] if start else refs
+    before = refs[: len(refs) // 2] if start else ()
+    head, first, width = pl.program_id(1), pl.program_id(0) * turns * tile, heads_of.shape[2]
+    all_rows, stop, used = labels.shape[1], end[head], present[head]
+    columns = arange(power_of_two(width, 16))
+    # As many whole blocks as there are, then narrow ones.
+    starts = [(i, block) for i in range(0, held - block + 1, block)]
+    starts += [(i, NARROW) for i in range(held // block * block, held, NARROW)]
+    centroids = [load_rows(heads_of, head, start + i + arange(n), columns, arange(n) >= 0, width) for i, n in starts]
+    numbers = power_of_two(held) - 1
+    # What a product may be off for each unit of the key's length: by the tail, by the rounding of D additions, and by
+    # the bits that give way to the number.
+    number = arange(power_of_two(heads_of.shape[1], 16))
+    tails = plgpu.load(tail_norm.at[head, number], mask=number < heads_of.shape[1], other=0.0)
+    needed = 2.01 * (jnp.max(tails) + width * 2.0**-23 + (numbers + 1) * 2.0**-23)
 
-    # What a product may be off for each unit of the key's length: by the tail, and by the rounding of D additions.
-    number, wide = arange(power_of_two(heads_of.shape[1], 16)), key.astype(jnp.float32)
-    tails = plgpu.load(tail_norm.at[head, number], mask=number < count, other=0.0)
-    off = (jnp.max(tails) + width * 2.0**-23) * jnp.sqrt(jnp.sum(wide * wide, axis=1))
-    needed = (2.01 * off / STEP + 2) * tiles
+    def rows_of(turn):
+        return first + turn * tile + arange(tile)
 
-    def body(i, state, *, last=False):
-        best, second = state
-        number = i * block + column
-        there = number < count if last else number >= 0
-        cosine = dot(key, load_rows(heads_of, head, number, columns, there, width), (1, 1))
-        # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
-        # begins to be summed up, and all its terms rounded; not so what is subtracted.
-        steps = jax.lax.bitcast_convert_type(cosine - -BASE, jnp.int32)
-        ranked = steps * tiles + (i + base)
+    def keys_of(turn):
+        return load_rows(keys, head, rows_of(turn), columns, (turn < turns) & (rows_of(turn) < all_rows), width)
+
+    def body(turn, key):
+        following, row = keys_of(turn + 1), rows_of(turn)
+        # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
+        # fence at every product.
+        key *= (row < stop).astype(key.dtype)[:, None]
+        found = {}
+        for (i, n), centroid in zip(starts, centroids, strict=True):
+            product = _with_bits(dot(key, centroid, (1, 1)), ~numbers, i)
+            if n in found:
+                best, second = found[n]
+                found[n] = jnp.maximum(best, product), jnp.maximum(second, jnp.minimum(best, product))
+            else:
+                found[n] = product, jnp.full((tile, n), -jnp.inf, jnp.float32)
+        found = [(_with_bits(best, -1, arange(n)[None, :]), second) for n, (best, second) in found.items()]
+        top = _highest(jnp.max(best, axis=1) for best, _ in found)
+        runner = _highest(jnp.max(jnp.where(best == top[:, None], second, best), axis=1) for best, second in found)
+        label, mask = start + (jax.lax.bitcast_convert_type(top, jnp.int32) & numbers), row < all_rows
+        norm = plgpu.load(norms.at[head, row], mask=mask, other=0.0)
+        if before:
+            label_before, top_before, runner_before = (plgpu.load(x.at[head, row], mask=mask, other=0) for x in before)
+            label = jnp.where(top > top_before, label, label_before)
+            runner = jnp.maximum(jnp.maximum(runner, runner_before), jnp.minimum(top, top_before))
+            top = jnp.maximum(top, top_before)
         if last:
-            ranked = jnp.where(there[None, :], ranked, LEAST)
-        return jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+            # Beside 0, what absent ones have, the bits of a number are no longer its last.
+            sure = (top - jnp.maximum(runner, 0.0) > needed * norm) & (label < used)
+            label = jnp.where(row < stop, jnp.where(sure, label, -2 - label), -1)
+        plgpu.store(labels.at[head, row], label, mask=mask)
+        for x, value in zip(between, (top, runner), strict=False):
+            plgpu.store(x.at[head, row], value, mask=mask)
+        return following
 
-    full = (count - 1) // block
-    least = jnp.full((tile, block), LEAST, jnp.int32)
-    best, second = body(full, jax.lax.fori_loop(0, full, body, (least, least)), last=True)
-    top = jnp.max(best, axis=1)
-    where = jnp.min(jnp.where(best == top[:, None], column[None, :], block - 1), axis=1)
-    lead = top - jnp.max(jnp.where(column[None, :] == where[:, None], second, best), axis=1)
-    label = jnp.minimum(jnp.mod(top, tiles) * block + where, count - 1)
-    plgpu.store(labels.at[head, row], jnp.where(inside, label, -1), mask=row < labels.shape[1])
-    doubt = inside & ~(lead.astype(jnp.float32) > needed)
-    many = jnp.sum(doubt.astype(jnp.int32))
+    # Heads without keys cost little: a loop over steps has more and more of them.
+    filled = jnp.clip(pl.cdiv(stop - first, tile), 0, turns)
+    jax.lax.fori_loop(0, filled, body, keys_of(0))
 
-    @pl.when(many > 0)
-    def _():
-        # Programs come in any order, which no label depends on.
-        place = plgpu.atomic_add(total, (head,), many) + jnp.cumsum(doubt.astype(jnp.int32)) - 1
-        plgpu.store(listed.at[head, jnp.where(doubt, place, listed.shape[1])], row, mask=doubt)
+    def none(turn, carry):
+        row = rows_of(turn)
+        plgpu.store(labels.at[head, row], jnp.full((tile,), -1, jnp.int32), mask=row < all_rows)
+        for x in between:
+            plgpu.store(x.at[head, row], jnp.full((tile,), -jnp.inf, jnp.float32), mask=row < all_rows)
+        return carry
+
+    jax.lax.fori_loop(filled, turns, none, 0)
 
 
-def _settle(keys, heads_of, tails_of, listed, total, present, _, labels, *, tile, block):
-    """Labels of the keys on a head's list, each program's share of them."""
-    head, first, stride = pl.program_id(1), pl.program_id(0) * tile, SETTLERS * tile
+def _with_bits(x: Float[Array, "n m"], kept: int, more: int | Array) -> Float[Array, "n m"]:
+    """x with some of its bits, and with these."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits & kept) | more, jnp.float32)
+
+
+def _highest(xs: Iterable[Float[Array, " n"]]) -> Float[Array, " n"]:
+    return reduce(jnp.maximum, xs)
+
+
+def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):
+    """Labels of the keys in doubt among `rows` keys: their numbers are written one behind the other, and read again."""
+    head, first = pl.program_id(1), pl.program_id(0) * rows
+    row = first + arange(rows)
+    label = plgpu.load(labels.at[head, row], mask=row < labels.shape[1], other=-1)
+    doubt = (label < -1).astype(jnp.int32)
+    place = jnp.where(label < -1, first + jnp.cumsum(doubt) - 1, listed.shape[1])
+    plgpu.store(listed.at[head, place], row, mask=label < -1)
+    end = first + jnp.sum(doubt)
+    if barrier:  # other threads of this program read them
+        plgpu.debug_barrier()
 
     def body(i, carry):
-        place = first + i * stride + arange(tile)
-        there = place < total[head]
+        place = first + i * tile + arange(tile)
+        there = place < end
         row = plgpu.load(listed.at[head, place], mask=there, other=labels.shape[1])
         label = _first_nearest(keys, heads_of, tails_of, head, row, there, present, block)
         plgpu.store(labels.at[head, row], label, mask=there)
         return carry
 
-    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(total[head] - first, 0), stride), body, 0)
+    jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, 0)
 
 
 def _exact(keys, heads_of, tails_of, end, present, labels, *, tile, block):
@@ -259,7 +342,7 @@ def _first_nearest(keys, heads_of, tails_of, head, row, mask, present, block):
     """The centroid of highest cosine for each of these keys, of equal ones the first."""
     width, count = heads_of.shape[2], jnp.clip(present[head], 1, heads_of.shape[1])
     columns = arange(power_of_two(width, 16))
-    halves = _scaled(load_rows(keys, head, row, columns, mask, width))
+    halves, _ = _scaled(load_rows(keys, head, row, columns, mask, width))
 
     def body(i, best):
         number = i * block + arange(block)
@@ -287,13 +370,20 @@ def _means(keys, order, starts, old, means, *, tile):
     columns = arange(power_of_two(width, 16))
     first, end = starts[head, number], starts[head, number + 1]
 
-    def body(i, total):
+    def rows_of(i):
         place = first + i * tile + arange(tile)
-        row = plgpu.load(order.at[head, place], mask=place < end, other=0)
-        return total + load_rows(keys, head, row, columns, place < end, width).astype(jnp.float32)
+        return plgpu.load(order.at[head, place], mask=place < end, other=-1)
 
-    zeros = jnp.zeros((tile, columns.shape[0]), jnp.float32)
-    total = jnp.sum(jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, zeros), axis=0)
+    def keys_of(row):
+        return load_rows(keys, head, row, columns, row >= 0, width)
+
+    # Numbers are read two tiles ahead and keys one.
+    def body(i, state):
+        total, key, row = state
+        return total + key.astype(jnp.float32), keys_of(row), rows_of(i + 2)
+
+    start = jnp.zeros((tile, columns.shape[0]), jnp.float32), keys_of(rows_of(0)), rows_of(1)
+    total = jnp.sum(jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, start)[0], axis=0)
     mask = columns < width
     stays = plgpu.load(means.at[head, number, columns], mask=mask, other=0.0)
     mean = total / jnp.maximum(end - first, 1).astype(jnp.float32)

@@ -31,6 +31,7 @@ def kmeans(
     used: Int[Array, "B K"] | None = None,
     *,
     with_means: bool,
+    scaled: None = None,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ):

@@ -22,6 +22,7 @@ def kmeans(
     used: Int[Array, "B K"] | None = None,
     *,
     with_means: bool,
+    scaled: None = None,
 ):
     """Labels i32 [B,K,N] as in `clusterkv_jax.kernels.kmeans.assign`.
 
