@@ -90,7 +90,8 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (depth, place), value in np.ndenumerate(grid):
         if np.isfinite(value):
-            axes.text(place, depth, f"{value:.0f}", ha="center", va="center", fontsize=7)
+            on_dark = "white" if abs(value - 50) > 38 else "black"
+            axes.text(place, depth, f"{value:.0f}", ha="center", va="center", fontsize=7, color=on_dark)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(_BINS), [f"{100 * i // _BINS} %" for i in range(_BINS)])
     axes.set_xlabel("tokens")
