@@ -8,13 +8,14 @@
 
 Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
 warmed up before, over --steps steps. Clustering's share is what prefill takes longer than with the full cache, without
-compiling; selection's and attention's shares are those of their own programs, run for all layers, in a step.
+compiling; attention's share is that of a program of it alone for all layers, selection's what the same program takes
+longer with it.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -62,8 +63,8 @@ def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int
     return taken / steps, cache
 
 
-def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) -> tuple[float, float]:
-    """Seconds that selection, and attention to what was selected, take in all layers of a step."""
+def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 20) -> tuple[float, float]:
+    """Seconds that selection, and attention to what was selected, take in all layers of a step, one after the other."""
     batch, heads = cache.position.shape[0], config.num_kv_heads
     shape = (batch, heads, config.num_heads // heads, config.head_dim)
     q = jax.random.normal(jax.random.key(1), shape, groups(cache.layers[0])[0].keys.dtype)
@@ -71,30 +72,22 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 10) ->
     held = [(groups(layer)[0], state[0]) for layer, state in both if state[0] is not None]
 
     # A layer's queries depend on what came out of the one before it, so that none of them overlap.
-    @jax.jit
-    def select(q, held):
-        def body(_, q):
-            for _, index in held:
-                rows = method.choose(index, q, index["recalled"].shape[-1])
-                q = q + (rows[..., -1:] & 1).astype(q.dtype) * 1e-3
-            return q
+    def attend(q, group, index):
+        return q + 1e-3 * recalled_attention(q, group.keys, group.values, index["recalled"])
 
-        return jax.lax.fori_loop(0, repeats, body, q)
+    def select_and_attend(q, group, index):
+        return attend(q, group, index | {"recalled": method.choose(index, q, index["recalled"].shape[-1])})
 
-    @jax.jit
-    def attend(q, held):
-        def body(_, q):
-            for group, index in held:
-                q = q + 1e-3 * recalled_attention(q, group.keys, group.values, index["recalled"])
-            return q
+    def taken(layer: Callable[..., jax.Array]) -> float:
+        @jax.jit
+        def run(q, held):
+            return jax.lax.fori_loop(0, repeats, lambda _, q: reduce(lambda q, one: layer(q, *one), held, q), q)
 
-        return jax.lax.fori_loop(0, repeats, body, q)
+        seconds(lambda: run(q, held))
+        return min(seconds(lambda: run(q, held))[0] for _ in range(5)) / repeats
 
-    times = []
-    for run in (select, attend):
-        seconds(lambda run=run: run(q, held))
-        times.append(min(seconds(lambda run=run: run(q, held))[0] for _ in range(3)) / repeats)
-    return times[0], times[1]
+    attention = taken(attend)
+    return taken(select_and_attend) - attention, attention
 
 
 def peak_memory() -> str:
