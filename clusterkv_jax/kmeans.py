@@ -1,5 +1,8 @@
 """Cosine K-means of keys, for all batch rows and KV heads at once (ClusterKV section 4.2)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,15 +46,6 @@ def cluster(
 
     scaled = prepared(keys)
     ends = jnp.full(keys.shape[:2], keys.shape[2], jnp.int32) if length is None else length.astype(jnp.int32)
-    between = _steps_between_looks(max_iterations)
-
-    def unfinished(state):
-        step, _, _, active = state
-        return jnp.any(active) & (step < max_iterations)
-
-    def body(state):
-        step, *state = state
-        return step + between, *jax.lax.fori_loop(0, between, move, tuple(state), unroll=True)
 
     def move(_, state):
         """A step of the heads that are active: the others have no keys, so that their centroids stay."""
@@ -62,8 +56,7 @@ def cluster(
 
     # -2 is no label: the first step always counts as a change.
     labels = jnp.full(keys.shape[:3], -2, jnp.int32)
-    state = (jnp.int32(0), start, labels, jnp.ones(keys.shape[:2], bool))
-    _, centroids, labels, active = jax.lax.while_loop(unfinished, body, state)
+    centroids, labels, active = _repeated(move, (start, labels, jnp.ones(keys.shape[:2], bool)), max_iterations)
     # Where nothing changed, labels are those of the centroids already.
     new = assign(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
     labels = jnp.where(active[..., None], new, labels)
@@ -71,9 +64,16 @@ def cluster(
     return centroids, labels, starts[..., 1:] - starts[..., :-1]
 
 
-def _steps_between_looks(most: int) -> int:
-    """Steps, a divisor of `most`, before the loop may end: a GPU idles while the host looks whether it does."""
-    return next((n for n in (5, 4, 3, 2) if most % n == 0), 1) if platform() == "gpu" else 1
+def _repeated(move: Callable[..., Any], state: Any, most: int) -> Any:
+    """`most` steps, or as many as it takes until no head is active.
+
+    A GPU would idle while the host looks whether any is, longer than steps without active heads take.
+    """
+    if platform() == "gpu":
+        return jax.lax.fori_loop(0, most, move, state, unroll=min(5, most) or None)
+    unfinished = lambda state: (state[0] < most) & jnp.any(state[1][-1])  # noqa: E731
+    step = lambda state: (state[0] + 1, move(None, state[1]))  # noqa: E731
+    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 
 def _check_rows(initial_rows: Int[Array, "... C"], rows: int) -> None:
