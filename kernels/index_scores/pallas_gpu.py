@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, load_rows, power_of_two
 
 TILE = 32  # entries of a program
+LINE = 128  # bytes of an entry that are read at a time
 MOST_QUERIES = 16  # of a KV head: each has its own code
 
 
@@ -26,6 +27,7 @@ def index_scores(
     *,
     tile: int = TILE,
     warps: int = 4,
+    line: int = LINE,
     interpret: bool = False,
 ) -> Float[Array, "B K G C"]:
     """See `clusterkv_jax.kernels.index_scores.index_scores`."""
@@ -36,7 +38,7 @@ def index_scores(
     if q.dtype not in DTYPES or index.dtype not in DTYPES:
         raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
     scores = call(
-        partial(_kernel, tile=tile),
+        partial(_kernel, tile=tile, step=min(line // index.dtype.itemsize, power_of_two(dim))),
         jax.ShapeDtypeStruct((batch * heads, queries, entries), jnp.float32),
         q.reshape(batch * heads, queries, dim),
         index.reshape(batch * heads, entries, dim),
@@ -47,11 +49,17 @@ def index_scores(
     return scores.reshape(batch, heads, queries, entries)
 
 
-def _kernel(q, index, out, *, tile):
+def _kernel(q, index, out, *, tile, step):
     number, head = pl.program_id(0) * tile + arange(tile), pl.program_id(1)
-    _, entries, width = index.shape
-    columns, inside = arange(power_of_two(width)), number < entries
-    entry = load_rows(index, head, number, columns, inside, width).astype(jnp.float32)
-    for g in range(q.shape[1]):
-        query = plgpu.load(q.at[head, g, columns], mask=columns < width, other=0.0).astype(jnp.float32)
-        plgpu.store(out.at[head, g, number], jnp.sum(entry * query[None, :], axis=1), mask=inside)
+    (_, entries, width), queries = index.shape, q.shape[1]
+    inside = number < entries
+    # Few lanes share an entry's part of a line, so that few sums across lanes are left at the end.
+    sums = [jnp.zeros((tile, step), jnp.float32)] * queries
+    for first in range(0, width, step):
+        columns = arange(step, first)
+        entry = load_rows(index, head, number, columns, inside, width).astype(jnp.float32)
+        for g in range(queries):
+            query = plgpu.load(q.at[head, g, columns], mask=columns < width, other=0.0).astype(jnp.float32)
+            sums[g] += entry * query[None, :]
+    for g in range(queries):
+        plgpu.store(out.at[head, g, number], jnp.sum(sums[g], axis=1), mask=inside)

@@ -1,13 +1,14 @@
-"""Selection on GPU without a sort: one program per selection, all clusters in its registers.
+"""Selection on GPU without a sort: what cannot be chosen is left out first, the rest is short enough to be compared.
 
-    grid (B K J)
+    grid (blocks of places, B K J)
 
-    threshold   the lowest score that is chosen, `BITS` bits of it a round: how many rows stand at or above each of
-                2^BITS candidates
-    places      prefix sums of what is taken of every cluster, in the order of their numbers
-    rows        every place finds its cluster as the number of those that begin at or before it
+    bound       a score that clusters with enough rows stand at or above: those below it are not chosen
+    list        the clusters at or above it, in the order of their numbers, in memory of the program's own
+    rows        those before a cluster are the sizes of the listed ones that come before it; every place of the block
+                finds the cluster whose rows it lies among
 
-One program's chain of latencies is the time of it all, so that each part is a few wide operations.
+All blocks of a selection make the same list. Comparing costs the square of its length: few clusters, where as many
+rows are wanted as clusters are large, all of them where all scores are equal.
 """
 
 from functools import partial
@@ -20,9 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
-BITS = 4  # of the threshold in a round; divides 32
 MOST_CLUSTERS = 16384  # what fits in registers
-PLACES = 1024  # rows written at a time
+PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
+TRIED = 16  # scores in a round of the bound
+ROUNDS = 6  # at most: TRIED^6 parts of the range are as fine as float32
+SPARE = 2  # a list may have rows for 1 + 1 / SPARE times what is wanted
+LISTED = 32  # clusters of the list that are compared at a time
 
 
 def select_rows(
@@ -34,116 +38,149 @@ def select_rows(
     *,
     count: int,
     sinks: int = 0,
+    places: int | None = None,
+    warps: int | None = None,
+    tried: int = TRIED,
+    spare: int = SPARE,
+    listed: int = LISTED,
+    across: bool = False,
     interpret: bool = False,
 ) -> Int[Array, "B K J count"]:
-    """See `clusterkv_jax.kernels.select_rows.select_rows`."""
+    """See `clusterkv_jax.kernels.select_rows.select_rows`; `places` of a program."""
     batch, heads, each, clusters = scores.shape
     if clusters == 0 or count == 0 or clusters > MOST_CLUSTERS:
         raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
+    selections = batch * heads * each
+    warps = warps or min(16, max(4, power_of_two(clusters) // 256))
+    places = places or min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
+    blocks = pl.cdiv(count, places)
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
-    tile = power_of_two(clusters, 32)
     rows, _ = call(
         partial(
             _kernel,
             sinks=min(sinks, count),
-            selections=heads * each,
             each=each,
             ordered=order is not None,
-            bits=BITS if tile <= 2048 else 2,
+            places=places,
+            tried=tried,
+            spare=spare,
+            tile=listed,
+            across=across,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
-            jax.ShapeDtypeStruct((batch * heads * each, count), jnp.int32),
-            jax.ShapeDtypeStruct((batch * heads * each, 2, count + 1), jnp.int32),
+            jax.ShapeDtypeStruct((selections, count), jnp.int32),
+            jax.ShapeDtypeStruct((selections, blocks, 3, clusters + 1), jnp.int32),
         ),
         scores.reshape(-1, clusters),
         flat(sizes),
         flat(starts),
         flat(starts if order is None else order),
         room,
-        grid=(batch * heads * each,),
-        warps=min(16, max(4, tile // 256)),
+        grid=(blocks, selections),
+        warps=warps,
         interpret=interpret,
     )
     return rows.reshape(batch, heads, each, count)
 
 
-def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, selections, each, ordered, bits, barrier):
-    selection, clusters, count = pl.program_id(0), scores.shape[1], out.shape[1]
+def _kernel(
+    scores,
+    sizes,
+    starts,
+    order,
+    room,
+    out,
+    scratch,
+    *,
+    sinks,
+    each,
+    ordered,
+    places,
+    tried,
+    spare,
+    tile,
+    across,
+    barrier,
+):
+    block, selection = pl.program_id(0), pl.program_id(1)
+    clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
     real = number < clusters
     size = plgpu.load(sizes.at[head, number], mask=real, other=0)
-    key = _key(plgpu.load(scores.at[selection, number], mask=real, other=-jnp.inf))
-    limit = jnp.maximum(jnp.minimum(room[selection // selections], count) - sinks, 0)
+    score = plgpu.load(scores.at[selection, number], mask=real, other=0.0)
+    start = plgpu.load(starts.at[head, number], mask=real, other=0)
+    limit = jnp.maximum(jnp.minimum(room[selection // (scores.shape[0] // room.shape[0])], count) - sinks, 0)
 
-    low, high = _threshold(key, size, limit, bits)
-    above, equal = jnp.where(key > high, size, 0), jnp.where((key >= low) & (key <= high), size, 0)
-    left = limit - jnp.sum(above) - (jax.lax.cumsum(equal) - equal)
-    taken = above + jnp.clip(left, 0, equal)
-    chosen = taken > 0
-    place = sinks + jax.lax.cumsum(taken) - taken
-    rank = jax.lax.cumsum(chosen.astype(jnp.int32)) - 1
-    end = sinks + jnp.sum(taken)
-
-    # Row 0: a one where a cluster begins; row 1, by rank: what leads from a place to the row's place in `order`.
-    tiles, tile = pl.cdiv(count, PLACES), min(PLACES, power_of_two(count, 32))
-
-    def clear(i, _):
-        at = i * tile + arange(tile)
-        plgpu.store(scratch.at[selection, 0, at], jnp.zeros((tile,), jnp.int32), mask=at < count)
-        return _
-
-    jax.lax.fori_loop(0, tiles, clear, 0)
-    barrier()
+    listed = (score >= _bound(score, size, limit, tried, spare)) & (size > 0)
+    before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
+    length = jnp.sum(listed.astype(jnp.int32))
     # The interpreter writes what is masked back as it was, so that it needs a place of its own.
-    start = plgpu.load(starts.at[head, number], mask=chosen, other=0)
-    at = jnp.where(chosen, place, count)
-    plgpu.store(scratch.at[selection, 0, at], jnp.ones_like(at), mask=chosen)
-    plgpu.store(scratch.at[selection, 1, jnp.where(chosen, rank, count)], start - place, mask=chosen)
+    at = jnp.where(listed, before, clusters)
+    for i, value in enumerate((jax.lax.bitcast_convert_type(score, jnp.int32), size, start)):
+        plgpu.store(scratch.at[selection, block, i, at], value, mask=listed)
     barrier()
 
-    def write(i, before):
-        at = i * tile + arange(tile)
-        begins = plgpu.load(scratch.at[selection, 0, at], mask=at < count, other=0)
-        which = before + jax.lax.cumsum(begins) - 1
-        filled = (at >= sinks) & (at < end)
-        row = at + plgpu.load(scratch.at[selection, 1, which], mask=filled, other=0)
-        if ordered:
-            row = plgpu.load(order.at[head, row], mask=filled, other=0)
-        row = jnp.where(at < sinks, at, jnp.where(filled, row, -1))
-        plgpu.store(out.at[selection, at], row, mask=at < count)
-        return before + jnp.sum(begins)
-
-    jax.lax.fori_loop(0, tiles, write, jnp.int32(0))
+    place = block * places + arange(places)
+    wanted = place - sinks
+    found = _find(scratch, (selection, block), wanted, length, tile, across)
+    filled = (found >= 0) & (wanted < limit)
+    if ordered:
+        found = plgpu.load(order.at[head, found], mask=filled, other=0)
+    row = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
+    plgpu.store(out.at[selection, place], row, mask=place < count)
 
 
-def _key(score: Float[Array, " C"]) -> Int[Array, " C"]:
-    """Integers in the order of the scores."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _bound(score, size, limit, tried, spare):
+    """A score at or above which clusters have at least `limit` rows, if there are so many, and hardly more.
 
-
-def _threshold(key, size, limit, bits):
-    """Bounds (both inclusive) between which the last chosen key is, and no other or only equal ones.
-
-    Clusters above them have less than `limit` rows, with those between them at least as many, if there are so many.
+    Every round tries scores at equal distances between the highest known to be low enough and the lowest that is not.
     """
-    step = arange(1 << bits)
+    some = size > 0
 
     def unsure(state):
-        _, _, shift, inside = state
-        return (shift > 0) & (inside > 1)
+        _, _, held, turn = state
+        return (held > limit + limit // spare) & (turn < ROUNDS)
 
     def narrow(state):
-        low, _, shift, _ = state
-        shift = shift - bits
-        tried = low + (step << shift)
-        held = jnp.sum(jnp.where(key[None, :] >= tried[:, None], size[None, :], 0), axis=1)
-        enough = jnp.sum((held >= limit).astype(jnp.int32))
-        low = low + ((jnp.maximum(enough, 1) - 1) << shift)
-        high = low + ((1 << shift) - 1)
-        inside = jnp.sum(((key >= low) & (key <= high) & (size > 0)).astype(jnp.int32))
-        return low, high, shift, inside
+        low, high, held, turn = state
+        part = arange(tried).astype(jnp.float32) / tried
+        bound = jnp.where(part > 0, low + (high - low) * part, low)
+        rows = jnp.sum(jnp.where(score[None, :] >= bound[:, None], size[None, :], 0), axis=1)
+        enough = rows >= limit
+        low = jnp.max(jnp.where(enough, bound, low))
+        high = jnp.min(jnp.where(enough, high, bound))
+        return low, high, jnp.min(jnp.where(enough, rows, held)), turn + 1
 
-    start = (jnp.int32(-(2**31)), jnp.int32(0), jnp.int32(32), jnp.int32(2))
-    return jax.lax.while_loop(unsure, narrow, start)[:2]
+    low, high = jnp.min(jnp.where(some, score, jnp.inf)), jnp.max(jnp.where(some, score, -jnp.inf))
+    return jax.lax.while_loop(unsure, narrow, (low, high, jnp.sum(size), jnp.int32(0)))[0]
+
+
+def _find(scratch, own, wanted, length, tile, across):
+    """For every wanted place of a selection where its row stands by the clusters' `starts`, -1 for none."""
+    tiles = pl.cdiv(length, tile)
+
+    def load(i, number):
+        value = plgpu.load(scratch.at[*own, i, number], mask=number < length, other=0)
+        return jax.lax.bitcast_convert_type(value, jnp.float32) if i == 0 else value
+
+    def search(j, found):
+        mine = j * tile + arange(tile)
+        score, size, start = (load(i, mine) for i in range(3))
+
+        def compare(i, before):
+            other = i * tile + arange(tile)
+            theirs = load(0, other)[:, None]
+            first = (theirs > score[None, :]) | ((theirs == score[None, :]) & (other[:, None] < mine[None, :]))
+            return before + jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
+
+        before = jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32))
+        if across:
+            within = wanted[:, None] - before[None, :]
+            inside = (within >= 0) & (within < size[None, :])
+            return found + jnp.sum(jnp.where(inside, within + (start + 1)[None, :], 0), axis=1)
+        within = wanted[None, :] - before[:, None]
+        inside = (within >= 0) & (within < size[:, None])
+        return found + jnp.sum(jnp.where(inside, within + (start + 1)[:, None], 0), axis=0)
+
+    return jax.lax.fori_loop(0, tiles, search, jnp.full_like(wanted, -1))
