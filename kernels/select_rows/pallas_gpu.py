@@ -7,8 +7,9 @@
     rows        those before a cluster are the sizes of the listed ones that come before it; every place of the block
                 finds the cluster whose rows it lies among
 
-All blocks of a selection make the same list. Comparing costs the square of its length: few clusters, where as many
-rows are wanted as clusters are large, all of them where all scores are equal.
+The bound is that of a sample: the best cluster of each group, compared with those of all others. All blocks of a
+selection make the same list. Comparing costs the square of its length: few clusters, where as many rows are wanted as
+clusters are large, all of them where all scores are equal.
 """
 
 from functools import partial
@@ -23,9 +24,10 @@ from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
 MOST_CLUSTERS = 16384  # what fits in registers
 PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
-TRIED = 16  # scores in a round of the bound
-ROUNDS = 6  # at most: TRIED^6 parts of the range are as fine as float32
-SPARE = 2  # a list may have rows for 1 + 1 / SPARE times what is wanted
+FEW = 128  # clusters in a list that is not worth shortening
+TRIED = 8  # scores in a round that shortens it
+ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
+SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
 LISTED = 32  # clusters of the list that are compared at a time
 
 
@@ -40,19 +42,19 @@ def select_rows(
     sinks: int = 0,
     places: int | None = None,
     warps: int | None = None,
-    tried: int = TRIED,
-    spare: int = SPARE,
-    listed: int = LISTED,
-    across: bool = False,
+    groups: int | None = None,
+    listed: int | None = None,
     interpret: bool = False,
 ) -> Int[Array, "B K J count"]:
-    """See `clusterkv_jax.kernels.select_rows.select_rows`; `places` of a program."""
+    """See `clusterkv_jax.kernels.select_rows.select_rows`; `places` of a program, `groups` of clusters to sample."""
     batch, heads, each, clusters = scores.shape
     if clusters == 0 or count == 0 or clusters > MOST_CLUSTERS:
         raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
     selections = batch * heads * each
     warps = warps or min(16, max(4, power_of_two(clusters) // 256))
     places = places or min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
+    groups = groups or min(128, power_of_two(clusters, 32) // 8)
+    listed = listed or (LISTED if places < 512 else LISTED // 2)
     blocks = pl.cdiv(count, places)
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
     rows, _ = call(
@@ -62,10 +64,8 @@ def select_rows(
             each=each,
             ordered=order is not None,
             places=places,
-            tried=tried,
-            spare=spare,
+            groups=groups,
             tile=listed,
-            across=across,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
@@ -84,25 +84,7 @@ def select_rows(
     return rows.reshape(batch, heads, each, count)
 
 
-def _kernel(
-    scores,
-    sizes,
-    starts,
-    order,
-    room,
-    out,
-    scratch,
-    *,
-    sinks,
-    each,
-    ordered,
-    places,
-    tried,
-    spare,
-    tile,
-    across,
-    barrier,
-):
+def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, each, ordered, places, groups, tile, barrier):
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
@@ -110,11 +92,15 @@ def _kernel(
     size = plgpu.load(sizes.at[head, number], mask=real, other=0)
     score = plgpu.load(scores.at[selection, number], mask=real, other=0.0)
     start = plgpu.load(starts.at[head, number], mask=real, other=0)
+    score = jnp.where(size > 0, score, -jnp.inf)
     limit = jnp.maximum(jnp.minimum(room[selection // (scores.shape[0] // room.shape[0])], count) - sinks, 0)
-
-    listed = (score >= _bound(score, size, limit, tried, spare)) & (size > 0)
+    bound = _bound(score, size, limit, groups)
+    length = jnp.sum(((score >= bound) & (size > 0)).astype(jnp.int32))
+    bound = jax.lax.cond(length > FEW, lambda: _raised(bound, score, size, limit), lambda: bound)
+    listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
     length = jnp.sum(listed.astype(jnp.int32))
+    end = jnp.minimum(limit, jnp.sum(jnp.where(listed, size, 0)))
     # The interpreter writes what is masked back as it was, so that it needs a place of its own.
     at = jnp.where(listed, before, clusters)
     for i, value in enumerate((jax.lax.bitcast_convert_type(score, jnp.int32), size, start)):
@@ -123,16 +109,25 @@ def _kernel(
 
     place = block * places + arange(places)
     wanted = place - sinks
-    found = _find(scratch, (selection, block), wanted, length, tile, across)
-    filled = (found >= 0) & (wanted < limit)
+    found = wanted + _ahead(scratch, (selection, block), wanted, length, tile)
+    filled = (wanted >= 0) & (wanted < end)
     if ordered:
         found = plgpu.load(order.at[head, found], mask=filled, other=0)
     row = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
     plgpu.store(out.at[selection, place], row, mask=place < count)
 
 
-def _bound(score, size, limit, tried, spare):
-    """A score at or above which clusters have at least `limit` rows, if there are so many, and hardly more.
+def _bound(score, size, limit, groups):
+    """A score at or above which the best clusters of their groups have `limit` rows, -inf if all of them have less."""
+    score, size = score.reshape(-1, groups), size.reshape(-1, groups)
+    best = jnp.max(score, axis=0)
+    size = jnp.max(jnp.where(score == best[None, :], size, 0), axis=0)
+    rows = jnp.sum(jnp.where(best[:, None] >= best[None, :], size[:, None], 0), axis=0)
+    return jnp.max(jnp.where(rows >= limit, best, -jnp.inf))
+
+
+def _raised(low, score, size, limit):
+    """A bound like `low`, where clusters hardly have more rows than they must.
 
     Every round tries scores at equal distances between the highest known to be low enough and the lowest that is not.
     """
@@ -140,11 +135,11 @@ def _bound(score, size, limit, tried, spare):
 
     def unsure(state):
         _, _, held, turn = state
-        return (held > limit + limit // spare) & (turn < ROUNDS)
+        return (held > limit + limit // SPARE) & (turn < ROUNDS)
 
     def narrow(state):
         low, high, held, turn = state
-        part = arange(tried).astype(jnp.float32) / tried
+        part = arange(TRIED).astype(jnp.float32) / TRIED
         bound = jnp.where(part > 0, low + (high - low) * part, low)
         rows = jnp.sum(jnp.where(score[None, :] >= bound[:, None], size[None, :], 0), axis=1)
         enough = rows >= limit
@@ -152,13 +147,15 @@ def _bound(score, size, limit, tried, spare):
         high = jnp.min(jnp.where(enough, high, bound))
         return low, high, jnp.min(jnp.where(enough, rows, held)), turn + 1
 
-    low, high = jnp.min(jnp.where(some, score, jnp.inf)), jnp.max(jnp.where(some, score, -jnp.inf))
-    return jax.lax.while_loop(unsure, narrow, (low, high, jnp.sum(size), jnp.int32(0)))[0]
+    low = jnp.maximum(low, jnp.min(jnp.where(some, score, jnp.inf)))
+    held = jnp.sum(jnp.where(score >= low, size, 0))
+    return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), held, jnp.int32(0)))[0]
 
 
-def _find(scratch, own, wanted, length, tile, across):
-    """For every wanted place of a selection where its row stands by the clusters' `starts`, -1 for none."""
+def _ahead(scratch, own, wanted, length, tile):
+    """For every wanted place of a selection how far ahead of it its row stands by the clusters' `starts`."""
     tiles = pl.cdiv(length, tile)
+    unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)  # noqa: E731
 
     def load(i, number):
         value = plgpu.load(scratch.at[*own, i, number], mask=number < length, other=0)
@@ -175,12 +172,8 @@ def _find(scratch, own, wanted, length, tile, across):
             return before + jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
 
         before = jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32))
-        if across:
-            within = wanted[:, None] - before[None, :]
-            inside = (within >= 0) & (within < size[None, :])
-            return found + jnp.sum(jnp.where(inside, within + (start + 1)[None, :], 0), axis=1)
-        within = wanted[None, :] - before[:, None]
-        inside = (within >= 0) & (within < size[:, None])
-        return found + jnp.sum(jnp.where(inside, within + (start + 1)[:, None], 0), axis=0)
+        # As unsigned numbers, those below 0 are beyond every size.
+        inside = unsigned(wanted[None, :] - before[:, None]) < unsigned(size)[:, None]
+        return found + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
 
-    return jax.lax.fori_loop(0, tiles, search, jnp.full_like(wanted, -1))
+    return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(wanted))
