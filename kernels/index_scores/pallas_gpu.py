@@ -30,6 +30,7 @@ def index_scores(
     warps: int | None = None,
     line: int = LINE,
     programs: int = PROGRAMS,
+    fence: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B K G C"]:
     """See `clusterkv_jax.kernels.index_scores.index_scores`."""
@@ -46,6 +47,7 @@ def index_scores(
         partial(
             _kernel,
             tile=tile,
+            fence=fence and not interpret,
             span=pl.cdiv(entries, programs),
             step=min(line // index.dtype.itemsize, power_of_two(dim)),
         ),
@@ -59,7 +61,7 @@ def index_scores(
     return scores.reshape(batch, heads, queries, entries)
 
 
-def _kernel(q, index, out, *, tile, span, step):
+def _kernel(q, index, out, *, tile, fence, span, step):
     """Scores of `span` entries; those of a tile are summed while the next ones are read."""
     program, head = pl.program_id(0), pl.program_id(1)
     (_, entries, width), queries = index.shape, q.shape[1]
@@ -84,6 +86,8 @@ def _kernel(q, index, out, *, tile, span, step):
 
     def turn(i, parts):
         ahead = read(i + 1)
+        if fence:  # so that the compiler does not put off what is read
+            plgpu.debug_barrier()
         score(i, parts)
         return ahead
 
