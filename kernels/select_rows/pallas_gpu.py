@@ -24,11 +24,12 @@ from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
 MOST_CLUSTERS = 16384  # what fits in registers
 PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
-FEW = 128  # clusters in a list that is not worth shortening
-TRIED = 8  # scores in a round that shortens it
+# Groups of clusters, the best of which are the sample; clusters in a list that is not worth shortening; clusters of the
+# list that are compared at a time.
+SIZES = {"groups": 128, "few": 128, "listed": 32}
+TRIED = 8  # scores in a round that shortens the list
 ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
 SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
-LISTED = 32  # clusters of the list that are compared at a time
 
 
 def select_rows(
@@ -40,22 +41,17 @@ def select_rows(
     *,
     count: int,
     sinks: int = 0,
-    places: int | None = None,
-    warps: int | None = None,
-    groups: int | None = None,
-    listed: int | None = None,
+    tuning: dict[str, int] | None = None,
     interpret: bool = False,
 ) -> Int[Array, "B K J count"]:
-    """See `clusterkv_jax.kernels.select_rows.select_rows`; `places` of a program, `groups` of clusters to sample."""
+    """See `clusterkv_jax.kernels.select_rows.select_rows`."""
     batch, heads, each, clusters = scores.shape
     if clusters == 0 or count == 0 or clusters > MOST_CLUSTERS:
         raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
     selections = batch * heads * each
-    warps = warps or min(16, max(4, power_of_two(clusters) // 256))
-    places = places or min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
-    groups = groups or min(128, power_of_two(clusters, 32) // 8)
-    listed = listed or (LISTED if places < 512 else LISTED // 2)
-    blocks = pl.cdiv(count, places)
+    warps = 4 if clusters <= 1024 else 8 if clusters <= 4096 else 16
+    places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
+    blocks, chosen = pl.cdiv(count, places), SIZES | (tuning or {})
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
     rows, _ = call(
         partial(
@@ -64,8 +60,9 @@ def select_rows(
             each=each,
             ordered=order is not None,
             places=places,
-            groups=groups,
-            tile=listed,
+            groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
+            few=chosen["few"],
+            tile=chosen["listed"] if places < 512 else chosen["listed"] // 2,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
@@ -84,7 +81,9 @@ def select_rows(
     return rows.reshape(batch, heads, each, count)
 
 
-def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, each, ordered, places, groups, tile, barrier):
+def _kernel(
+    scores, sizes, starts, order, room, out, scratch, *, sinks, each, ordered, places, groups, few, tile, barrier
+):
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
@@ -96,7 +95,7 @@ def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, each, or
     limit = jnp.maximum(jnp.minimum(room[selection // (scores.shape[0] // room.shape[0])], count) - sinks, 0)
     bound = _bound(score, size, limit, groups)
     length = jnp.sum(((score >= bound) & (size > 0)).astype(jnp.int32))
-    bound = jax.lax.cond(length > FEW, lambda: _raised(bound, score, size, limit), lambda: bound)
+    bound = jax.lax.cond(length > few, lambda: _raised(bound, score, size, limit), lambda: bound)
     listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
     length = jnp.sum(listed.astype(jnp.int32))
