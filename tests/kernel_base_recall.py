@@ -60,7 +60,7 @@ def check_group_of(shape, implementation, examples):
 # --- the rows of the best clusters
 
 # batch, heads, selections per head, clusters, rows wanted, sinks
-SELECT_SHAPES = [(2, 2, 3, 37, 40, 3), (1, 2, 1, 150, 100, 0)]
+SELECT_SHAPES = [(2, 2, 3, 37, 40, 3), (1, 2, 1, 150, 100, 0), (1, 1, 2, 70, 300, 16), (1, 1, 1, 20, 5, 9)]
 
 
 def check_select(implementation, *, ordered=True, shapes=SELECT_SHAPES, examples=6):
@@ -91,7 +91,7 @@ def check_select_of(shape, implementation, ordered, examples):
                 places = starts[(*head, c)] + np.arange(min(sizes[(*head, c)], left))
                 parts.append((order[head][places] if ordered else places).tolist())
                 left -= len(places)
-            one_selection(np.asarray(found[at]).tolist(), list(range(sinks)), [part for part in parts if part])
+            one_selection(np.asarray(found[at]).tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
     levels = st.sampled_from([1, 1000, 1e30])  # many ties, hardly any, far apart
     rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)

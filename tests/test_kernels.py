@@ -75,7 +75,11 @@ GROUP = {
     "xla": group_reference.group_rows,
     "gpu": partial(group_gpu.group_rows, sizes={"rows": 64, "tiles": 2}, interpret=True),
 }
-SELECT = {"xla": select_reference.select_rows, "gpu": partial(select_gpu.select_rows, interpret=True)}
+SELECT = {
+    "xla": select_reference.select_rows,
+    "gpu": partial(select_gpu.select_rows, interpret=True),
+    "gpu-long-lists": partial(select_gpu.select_rows, tuning={"groups": 2, "few": 4, "listed": 8}, interpret=True),
+}
 RECALLED = {
     "xla": recalled_reference.recalled_attention,
     "gpu": partial(recalled_gpu.recalled_attention, sizes={"span": 32}, interpret=True),

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, load_rows, power_of_two
 
 TILE = 32  # entries of a program
+FEW = 528  # programs that an H200 runs at once with registers to spare: two warps each then read more at a time
+LINE = 128  # bytes of an entry that are read at a time
 MOST_QUERIES = 16  # of a KV head: each has its own code
 
 
@@ -25,7 +27,6 @@ def index_scores(
     index: Float[Array, "B K C D"],
     *,
     tile: int = TILE,
-    warps: int = 4,
     interpret: bool = False,
 ) -> Float[Array, "B K G C"]:
     """See `clusterkv_jax.kernels.index_scores.index_scores`."""
@@ -35,23 +36,30 @@ def index_scores(
         raise NotImplementedError(f"the GPU kernel of index_scores does not take {q.shape} with {index.shape}.")
     if q.dtype not in DTYPES or index.dtype not in DTYPES:
         raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
+    tiles = pl.cdiv(entries, tile)
     scores = call(
-        partial(_kernel, tile=tile),
+        partial(_kernel, tile=tile, step=min(LINE // index.dtype.itemsize, power_of_two(dim))),
         jax.ShapeDtypeStruct((batch * heads, queries, entries), jnp.float32),
         q.reshape(batch * heads, queries, dim),
         index.reshape(batch * heads, entries, dim),
-        grid=(pl.cdiv(entries, tile), batch * heads),
-        warps=warps,
+        grid=(tiles, batch * heads),
+        warps=2 if tiles * batch * heads <= FEW and dim <= 128 else 4,
         interpret=interpret,
     )
     return scores.reshape(batch, heads, queries, entries)
 
 
-def _kernel(q, index, out, *, tile):
+def _kernel(q, index, out, *, tile, step):
     number, head = pl.program_id(0) * tile + arange(tile), pl.program_id(1)
-    _, entries, width = index.shape
-    columns, inside = arange(power_of_two(width)), number < entries
-    entry = load_rows(index, head, number, columns, inside, width).astype(jnp.float32)
-    for g in range(q.shape[1]):
-        query = plgpu.load(q.at[head, g, columns], mask=columns < width, other=0.0).astype(jnp.float32)
-        plgpu.store(out.at[head, g, number], jnp.sum(entry * query[None, :], axis=1), mask=inside)
+    (_, entries, width), queries = index.shape, q.shape[1]
+    inside = number < entries
+    # Few lanes share an entry's part of a line, so that few sums across lanes are left at the end.
+    sums = [jnp.zeros((tile, step), jnp.float32)] * queries
+    for first in range(0, width, step):
+        columns = arange(step, first)
+        entry = load_rows(index, head, number, columns, inside, width).astype(jnp.float32)
+        for g in range(queries):
+            query = plgpu.load(q.at[head, g, columns], mask=columns < width, other=0.0).astype(jnp.float32)
+            sums[g] += entry * query[None, :]
+    for g in range(queries):
+        plgpu.store(out.at[head, g, number], jnp.sum(sums[g], axis=1), mask=inside)

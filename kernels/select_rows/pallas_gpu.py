@@ -1,13 +1,15 @@
-"""Selection on GPU without a sort: one program per selection, all clusters in its registers.
+"""Selection on GPU without a sort: what cannot be chosen is left out first, the rest is short enough to be compared.
 
-    grid (B K J)
+    grid (blocks of places, B K J)
 
-    threshold   the lowest score that is chosen, `BITS` bits of it a round: how many rows stand at or above each of
-                2^BITS candidates
-    places      prefix sums of what is taken of every cluster, in the order of their numbers
-    rows        every place finds its cluster as the number of those that begin at or before it
+    bound       a score that clusters with enough rows stand at or above: those below it are not chosen
+    list        the clusters at or above it, in the order of their numbers, in memory of the program's own
+    rows        those before a cluster are the sizes of the listed ones that come before it; every place of the block
+                finds the cluster whose rows it lies among
 
-One program's chain of latencies is the time of it all, so that each part is a few wide operations.
+The bound is that of a sample: the best cluster of each group, compared with those of all others. All blocks of a
+selection make the same list. Comparing costs the square of its length: few clusters, where as many rows are wanted as
+clusters are large, all of them where all scores are equal.
 """
 
 from functools import partial
@@ -20,9 +22,14 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
-BITS = 4  # of the threshold in a round; divides 32
 MOST_CLUSTERS = 16384  # what fits in registers
-PLACES = 1024  # rows written at a time
+PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
+# Groups of clusters, the best of which are the sample; clusters in a list that is not worth shortening; clusters of the
+# list that are compared at a time.
+SIZES = {"groups": 128, "few": 128, "listed": 32}
+TRIED = 8  # scores in a round that shortens the list
+ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
+SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
 
 
 def select_rows(
@@ -34,116 +41,138 @@ def select_rows(
     *,
     count: int,
     sinks: int = 0,
+    tuning: dict[str, int] | None = None,
     interpret: bool = False,
 ) -> Int[Array, "B K J count"]:
     """See `clusterkv_jax.kernels.select_rows.select_rows`."""
     batch, heads, each, clusters = scores.shape
     if clusters == 0 or count == 0 or clusters > MOST_CLUSTERS:
         raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
+    selections = batch * heads * each
+    warps = 4 if clusters <= 1024 else 8 if clusters <= 4096 else 16
+    places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
+    blocks, chosen = pl.cdiv(count, places), SIZES | (tuning or {})
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
-    tile = power_of_two(clusters, 32)
     rows, _ = call(
         partial(
             _kernel,
             sinks=min(sinks, count),
-            selections=heads * each,
             each=each,
             ordered=order is not None,
-            bits=BITS if tile <= 2048 else 2,
+            places=places,
+            groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
+            few=chosen["few"],
+            tile=chosen["listed"] if places < 512 else chosen["listed"] // 2,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
-            jax.ShapeDtypeStruct((batch * heads * each, count), jnp.int32),
-            jax.ShapeDtypeStruct((batch * heads * each, 2, count + 1), jnp.int32),
+            jax.ShapeDtypeStruct((selections, count), jnp.int32),
+            jax.ShapeDtypeStruct((selections, blocks, 3, clusters + 1), jnp.int32),
         ),
         scores.reshape(-1, clusters),
         flat(sizes),
         flat(starts),
         flat(starts if order is None else order),
         room,
-        grid=(batch * heads * each,),
-        warps=min(16, max(4, tile // 256)),
+        grid=(blocks, selections),
+        warps=warps,
         interpret=interpret,
     )
     return rows.reshape(batch, heads, each, count)
 
 
-def _kernel(scores, sizes, starts, order, room, out, scratch, *, sinks, selections, each, ordered, bits, barrier):
-    selection, clusters, count = pl.program_id(0), scores.shape[1], out.shape[1]
+def _kernel(
+    scores, sizes, starts, order, room, out, scratch, *, sinks, each, ordered, places, groups, few, tile, barrier
+):
+    block, selection = pl.program_id(0), pl.program_id(1)
+    clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
     real = number < clusters
     size = plgpu.load(sizes.at[head, number], mask=real, other=0)
-    key = _key(plgpu.load(scores.at[selection, number], mask=real, other=-jnp.inf))
-    limit = jnp.maximum(jnp.minimum(room[selection // selections], count) - sinks, 0)
-
-    low, high = _threshold(key, size, limit, bits)
-    above, equal = jnp.where(key > high, size, 0), jnp.where((key >= low) & (key <= high), size, 0)
-    left = limit - jnp.sum(above) - (jax.lax.cumsum(equal) - equal)
-    taken = above + jnp.clip(left, 0, equal)
-    chosen = taken > 0
-    place = sinks + jax.lax.cumsum(taken) - taken
-    rank = jax.lax.cumsum(chosen.astype(jnp.int32)) - 1
-    end = sinks + jnp.sum(taken)
-
-    # Row 0: a one where a cluster begins; row 1, by rank: what leads from a place to the row's place in `order`.
-    tiles, tile = pl.cdiv(count, PLACES), min(PLACES, power_of_two(count, 32))
-
-    def clear(i, _):
-        at = i * tile + arange(tile)
-        plgpu.store(scratch.at[selection, 0, at], jnp.zeros((tile,), jnp.int32), mask=at < count)
-        return _
-
-    jax.lax.fori_loop(0, tiles, clear, 0)
-    barrier()
+    score = plgpu.load(scores.at[selection, number], mask=real, other=0.0)
+    start = plgpu.load(starts.at[head, number], mask=real, other=0)
+    score = jnp.where(size > 0, score, -jnp.inf)
+    limit = jnp.maximum(jnp.minimum(room[selection // (scores.shape[0] // room.shape[0])], count) - sinks, 0)
+    bound = _bound(score, size, limit, groups)
+    length = jnp.sum(((score >= bound) & (size > 0)).astype(jnp.int32))
+    bound = jax.lax.cond(length > few, lambda: _raised(bound, score, size, limit), lambda: bound)
+    listed = (score >= bound) & (size > 0)
+    before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
+    length = jnp.sum(listed.astype(jnp.int32))
+    end = jnp.minimum(limit, jnp.sum(jnp.where(listed, size, 0)))
     # The interpreter writes what is masked back as it was, so that it needs a place of its own.
-    start = plgpu.load(starts.at[head, number], mask=chosen, other=0)
-    at = jnp.where(chosen, place, count)
-    plgpu.store(scratch.at[selection, 0, at], jnp.ones_like(at), mask=chosen)
-    plgpu.store(scratch.at[selection, 1, jnp.where(chosen, rank, count)], start - place, mask=chosen)
+    at = jnp.where(listed, before, clusters)
+    for i, value in enumerate((jax.lax.bitcast_convert_type(score, jnp.int32), size, start)):
+        plgpu.store(scratch.at[selection, block, i, at], value, mask=listed)
     barrier()
 
-    def write(i, before):
-        at = i * tile + arange(tile)
-        begins = plgpu.load(scratch.at[selection, 0, at], mask=at < count, other=0)
-        which = before + jax.lax.cumsum(begins) - 1
-        filled = (at >= sinks) & (at < end)
-        row = at + plgpu.load(scratch.at[selection, 1, which], mask=filled, other=0)
-        if ordered:
-            row = plgpu.load(order.at[head, row], mask=filled, other=0)
-        row = jnp.where(at < sinks, at, jnp.where(filled, row, -1))
-        plgpu.store(out.at[selection, at], row, mask=at < count)
-        return before + jnp.sum(begins)
-
-    jax.lax.fori_loop(0, tiles, write, jnp.int32(0))
+    place = block * places + arange(places)
+    wanted = place - sinks
+    found = wanted + _ahead(scratch, (selection, block), wanted, length, tile)
+    filled = (wanted >= 0) & (wanted < end)
+    if ordered:
+        found = plgpu.load(order.at[head, found], mask=filled, other=0)
+    row = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
+    plgpu.store(out.at[selection, place], row, mask=place < count)
 
 
-def _key(score: Float[Array, " C"]) -> Int[Array, " C"]:
-    """Integers in the order of the scores."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _bound(score, size, limit, groups):
+    """A score at or above which the best clusters of their groups have `limit` rows, -inf if all of them have less."""
+    score, size = score.reshape(-1, groups), size.reshape(-1, groups)
+    best = jnp.max(score, axis=0)
+    size = jnp.max(jnp.where(score == best[None, :], size, 0), axis=0)
+    rows = jnp.sum(jnp.where(best[:, None] >= best[None, :], size[:, None], 0), axis=0)
+    return jnp.max(jnp.where(rows >= limit, best, -jnp.inf))
 
 
-def _threshold(key, size, limit, bits):
-    """Bounds (both inclusive) between which the last chosen key is, and no other or only equal ones.
+def _raised(low, score, size, limit):
+    """A bound like `low`, where clusters hardly have more rows than they must.
 
-    Clusters above them have less than `limit` rows, with those between them at least as many, if there are so many.
+    Every round tries scores at equal distances between the highest known to be low enough and the lowest that is not.
     """
-    step = arange(1 << bits)
+    some = size > 0
 
     def unsure(state):
-        _, _, shift, inside = state
-        return (shift > 0) & (inside > 1)
+        _, _, held, turn = state
+        return (held > limit + limit // SPARE) & (turn < ROUNDS)
 
     def narrow(state):
-        low, _, shift, _ = state
-        shift = shift - bits
-        tried = low + (step << shift)
-        held = jnp.sum(jnp.where(key[None, :] >= tried[:, None], size[None, :], 0), axis=1)
-        enough = jnp.sum((held >= limit).astype(jnp.int32))
-        low = low + ((jnp.maximum(enough, 1) - 1) << shift)
-        high = low + ((1 << shift) - 1)
-        inside = jnp.sum(((key >= low) & (key <= high) & (size > 0)).astype(jnp.int32))
-        return low, high, shift, inside
+        low, high, held, turn = state
+        part = arange(TRIED).astype(jnp.float32) / TRIED
+        bound = jnp.where(part > 0, low + (high - low) * part, low)
+        rows = jnp.sum(jnp.where(score[None, :] >= bound[:, None], size[None, :], 0), axis=1)
+        enough = rows >= limit
+        low = jnp.max(jnp.where(enough, bound, low))
+        high = jnp.min(jnp.where(enough, high, bound))
+        return low, high, jnp.min(jnp.where(enough, rows, held)), turn + 1
 
-    start = (jnp.int32(-(2**31)), jnp.int32(0), jnp.int32(32), jnp.int32(2))
-    return jax.lax.while_loop(unsure, narrow, start)[:2]
+    low = jnp.maximum(low, jnp.min(jnp.where(some, score, jnp.inf)))
+    held = jnp.sum(jnp.where(score >= low, size, 0))
+    return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), held, jnp.int32(0)))[0]
+
+
+def _ahead(scratch, own, wanted, length, tile):
+    """For every wanted place of a selection how far ahead of it its row stands by the clusters' `starts`."""
+    tiles = pl.cdiv(length, tile)
+    unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)  # noqa: E731
+
+    def load(i, number):
+        value = plgpu.load(scratch.at[*own, i, number], mask=number < length, other=0)
+        return jax.lax.bitcast_convert_type(value, jnp.float32) if i == 0 else value
+
+    def search(j, found):
+        mine = j * tile + arange(tile)
+        score, size, start = (load(i, mine) for i in range(3))
+
+        def compare(i, before):
+            other = i * tile + arange(tile)
+            theirs = load(0, other)[:, None]
+            first = (theirs > score[None, :]) | ((theirs == score[None, :]) & (other[:, None] < mine[None, :]))
+            return before + jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
+
+        before = jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32))
+        # As unsigned numbers, those below 0 are beyond every size.
+        inside = unsigned(wanted[None, :] - before[:, None]) < unsigned(size)[:, None]
+        return found + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
+
+    return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(wanted))
