@@ -93,6 +93,7 @@ def check_select_of(shape, implementation, ordered, examples):
                 left -= len(places)
             one_selection(np.asarray(found[at]).tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
+    check(0, 1000, 8, [count - 7, 1])  # less room than clusters have rows, whatever is drawn
     levels = st.sampled_from([1, 1000, 1e30])  # many ties, hardly any, far apart
     rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)
     drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms)
