@@ -17,8 +17,7 @@ key is two fp16 numbers too and goes through all products.
 Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the comparisons of 2. bound a step.
 """
 
-from collections.abc import Iterable
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS, group_rows
+from clusterkv_jax.kernels.kmeans import mosaic_gpu
 from clusterkv_jax.kernels.tuning import blocks
 
 # Keys and centroids of a tile, warps and stages of the programs for the labels, of those for keys on the list (and all
@@ -37,10 +37,13 @@ SIZES = {
     **{"label_keys": 128, "label_centroids": 32, "label_warps": 8, "label_turns": 4, "label_held": 512},
     **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
     **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
+    "at_once": 1,  # products and comparisons at once, where `mosaic_gpu` serves
 }
 SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
-NARROW = 32  # centroids of the last tile of a group, where that is enough
+STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
+BASE_BITS = 0x43400000
+LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor; less than 2^31 below
 
 
 def kmeans(
@@ -120,10 +123,13 @@ def _scale(keys, scaled, norms, *, tile):
 def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
     """The first nearest of the `present` centroids; -1 at or beyond `end`."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
-    # Equal groups of centroids, as many in each as one program can hold.
+    # Equal groups of tiles of centroids, as many as one program can hold.
     block = min(sizes["label_centroids"], power_of_two(count, 16))
     most = min(sizes["label_held"], SHARED // power_of_two(dim, 16))
-    held = pl.cdiv(pl.cdiv(count, pl.cdiv(count, most)), min(block, NARROW)) * min(block, NARROW)
+    held = pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
+    at_once = sizes["at_once"] and keys.dtype != jnp.float32 and mosaic_gpu.serves(keys, interpret)
+    if at_once:
+        block, held = shape = mosaic_gpu.groups(count, dim, mosaic_gpu.SIZES | sizes)
     padded = pl.cdiv(count, held) * held
     half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
     *parts, tail_norm = call(
@@ -144,7 +150,11 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
-    labels = _first_guess(*scaled, parts[0], tail_norm, end, present, held, block, sizes, interpret)
+    given = *scaled, parts[0], tail_norm, end, present
+    if at_once:
+        labels = mosaic_gpu.first_guess(*given, shape, mosaic_gpu.SIZES | sizes)
+    else:
+        labels = _first_guess(*given, held, block, sizes, interpret)
     return call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
         (of_rows, of_rows),
@@ -161,16 +171,21 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
 def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, sizes, interpret):
     """Labels, as -2 - label where in doubt."""
     heads, rows, _ = keys.shape
-    of_rows = partial(jax.ShapeDtypeStruct, (heads, rows))
+    of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
     state = ()
     for start in range(0, heads_of.shape[1], held):
         # The best two so far are only written where another group follows.
         follows = start + held < heads_of.shape[1]
         state = call(
             partial(
-                _nearest, tile=sizes["label_keys"], block=block, start=start, held=held, turns=sizes["label_turns"]
+                _nearest,
+                tile=sizes["label_keys"],
+                block=block,
+                start=start,
+                tiles=held // block,
+                turns=sizes["label_turns"],
             ),
-            (of_rows(jnp.int32), *[of_rows(jnp.float32)] * (2 if state or follows else 0)),
+            (of_rows,) * (3 if state or follows else 1),
             keys,
             norms,
             heads_of,
@@ -221,29 +236,29 @@ def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[
     return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
 
 
-def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, held, turns):
-    """Labels of `turns` tiles of keys by the heads of `held` centroids, which stay in shared memory.
+def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
+    """Labels of `turns` tiles of keys by the heads of `tiles` tiles of centroids, which stay in shared memory.
 
     -1 at or beyond `end`, -2 - label where in doubt. The best and second best of every column of the tiles of
-    centroids are kept; the columns meet at the end. What is compared are products whose last bits are the number of
-    the centroid, so that nothing else has to be carried along.
+    centroids are kept; the columns meet at the end. What is compared are integers: a cosine in steps of STEP, times
+    `factor`, plus the centroid's number, so that nothing else has to be carried along. An odd factor keeps the
+    multiplier busy instead of the units that compare.
     """
-    last = start + held == heads_of.shape[1]
+    last = start + tiles * block == heads_of.shape[1]
     labels, *between = refs[len(refs) // 2 :] if start else refs
     before = refs[: len(refs) // 2] if start else ()
     head, first, width = pl.program_id(1), pl.program_id(0) * turns * tile, heads_of.shape[2]
     all_rows, stop, used = labels.shape[1], end[head], present[head]
-    columns = arange(power_of_two(width, 16))
-    # As many whole blocks as there are, then narrow ones.
-    starts = [(i, block) for i in range(0, held - block + 1, block)]
-    starts += [(i, NARROW) for i in range(held // block * block, held, NARROW)]
-    centroids = [load_rows(heads_of, head, start + i + arange(n), columns, arange(n) >= 0, width) for i, n in starts]
-    numbers = power_of_two(held) - 1
-    # What a product may be off for each unit of the key's length: by the tail, by the rounding of D additions, and by
-    # the bits that give way to the number.
+    columns, column = arange(power_of_two(width, 16)), arange(block)
+    centroids = [
+        load_rows(heads_of, head, start + i * block + column, columns, column >= 0, width) for i in range(tiles)
+    ]
+    factor = tiles * block | 1
+    base = (2**31 - BASE_BITS * factor) % 2**32 - 2**31  # as i32, which wraps around
+    # What a product may be off for each unit of the key's length: by the tail, and by the rounding of D additions.
     number = arange(power_of_two(heads_of.shape[1], 16))
     tails = plgpu.load(tail_norm.at[head, number], mask=number < heads_of.shape[1], other=0.0)
-    needed = 2.01 * (jnp.max(tails) + width * 2.0**-23 + (numbers + 1) * 2.0**-23)
+    needed = 2.01 / STEP * (jnp.max(tails) + width * 2.0**-23) * factor
 
     def rows_of(turn):
         return first + turn * tile + arange(tile)
@@ -253,21 +268,23 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
 
     def body(turn, key):
         following, row = keys_of(turn + 1), rows_of(turn)
+        best = second = None
         # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
         # fence at every product.
         key *= (row < stop).astype(key.dtype)[:, None]
-        found = {}
-        for (i, n), centroid in zip(starts, centroids, strict=True):
-            product = _with_bits(dot(key, centroid, (1, 1)), ~numbers, i)
-            if n in found:
-                best, second = found[n]
-                found[n] = jnp.maximum(best, product), jnp.maximum(second, jnp.minimum(best, product))
+        for i, centroid in enumerate(centroids):
+            # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
+            # begins to be summed up, and all its terms rounded; not so what is subtracted.
+            steps = jax.lax.bitcast_convert_type(dot(key, centroid, (1, 1)) - -BASE, jnp.int32)
+            ranked = steps * factor + (i * block + base)
+            if best is None:
+                best, second = ranked, jnp.full((tile, block), LEAST, jnp.int32)
             else:
-                found[n] = product, jnp.full((tile, n), -jnp.inf, jnp.float32)
-        found = [(_with_bits(best, -1, arange(n)[None, :]), second) for n, (best, second) in found.items()]
-        top = _highest(jnp.max(best, axis=1) for best, _ in found)
-        runner = _highest(jnp.max(jnp.where(best == top[:, None], second, best), axis=1) for best, second in found)
-        label, mask = start + (jax.lax.bitcast_convert_type(top, jnp.int32) & numbers), row < all_rows
+                best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+        best += column
+        top = jnp.max(best, axis=1)
+        runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)
+        label, mask = start + jnp.mod(top, factor), row < all_rows
         norm = plgpu.load(norms.at[head, row], mask=mask, other=0.0)
         if before:
             label_before, top_before, runner_before = (plgpu.load(x.at[head, row], mask=mask, other=0) for x in before)
@@ -275,12 +292,11 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
             runner = jnp.maximum(jnp.maximum(runner, runner_before), jnp.minimum(top, top_before))
             top = jnp.maximum(top, top_before)
         if last:
-            # Beside 0, what absent ones have, the bits of a number are no longer its last.
-            sure = (top - jnp.maximum(runner, 0.0) > needed * norm) & (label < used)
+            sure = ((top - runner).astype(jnp.float32) > needed * norm + 2 * factor) & (label < used)
             label = jnp.where(row < stop, jnp.where(sure, label, -2 - label), -1)
         plgpu.store(labels.at[head, row], label, mask=mask)
-        for x, value in zip(between, (top, runner), strict=False):
-            plgpu.store(x.at[head, row], value, mask=mask)
+        for x, rank in zip(between, (top, runner), strict=False):
+            plgpu.store(x.at[head, row], rank, mask=mask)
         return following
 
     # Heads without keys cost little: a loop over steps has more and more of them.
@@ -288,23 +304,11 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
     jax.lax.fori_loop(0, filled, body, keys_of(0))
 
     def none(turn, carry):
-        row = rows_of(turn)
-        plgpu.store(labels.at[head, row], jnp.full((tile,), -1, jnp.int32), mask=row < all_rows)
-        for x in between:
-            plgpu.store(x.at[head, row], jnp.full((tile,), -jnp.inf, jnp.float32), mask=row < all_rows)
+        for x, value in zip((labels, *between), (-1, LEAST, LEAST), strict=False):
+            plgpu.store(x.at[head, rows_of(turn)], jnp.full((tile,), value, jnp.int32), mask=rows_of(turn) < all_rows)
         return carry
 
     jax.lax.fori_loop(filled, turns, none, 0)
-
-
-def _with_bits(x: Float[Array, "n m"], kept: int, more: int | Array) -> Float[Array, "n m"]:
-    """x with some of its bits, and with these."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type((bits & kept) | more, jnp.float32)
-
-
-def _highest(xs: Iterable[Float[Array, " n"]]) -> Float[Array, " n"]:
-    return reduce(jnp.maximum, xs)
 
 
 def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):
