@@ -18,6 +18,7 @@ Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the compa
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS, group_rows
 from clusterkv_jax.kernels.tuning import blocks
@@ -125,6 +127,9 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     block = min(sizes["label_centroids"], power_of_two(count, 16))
     most = min(sizes["label_held"], SHARED // power_of_two(dim, 16))
     held = pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
+    hopper = None if interpret else _hopper(keys)
+    if hopper:
+        block, held = shape = hopper.groups(count, dim, hopper.SIZES | sizes)
     padded = pl.cdiv(count, held) * held
     half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
     *parts, tail_norm = call(
@@ -145,7 +150,11 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
-    labels = _first_guess(*scaled, parts[0], tail_norm, end, present, held, block, sizes, interpret)
+    given = *scaled, parts[0], tail_norm, end, present
+    if hopper:
+        labels = hopper.first_guess(*given, shape, hopper.SIZES | sizes)
+    else:
+        labels = _first_guess(*given, held, block, sizes, interpret)
     return call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
         (of_rows, of_rows),
@@ -157,6 +166,18 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
         aliases={4: 0},
         **settings,
     )[0]
+
+
+def _hopper(keys: Float[Array, "H N D"]) -> Any:
+    """The module of the first guess on Hopper, where it serves: only then is it worth the time of its import."""
+    rows, width = keys.shape[1:]
+    there = any(name in device_kind() for name in ("H100", "H200", "H800"))  # GH200 too
+    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= 64 and rows % 4 == 0
+    if jax.__version_info__ < (0, 11) or not there or not fits:
+        return None
+    from clusterkv_jax.kernels.kmeans import mosaic_gpu
+
+    return mosaic_gpu
 
 
 def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, sizes, interpret):
