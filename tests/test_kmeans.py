@@ -87,7 +87,7 @@ def test_the_first_guess_on_hopper_is_right_where_it_is_sure(held):
 
     from clusterkv_jax.kernels.kmeans import mosaic_gpu
 
-    rows, count, end, present = 300, 90, np.int32([300, 201]), np.int32([90, 83])
+    rows, count, end, present = 300, 90, np.asarray([300, 201], np.int32), np.asarray([90, 83], np.int32)
     sizes = mosaic_gpu.SIZES | {"block": 24, "held": held}
     shape = mosaic_gpu.groups(count, 128, sizes)
     keys = np.clip(0.4 * normal(1, 2, rows, 128), -1.99, 1.99).astype(np.float16)

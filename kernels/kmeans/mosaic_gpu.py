@@ -7,6 +7,7 @@ Arithmetic: 2 C D per key. Bytes: every key once for each group of centroids tha
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, in
     sizes = {name: sizes[name] for name in ("columns", "warpgroups", "depth")}
     chunks = max(1, min(PROGRAMS // heads, pl.cdiv(rows, TILE * sizes["warpgroups"])))
     last = heads_of.shape[1] // held - 1
-    state = ()
+    state: tuple[Any, ...] = ()
+    options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     for group in range(last + 1):
         outputs = 1 if group == last else 3
         state = plgpu.kernel(
@@ -53,7 +55,7 @@ def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, in
             thread_name="wg",
             kernel_name="nearest_at_once",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-            **({"interpret": interpret} if interpret else {}),
+            **options,
         )(keys, norms, heads_of, tail_norm, end, present, *state)
     return state[0]
 
@@ -134,7 +136,7 @@ def _nearest(
         slot = jax.lax.rem(i, depth)
         plgpu.barrier_wait(filled.at[wg * depth + slot])
         top, runner = _best_two(ring[0].at[wg, slot], held_centroids, held, block, columns, factor)
-        norm, *before = (plgpu.load(x.at[wg, slot], layout=plgpu.Layout.WGMMA.reduce(1)) for x in ring[1:])
+        norm, *before = (_load(x.at[wg, slot], plgpu.Layout.WGMMA.reduce(1)) for x in ring[1:])
         label = jax.lax.rem(top, factor)
         label = jnp.where(label < 0, label + factor, label) + start
         if before:
@@ -160,12 +162,16 @@ def _nearest(
     plgpu.wait_smem_to_gmem(0)
 
 
+def _load(ref, layout, **options):
+    # The index that JAX 0.10 asks for is gone in 0.11, the first that this is run with.
+    return plgpu.load(ref, layout=layout, **options)  # pyright: ignore[reportCallIssue]
+
+
 def _largest(tail_norm, head, block):
     """The greatest of a head's tails, for each row of a tile."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     parts = [
-        plgpu.load(tail_norm.at[head, pl.ds(i, block)], layout=layout, optimized=False)
-        for i in range(0, tail_norm.shape[1], block)
+        _load(tail_norm.at[head, pl.ds(i, block)], layout, optimized=False) for i in range(0, tail_norm.shape[1], block)
     ]
     most = parts[0]
     for part in parts[1:]:
@@ -185,7 +191,8 @@ def _best_two(key, centroids, held, block, columns, factor):
 
     found = []
     for i in range(held // block):
-        cosine = pl.run_scoped(partial(product, i), plgpu.ACC((TILE, block), jnp.float32))
+        sums = plgpu.ACC((TILE, block), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        cosine = pl.run_scoped(partial(product, i), sums)
         # Beside a number this large the last bit of a float32 is a step.
         steps = jax.lax.bitcast_convert_type(cosine + BASE, jnp.int32)
         ranked = [(steps[:, j : j + columns] * factor + (i * block + j + base), None) for j in range(0, block, columns)]

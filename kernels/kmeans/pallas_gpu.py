@@ -148,9 +148,10 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
         grid = (pl.cdiv(rows, exact["tile"]), heads)
         return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
+    assert scaled is not None  # keys of 16 bits
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
-    given = *scaled, parts[0], tail_norm, end, present
+    given = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
     if hopper:
         labels = hopper.first_guess(*given, shape, hopper.SIZES | sizes)
     else:
@@ -184,7 +185,7 @@ def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, si
     """Labels, as -2 - label where in doubt."""
     heads, rows, _ = keys.shape
     of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
-    state = ()
+    state: tuple[Any, ...] = ()
     for start in range(0, heads_of.shape[1], held):
         # The best two so far are only written where another group follows.
         follows = start + held < heads_of.shape[1]
@@ -280,7 +281,8 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
 
     def body(turn, key):
         following, row = keys_of(turn + 1), rows_of(turn)
-        best = second = None
+        best: Any = None
+        second: Any = None
         # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
         # fence at every product.
         key *= (row < stop).astype(key.dtype)[:, None]
