@@ -1,6 +1,7 @@
 """Cosine K-means of keys, for all batch rows and KV heads at once (ClusterKV section 4.2)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,9 +44,21 @@ def cluster(
     first = jnp.broadcast_to(jnp.asarray(initial_rows), (*keys.shape[:2], initial_rows.shape[-1]))
     count = jnp.sum(first >= 0, axis=-1, dtype=jnp.int32)
     start = jnp.take_along_axis(keys, jnp.maximum(first, 0)[..., None], axis=2).astype(jnp.float32)
-
-    scaled = prepared(keys)
     ends = jnp.full(keys.shape[:2], keys.shape[2], jnp.int32) if length is None else length.astype(jnp.int32)
+    return _cluster(keys, start, count, ends, max_iterations)
+
+
+# A program of its own, so that the layers of a decode program share what is traced.
+@partial(jax.jit, static_argnums=4)
+def _cluster(
+    keys: Float[Array, "B K N D"],
+    start: Float[Array, "B K C D"],
+    count: Int[Array, "B K"],
+    ends: Int[Array, "B K"],
+    most: int,
+) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
+    """`cluster` from these centroids, the first `count` of each head, over the rows below `ends`."""
+    scaled = prepared(keys)
 
     def move(_, state):
         """A step of the heads that are active: the others have no keys, so that their centroids stay."""
@@ -56,7 +69,7 @@ def cluster(
 
     # -2 is no label: the first step always counts as a change.
     labels = jnp.full(keys.shape[:3], -2, jnp.int32)
-    centroids, labels, active = _repeated(move, (start, labels, jnp.ones(keys.shape[:2], bool)), max_iterations)
+    centroids, labels, active = _repeated(move, (start, labels, jnp.ones(keys.shape[:2], bool)), most)
     # Where nothing changed, labels are those of the centroids already.
     new = assign(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
     labels = jnp.where(active[..., None], new, labels)
@@ -70,7 +83,7 @@ def _repeated(move: Callable[..., Any], state: Any, most: int) -> Any:
     A GPU would idle while the host looks whether any is, longer than steps without active heads take.
     """
     if platform() == "gpu":
-        return jax.lax.fori_loop(0, most, move, state, unroll=min(5, most) or None)
+        return jax.lax.fori_loop(0, most, move, state)
     unfinished = lambda state: (state[0] < most) & jnp.any(state[1][-1])  # noqa: E731
     step = lambda state: (state[0] + 1, move(None, state[1]))  # noqa: E731
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]

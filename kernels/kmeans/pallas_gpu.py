@@ -41,6 +41,7 @@ SIZES = {
 }
 SHARED = 2**16  # fp16 numbers of the centroids that a program holds
 SPLIT = 32  # centroids of a program of `_split`
+FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
 BASE_BITS = 0x43400000
 LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor; less than 2^31 below
@@ -173,7 +174,7 @@ def _hopper(keys: Float[Array, "H N D"]) -> Any:
     """The module of the first guess on Hopper, where it serves: only then is it worth the time of its import."""
     rows, width = keys.shape[1:]
     there = any(name in device_kind() for name in ("H100", "H200", "H800"))  # GH200 too
-    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= 64 and rows % 4 == 0
+    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 4 == 0
     if jax.__version_info__ < (0, 11) or not there or not fits:
         return None
     from clusterkv_jax.kernels.kmeans import mosaic_gpu
