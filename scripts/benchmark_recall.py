@@ -73,7 +73,9 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 20) ->
 
     # A layer's queries depend on what came out of the one before it, so that none of them overlap.
     def attend(q, group, index):
-        return q + 1e-3 * recalled_attention(q, group.keys, group.values, index["recalled"])
+        # So that no compiler gathers the same rows once for all repeats.
+        rows, q = jax.lax.optimization_barrier((index["recalled"], q))
+        return q + 1e-3 * recalled_attention(q, group.keys, group.values, rows)
 
     def select_and_attend(q, group, index):
         return attend(q, group, index | {"recalled": method.choose(index, q, index["recalled"].shape[-1])})

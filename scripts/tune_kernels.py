@@ -113,7 +113,7 @@ def kmeans() -> None:
     """Labels, then the keys that these leave in doubt, then means."""
     where = {"centroids": [128, 4096], "dim": [65, 128], "itemsize": 2}
     labels = [(128, 64, 8, 16), (128, 32, 8, 16), (128, 64, 8, 8), (64, 64, 4, 16)]
-    exact = [(64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 3)]
+    exact = [(64, 64, 4, 2), (32, 64, 4, 2), (16, 128, 4, 2), (64, 32, 4, 3)]
     for part, last, tried in (("label", "turns", labels), ("exact", "stages", exact)):
         names = ("keys", "centroids", "warps", last)
         candidates = [{f"{part}_{name}": n for name, n in zip(names, sizes, strict=True)} for sizes in tried]

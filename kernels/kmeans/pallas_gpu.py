@@ -39,7 +39,9 @@ SIZES = {
     **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
     **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
 }
-SHARED = 2**16  # fp16 numbers of the centroids that a program holds
+# Bytes of shared memory that a program may have, by kind of device, and elsewhere.
+SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
+LEAST_SHARED = 101376
 SPLIT = 32  # centroids of a program of `_split`
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
@@ -69,7 +71,7 @@ def kmeans(
     # Constants, and limits within the kernels: a loop over steps would compute them anew in each.
     end, present = (
         np.full((batch * heads,), most, np.int32) if given is None else given.reshape(-1).astype(jnp.int32)
-        for given, most in ((length, rows), (used, count))
+        for given, most in ((length, rows), (None if used is None else jnp.minimum(used, count), count))
     )
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
@@ -126,7 +128,7 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
     # Equal groups of tiles of centroids, as many as one program can hold.
     block = min(sizes["label_centroids"], power_of_two(count, 16))
-    most = min(sizes["label_held"], SHARED // power_of_two(dim, 16))
+    tile, most = _fitting(dim, block, sizes)
     held = pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
     hopper = None if interpret else _hopper(keys)
     if hopper:
@@ -156,7 +158,7 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     if hopper:
         labels = hopper.first_guess(*given, shape, hopper.SIZES | sizes)
     else:
-        labels = _first_guess(*given, held, block, sizes, interpret)
+        labels = _first_guess(*given, held, block, sizes | {"label_keys": tile}, interpret)
     return call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
         (of_rows, of_rows),
@@ -168,6 +170,15 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
         aliases={4: 0},
         **settings,
     )[0]
+
+
+def _fitting(width: int, block: int, sizes: dict[str, int]) -> tuple[int, int]:
+    """Keys of a tile, and centroids that a program can hold beside them in shared memory."""
+    kind = device_kind()
+    room = next((room for names, room in SHARED.items() if any(name in kind for name in names)), LEAST_SHARED)
+    tile = min(sizes["label_keys"], 128 if room > LEAST_SHARED else 64)
+    width = power_of_two(width, 16)
+    return tile, max(1, min(sizes["label_held"], 2**16 // width, room // (2 * width) - tile) // block) * block
 
 
 def _hopper(keys: Float[Array, "H N D"]) -> Any:
