@@ -136,6 +136,16 @@ def test_prompts_too_short_for_a_budget_are_read_whole_and_said_so(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_two_runs_do_not_go_on_in_one_folder(tmp_path):
+    def meanwhile(method, prompts, *rest):
+        with pytest.raises(ValueError, match=f"another run is writing to {tmp_path}"):
+            go(tmp_path)
+        return respond(method, prompts, *rest)
+
+    assert len(go(tmp_path, meanwhile)) == 90
+    assert len(go(tmp_path)) == 90
+
+
 def test_another_configuration_is_refused(tmp_path):
     go(tmp_path)
     with pytest.raises(ValueError, match="holds a run with model = 'stub', not 'other'; choose another folder"):

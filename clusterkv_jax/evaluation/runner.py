@@ -10,9 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.evaluation.engine import Answer, Respond
@@ -69,36 +72,48 @@ def run(
         on_lines: called with the number of lines there are.
 
     Raises:
-        ValueError: examples of one name, another configuration, a damaged file, or a budget possible for no prompt.
+        ValueError: examples of one name, another configuration, another run on the folder, a damaged file, or a budget
+            possible for no prompt.
     """
     if len({job.case.id for job in jobs}) < len(jobs):
         raise ValueError("the suite names two examples alike, so their answers could not be told apart.")
     plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
     folder.mkdir(parents=True, exist_ok=True)
-    _open_run(folder, {**config, "cases": _digest(jobs)}, about)
-    lines = read_lines(folder / RESULTS)
-    known = {_key(line) for line in lines}
-    if len(known) != len(lines):
-        raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
-    on_lines(len(lines))
-    with (folder / RESULTS).open("ab") as file:
-        for entry, (method, batch) in plan:
-            missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in known}
-            if not missing:
-                continue
-            first = batch[0].case
-            answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
-            fresh = [
-                _line(entry, job, answer, method == entry.method)
-                for job, answer in zip(batch, answers, strict=True)
-                if job.number in missing
-            ]
-            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            lines += fresh
-            on_lines(len(lines))
+    with _alone(folder):
+        _open_run(folder, {**config, "cases": _digest(jobs)}, about)
+        lines = read_lines(folder / RESULTS)
+        known = {_key(line) for line in lines}
+        if len(known) != len(lines):
+            raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
+        on_lines(len(lines))
+        with (folder / RESULTS).open("ab") as file:
+            for entry, (method, batch) in plan:
+                missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in known}
+                if not missing:
+                    continue
+                first = batch[0].case
+                answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
+                fresh = [
+                    _line(entry, job, answer, method == entry.method)
+                    for job, answer in zip(batch, answers, strict=True)
+                    if job.number in missing
+                ]
+                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh).encode())
+                file.flush()
+                os.fsync(file.fileno())
+                lines += fresh
+                on_lines(len(lines))
     return lines
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the folder: two runs that go on there would both answer what is missing."""
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"another run is writing to {folder}; wait for it, or choose another folder.") from None
 
 
 def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:

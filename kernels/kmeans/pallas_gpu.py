@@ -2,17 +2,16 @@
 
 1. `_split`, a program per few centroids: each scaled to length 1, as the sum of two fp16 numbers, head and tail (to
    2^-25).
-2. `_nearest`, a program per few tiles of keys: products with the heads, the best and the second best. The heads stay
-   in shared memory, as many as fit; what is more takes further launches. By Cauchy-Schwarz a product errs by at most
+2. `first_guess`: products with the heads, the best and the second best. By Cauchy-Schwarz a product errs by at most
    |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys with a smaller lead,
-   some of a hundred, are marked.
+   some of a hundred, are marked. Two kernels: `first_guess_mosaic` on Hopper, elsewhere `first_guess_triton`.
 3. `_settle`: the marked keys again, with heads and tails.
 4. `group_rows`: the keys by label; `_means`, a program per centroid, reads its keys in that order. The additions are
    float32 in a fixed order, so means are the same in every run.
 
 A bf16 key is first scaled by a power of two that brings its largest entry to 1 ... 2, which changes no label; it is
-then exact in fp16 (to 2^-25 of that entry). `_scale` does so once for all steps. A float32
-key is two fp16 numbers too and goes through all products.
+then exact in fp16 (to 2^-25 of that entry). `_scale` does so once for all steps. A float32 key is two fp16 numbers too
+and goes through all products.
 
 Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the comparisons of 2. bound a step.
 """
@@ -30,23 +29,17 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS, group_rows
+from clusterkv_jax.kernels.kmeans import first_guess_triton
 from clusterkv_jax.kernels.tuning import blocks
 
-# Keys and centroids of a tile, warps and stages of the programs for the labels, of those for keys on the list (and all
-# float32 keys), and of those for the means.
+# Keys and centroids of a tile, warps and stages of the programs for keys in doubt (and all float32 keys), and of those
+# for the means; keys of a program of `_scale`.
 SIZES = {
-    **{"label_keys": 128, "label_centroids": 32, "label_warps": 8, "label_turns": 8, "label_held": 512},
     **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
     **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
 }
-# Bytes of shared memory that a program may have, by kind of device, and elsewhere.
-SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
-LEAST_SHARED = 101376
 SPLIT = 32  # centroids of a program of `_split`
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
-STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
-BASE_BITS = 0x43400000
-LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor; less than 2^31 below
 
 
 def kmeans(
@@ -126,14 +119,9 @@ def _scale(keys, scaled, norms, *, tile):
 def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
     """The first nearest of the `present` centroids; -1 at or beyond `end`."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
-    # Equal groups of tiles of centroids, as many as one program can hold.
-    block = min(sizes["label_centroids"], power_of_two(count, 16))
-    tile, most = _fitting(dim, block, sizes)
-    held = pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
-    hopper = None if interpret else _hopper(keys)
-    if hopper:
-        block, held = shape = hopper.groups(count, dim, hopper.SIZES | sizes)
-    padded = pl.cdiv(count, held) * held
+    first = _first_guess(keys, interpret)
+    shape = first.groups(count, dim, first.SIZES | sizes)
+    padded = pl.cdiv(count, shape[1]) * shape[1]
     half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
     *parts, tail_norm = call(
         _split,
@@ -155,10 +143,7 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
     given = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
-    if hopper:
-        labels = hopper.first_guess(*given, shape, hopper.SIZES | sizes)
-    else:
-        labels = _first_guess(*given, held, block, sizes | {"label_keys": tile}, interpret)
+    labels = first.first_guess(*given, shape, first.SIZES | sizes, interpret)
     return call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
         (of_rows, of_rows),
@@ -172,59 +157,16 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     )[0]
 
 
-def _fitting(width: int, block: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Keys of a tile, and centroids that a program can hold beside them in shared memory."""
-    kind = device_kind()
-    room = next((room for names, room in SHARED.items() if any(name in kind for name in names)), LEAST_SHARED)
-    tile = min(sizes["label_keys"], 128 if room > LEAST_SHARED else 64)
-    width = power_of_two(width, 16)
-    return tile, max(1, min(sizes["label_held"], 2**16 // width, room // (2 * width) - tile) // block) * block
-
-
-def _hopper(keys: Float[Array, "H N D"]) -> Any:
-    """The module of the first guess on Hopper, where it serves: only then is it worth the time of its import."""
+def _first_guess(keys: Float[Array, "H N D"], interpret: bool) -> Any:
+    """The module of the first guess: Hopper's where it serves, which takes its time to import, otherwise Triton's."""
     rows, width = keys.shape[1:]
-    there = any(name in device_kind() for name in ("H100", "H200", "H800"))  # GH200 too
+    there = not interpret and any(name in device_kind() for name in ("H100", "H200", "H800"))  # GH200 too
     fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 4 == 0
     if jax.__version_info__ < (0, 11) or not there or not fits:
-        return None
-    from clusterkv_jax.kernels.kmeans import mosaic_gpu
+        return first_guess_triton
+    from clusterkv_jax.kernels.kmeans import first_guess_mosaic
 
-    return mosaic_gpu
-
-
-def _first_guess(keys, norms, heads_of, tail_norm, end, present, held, block, sizes, interpret):
-    """Labels, as -2 - label where in doubt."""
-    heads, rows, _ = keys.shape
-    of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
-    state: tuple[Any, ...] = ()
-    for start in range(0, heads_of.shape[1], held):
-        # The best two so far are only written where another group follows.
-        follows = start + held < heads_of.shape[1]
-        state = call(
-            partial(
-                _nearest,
-                tile=sizes["label_keys"],
-                block=block,
-                start=start,
-                tiles=held // block,
-                turns=sizes["label_turns"],
-            ),
-            (of_rows,) * (3 if state or follows else 1),
-            keys,
-            norms,
-            heads_of,
-            tail_norm,
-            end,
-            present,
-            *state,
-            grid=(pl.cdiv(rows, sizes["label_keys"] * sizes["label_turns"]), heads),
-            warps=sizes["label_warps"],
-            stages=1,
-            aliases={6 + i: i for i in range(len(state))},
-            interpret=interpret,
-        )
-    return state[0]
+    return first_guess_mosaic
 
 
 def _split(centroids, present, heads_of, tails_of, tail_norm):
@@ -259,82 +201,6 @@ def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[
     if key.dtype == jnp.float32:
         parts.append((wide - parts[0].astype(jnp.float32)).astype(jnp.float16))
     return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
-
-
-def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
-    """Labels of `turns` tiles of keys by the heads of `tiles` tiles of centroids, which stay in shared memory.
-
-    -1 at or beyond `end`, -2 - label where in doubt. The best and second best of every column of the tiles of
-    centroids are kept; the columns meet at the end. What is compared are integers: a cosine in steps of STEP, times
-    `factor`, plus the centroid's number, so that nothing else has to be carried along. An odd factor keeps the
-    multiplier busy instead of the units that compare.
-    """
-    last = start + tiles * block == heads_of.shape[1]
-    labels, *between = refs[len(refs) // 2 :] if start else refs
-    before = refs[: len(refs) // 2] if start else ()
-    head, first, width = pl.program_id(1), pl.program_id(0) * turns * tile, heads_of.shape[2]
-    all_rows, stop, used = labels.shape[1], end[head], present[head]
-    columns, column = arange(power_of_two(width, 16)), arange(block)
-    centroids = [
-        load_rows(heads_of, head, start + i * block + column, columns, column >= 0, width) for i in range(tiles)
-    ]
-    factor = tiles * block | 1
-    base = (2**31 - BASE_BITS * factor) % 2**32 - 2**31  # as i32, which wraps around
-    # What a product may be off for each unit of the key's length: by the tail, and by the rounding of D additions.
-    number = arange(power_of_two(heads_of.shape[1], 16))
-    tails = plgpu.load(tail_norm.at[head, number], mask=number < heads_of.shape[1], other=0.0)
-    needed = 2.01 / STEP * (jnp.max(tails) + width * 2.0**-23) * factor
-
-    def rows_of(turn):
-        return first + turn * tile + arange(tile)
-
-    def keys_of(turn):
-        return load_rows(keys, head, rows_of(turn), columns, (turn < turns) & (rows_of(turn) < all_rows), width)
-
-    def body(turn, key):
-        following, row = keys_of(turn + 1), rows_of(turn)
-        best: Any = None
-        second: Any = None
-        # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
-        # fence at every product.
-        key *= (row < stop).astype(key.dtype)[:, None]
-        for i, centroid in enumerate(centroids):
-            # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
-            # begins to be summed up, and all its terms rounded; not so what is subtracted.
-            steps = jax.lax.bitcast_convert_type(dot(key, centroid, (1, 1)) - -BASE, jnp.int32)
-            ranked = steps * factor + (i * block + base)
-            if best is None:
-                best, second = ranked, jnp.full((tile, block), LEAST, jnp.int32)
-            else:
-                best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
-        best += column
-        top = jnp.max(best, axis=1)
-        runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)
-        label, mask = start + jnp.mod(top, factor), row < all_rows
-        norm = plgpu.load(norms.at[head, row], mask=mask, other=0.0)
-        if before:
-            label_before, top_before, runner_before = (plgpu.load(x.at[head, row], mask=mask, other=0) for x in before)
-            label = jnp.where(top > top_before, label, label_before)
-            runner = jnp.maximum(jnp.maximum(runner, runner_before), jnp.minimum(top, top_before))
-            top = jnp.maximum(top, top_before)
-        if last:
-            sure = ((top - runner).astype(jnp.float32) > needed * norm + 2 * factor) & (label < used)
-            label = jnp.where(row < stop, jnp.where(sure, label, -2 - label), -1)
-        plgpu.store(labels.at[head, row], label, mask=mask)
-        for x, rank in zip(between, (top, runner), strict=False):
-            plgpu.store(x.at[head, row], rank, mask=mask)
-        return following
-
-    # Heads without keys cost little: a loop over steps has more and more of them.
-    filled = jnp.clip(pl.cdiv(stop - first, tile), 0, turns)
-    jax.lax.fori_loop(0, filled, body, keys_of(0))
-
-    def none(turn, carry):
-        for x, value in zip((labels, *between), (-1, LEAST, LEAST), strict=False):
-            plgpu.store(x.at[head, rows_of(turn)], jnp.full((tile,), value, jnp.int32), mask=rows_of(turn) < all_rows)
-        return carry
-
-    jax.lax.fori_loop(filled, turns, none, 0)
 
 
 def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):

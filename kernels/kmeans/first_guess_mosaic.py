@@ -1,4 +1,4 @@
-"""The first guess of a step of K-means on Hopper: `_nearest` of `pallas_gpu`, its products and comparisons at once.
+"""The first guess of a step of K-means on Hopper: as `first_guess_triton`, with products and comparisons at once.
 
 With Triton all warps of a program wait for its product and then compare. Here warpgroups do not wait for each other,
 each fetches tiles of 64 keys of its own: one compares while another's product is under way.
@@ -11,20 +11,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.kernels.kmeans.first_guess_triton import BASE, BASE_BITS, LEAST, STEP
 
 TILE = 64  # keys of a product, the height of the matrix unit's
-STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
-BASE_BITS = 0x43400000
-LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor
 PROGRAMS = 132  # multiprocessors
 # Centroids of a product, and those of width 128 that a program holds; columns of the best two; warpgroups, and tiles of
 # keys in the ring of each.
 SIZES = {"block": 104, "held": 448, "columns": 8, "warpgroups": 3, "depth": 2}
 
 
-def groups(count: int, width: int, sizes) -> tuple[int, int]:
+def groups(count: int, width: int, sizes: dict[str, int]) -> tuple[int, int]:
     """Centroids of a product and of a group: groups as equal as can be, and products within a group."""
     each = pl.cdiv(count, pl.cdiv(count, sizes["held"] * 128 // width))
     products = pl.cdiv(each, sizes["block"])
@@ -32,8 +33,18 @@ def groups(count: int, width: int, sizes) -> tuple[int, int]:
     return block, block * products
 
 
-def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, interpret=False):
-    """Labels of scaled keys [H, N, D] by the heads [H, C, D], as -2 - label where in doubt; -1 at or beyond `end`.
+def first_guess(
+    keys: Float[Array, "H N D"],
+    norms: Float[Array, "H N"],
+    heads_of: Float[Array, "H C D"],
+    tail_norm: Float[Array, "H C"],
+    end: Int[Array | np.ndarray, " H"],
+    present: Int[Array | np.ndarray, " H"],
+    shape: tuple[int, int],
+    sizes: dict[str, int],
+    interpret: Any = False,
+) -> Int[Array, "H N"]:
+    """Labels of scaled keys by the heads of centroids, as -2 - label where in doubt; -1 at or beyond `end`.
 
     `shape` as `groups` returns it; C is a multiple of a group. N must be at least 64, and a multiple of 4: what is
     copied begins at multiples of 16 bytes.
@@ -86,7 +97,7 @@ def _nearest(
     inputs, centroids, end, present, outputs, held_centroids, ring, results, ready, filled,
     *, group, held, block, columns, warpgroups, depth, chunks,
 ):  # fmt: skip
-    """Every `warpgroups * chunks`-th tile of a head's keys; see `pallas_gpu._nearest` for what is compared."""
+    """Every `warpgroups * chunks`-th tile of a head's keys; see `first_guess_triton._nearest` for what is compared."""
     head, chunk, wg = jax.lax.axis_index("head"), jax.lax.axis_index("chunk"), jax.lax.axis_index("wg")
     heads_of, tail_norm = centroids
     all_rows, width, start = outputs[0].shape[1], heads_of.shape[2], group * held
