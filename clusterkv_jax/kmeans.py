@@ -61,26 +61,25 @@ def _cluster(
     scaled = prepared(keys)
 
     def move(_, state):
-        """A step of the heads that are active: the others have no keys, so that their centroids stay."""
-        centroids, labels, active = state
-        centroids, new, _ = lloyd(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
-        new = jnp.where(active[..., None], new, labels)
-        return centroids, new, active & jnp.any(new != labels, axis=-1)
+        """A step of the rows that are left; a head has none any more once nothing changed, so that it stays."""
+        centroids, labels, left = state
+        centroids, labels, _, changed = lloyd(keys, centroids, left, count, labels, scaled=scaled)
+        return centroids, labels, jnp.where(changed, left, 0)
 
     # -2 is no label: the first step always counts as a change.
-    labels = jnp.full(keys.shape[:3], -2, jnp.int32)
-    centroids, labels, active = _repeated(move, (start, labels, jnp.ones(keys.shape[:2], bool)), most)
+    rows = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    labels = jnp.where(rows < ends[..., None], -2, -1).astype(jnp.int32)
+    centroids, labels, left = _repeated(move, (start, labels, ends), most)
     # Where nothing changed, labels are those of the centroids already.
-    new = assign(keys, centroids, jnp.where(active, ends, 0), count, scaled=scaled)
-    labels = jnp.where(active[..., None], new, labels)
+    labels = assign(keys, centroids, left, count, labels, scaled=scaled)
     _, starts = group_rows(labels, centroids.shape[2])
     return centroids, labels, starts[..., 1:] - starts[..., :-1]
 
 
 def _repeated(move: Callable[..., Any], state: Any, most: int) -> Any:
-    """`most` steps, or as many as it takes until no head is active.
+    """`most` steps, or as many as it takes until no head has rows left.
 
-    A GPU would idle while the host looks whether any is, longer than steps without active heads take.
+    A GPU would idle while the host looks whether any has, longer than steps without rows take.
     """
     if platform() == "gpu":
         return jax.lax.fori_loop(0, most, move, state)

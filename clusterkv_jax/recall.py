@@ -89,5 +89,5 @@ def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Ar
     """
     batch, kv_heads = index["recalled"].shape[:2]
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
-    rows = method.choose(index, grouped, index["recalled"].shape[-1])
+    rows = method.choose(index, grouped)
     return jnp.broadcast_to(rows, (*grouped.shape[:3], rows.shape[-1])).reshape(*query.shape[:2], -1)

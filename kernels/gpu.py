@@ -16,10 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.dispatch import device_kind, platform
 
 # What the kernels can read; other dtypes go to XLA.
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Bytes of shared memory that a program may have, by kind of device, and elsewhere.
+SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
+LEAST_SHARED = 101376
 
 
 def call(
@@ -54,6 +57,12 @@ def check_dtypes(op: str, *arrays: Array) -> None:
             raise NotImplementedError(f"the GPU kernel of {op} reads float32, bfloat16 and float16, got {x.dtype}.")
     if len({x.dtype for x in arrays}) > 1:
         raise NotImplementedError(f"the GPU kernel of {op} reads arrays of one dtype, got {[x.dtype for x in arrays]}.")
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may have on the device that is compiled for."""
+    kind = device_kind()
+    return next((size for names, size in SHARED.items() if any(name in kind for name in names)), LEAST_SHARED)
 
 
 def power_of_two(n: int, least: int = 1) -> int:

@@ -78,7 +78,7 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 20) ->
         return q + 1e-3 * recalled_attention(q, group.keys, group.values, rows)
 
     def select_and_attend(q, group, index):
-        return attend(q, group, index | {"recalled": method.choose(index, q, index["recalled"].shape[-1])})
+        return attend(q, group, index | {"recalled": method.choose(index, q)})
 
     def taken(layer: Callable[..., jax.Array]) -> float:
         @jax.jit

@@ -330,7 +330,7 @@ def check_kmeans_of(shape, implementation, examples):
     batch, heads, rows, count, dim, dtype = shape
     run = jax.jit(partial(implementation, with_means=True))
 
-    def check(seed, apart, length, used):
+    def check(seed, apart, length, used, before):
         keys = jnp.asarray(normal(seed, batch, heads, rows, dim), dtype)
         centroids = normal(seed + 1, batch, heads, count, dim)
         half = count // 2
@@ -341,11 +341,16 @@ def check_kmeans_of(shape, implementation, examples):
         centroids = jnp.asarray(centroids, jnp.float32)
         used = np.full((batch, heads), used)
         used[0, 0] = count + 2  # heads may have different numbers of centroids; more than there are is all
-        labels, means, sizes = run(
-            poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used)
-        )
+        given = (poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used))
+        old = jnp.full((batch, heads, rows), before, jnp.int32)
+        labels, means, sizes, changed = run(*given, None if before == -1 else old)
         assert (labels.dtype, means.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
-        np.testing.assert_array_equal(labels >= 0, real)
+        np.testing.assert_array_equal(np.asarray(labels)[~real], before)
+        np.testing.assert_array_equal(changed, np.any(labels != before, axis=-1))
+        again = run(*given, labels.at[0, 0, 0].add(int(length[0, 0] > 0)))
+        np.testing.assert_array_equal(again[0], labels)
+        np.testing.assert_array_equal(again[3], np.arange(batch * heads).reshape(batch, heads) < (length[0, 0] > 0))
+        labels = jnp.where(real, labels, -1)
         keys, centroids = (np.asarray(x, np.float64) for x in (keys, centroids))
         unit = centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)
         cosine = np.einsum("bknd,bkcd->bknc", keys / np.linalg.norm(keys, axis=-1, keepdims=True), unit)
@@ -366,6 +371,7 @@ def check_kmeans_of(shape, implementation, examples):
         st.sampled_from([1e-3, 0, None]),
         lengths(batch, heads, rows, count, 128, 256, rows),
         st.integers(1, count),
+        st.sampled_from([-1, 0, -2]),
     )
 
 

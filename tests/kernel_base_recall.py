@@ -72,7 +72,7 @@ def check_select_of(shape, implementation, ordered, examples):
     batch, heads, each, clusters, count, sinks = shape
     run = jax.jit(partial(implementation, count=count, sinks=sinks))
 
-    def check(seed, levels, largest, room):
+    def check(seed, levels, largest, room, active):
         rng = np.random.default_rng(seed)
         scores = np.round(rng.normal(size=(batch, heads, each, clusters)) * levels) / levels
         sizes = rng.integers(0, largest + 1, (batch, heads, clusters))
@@ -81,10 +81,15 @@ def check_select_of(shape, implementation, ordered, examples):
         room = np.asarray(room[:batch])
         ints = [jnp.asarray(x, jnp.int32) for x in (sizes, starts, order, room)]
         ints[2] = ints[2] if ordered else None
-        found = run(jnp.asarray(scores, jnp.float32), *ints)
+        kept = jnp.full((batch, heads, each, count), 7, jnp.int32)
+        given = () if active is None else (kept, jnp.asarray(active[:batch]))
+        found = run(jnp.asarray(scores, jnp.float32), *ints, *given)
         assert found.dtype == jnp.int32
         assert found.shape == (batch, heads, each, count)
         for at in np.ndindex(batch, heads, each):
+            if active and not active[at[0]]:
+                np.testing.assert_array_equal(found[at], 7)
+                continue
             head = at[:2]
             parts, left = [], max(room[at[0]] - sinks, 0)
             for c in np.argsort(-scores[at], kind="stable"):
@@ -93,10 +98,11 @@ def check_select_of(shape, implementation, ordered, examples):
                 left -= len(places)
             one_selection(np.asarray(found[at]).tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
-    check(0, 1000, 8, [count - 7, 1])  # less room than clusters have rows, whatever is drawn
+    check(0, 1000, 8, [count - 7, 1], None)  # less room than clusters have rows, whatever is drawn
     levels = st.sampled_from([1, 1000, 1e30])  # many ties, hardly any, far apart
     rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)
-    drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms)
+    active = st.lists(st.booleans(), min_size=2, max_size=2)
+    drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms, active)
 
 
 def one_selection(found, sinks, parts):

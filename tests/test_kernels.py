@@ -68,6 +68,9 @@ MATCHING = {
 KMEANS = {
     "xla": kmeans_reference.kmeans,
     "gpu": partial(kmeans_gpu.kmeans, interpret=True),
+    "gpu-small-tiles": partial(
+        kmeans_gpu.kmeans, sizes={"mean_keys": 16, "mean_tiles": 2, "sort_tiles": 1}, interpret=True
+    ),
     "tpu": partial(kmeans_tpu.kmeans, block=128, interpret=True),
 }
 SCORES = {"xla": scores_reference.index_scores, "gpu": partial(scores_gpu.index_scores, interpret=True)}
@@ -189,24 +192,34 @@ def matching_without_bias(features, *, bias, **options):
     return matching_reference.chunked_matching(features, bias=None, **options)
 
 
-def kmeans_without_tail_mask(keys, centroids, length, used, *, with_means):
-    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, used, with_means=with_means)
+def kmeans_without_tail_mask(keys, centroids, length, *given, **options):
+    return kmeans_reference.kmeans(jnp.nan_to_num(keys), centroids, None, *given, **options)
 
 
-def kmeans_without_the_last_key(keys, centroids, length, used, *, with_means):
-    _, means, sizes = kmeans_reference.kmeans(keys, centroids, length - 1, used, with_means=with_means)
-    full, _, _ = kmeans_reference.kmeans(keys, centroids, length, used, with_means=with_means)
-    return full, means, sizes
+def kmeans_without_the_last_key(keys, centroids, length, *given, **options):
+    _, means, sizes, _ = kmeans_reference.kmeans(keys, centroids, length - 1, *given, **options)
+    full, _, _, changed = kmeans_reference.kmeans(keys, centroids, length, *given, **options)
+    return full, means, sizes, changed
 
 
-def kmeans_with_every_centroid(keys, centroids, length, used, *, with_means):
-    return kmeans_reference.kmeans(keys, centroids, length, with_means=with_means)
+def kmeans_with_every_centroid(keys, centroids, length, used, before, **options):
+    return kmeans_reference.kmeans(keys, centroids, length, None, before, **options)
 
 
-def kmeans_by_half_precision(keys, centroids, length, used, *, with_means):
+def kmeans_by_half_precision(keys, centroids, *given, **options):
     half = kmeans_reference.unit_rows(centroids).astype(jnp.float16).astype(jnp.float32)
-    labels, means, sizes = kmeans_reference.kmeans(keys, half, length, used, with_means=with_means)
-    return labels, jnp.where(sizes[..., None] > 0, means, centroids), sizes
+    labels, means, sizes, changed = kmeans_reference.kmeans(keys, half, *given, **options)
+    return labels, jnp.where(sizes[..., None] > 0, means, centroids), sizes, changed
+
+
+def kmeans_that_forgets_labels(keys, centroids, length, used, before, **options):
+    _, *moved, changed = kmeans_reference.kmeans(keys, centroids, length, used, before, **options)
+    return kmeans_reference.kmeans(keys, centroids, length, used, with_means=False), *moved, changed
+
+
+def kmeans_that_never_ends(*given, **options):
+    *moved, changed = kmeans_reference.kmeans(*given, **options)
+    return *moved, jnp.ones_like(changed)
 
 
 def append_of_padding(*args):
@@ -248,12 +261,16 @@ def select_of_equals_in_any_order(scores, *args, **options):
     return select_reference.select_rows(nudged, *args, **options)
 
 
-def select_of_one_row_too_many(scores, sizes, starts, order, room, **options):
-    return select_reference.select_rows(scores, sizes, starts, order, room + 1, **options)
+def select_of_one_row_too_many(scores, sizes, starts, order, room, *kept, **options):
+    return select_reference.select_rows(scores, sizes, starts, order, room + 1, *kept, **options)
 
 
-def select_with_sinks_on_top(scores, sizes, starts, order, room, *, count, sinks):
-    return select_reference.select_rows(scores, sizes, starts, order, room + sinks, count=count, sinks=sinks)
+def select_with_sinks_on_top(scores, sizes, starts, order, room, *kept, sinks, **options):
+    return select_reference.select_rows(scores, sizes, starts, order, room + sinks, *kept, sinks=sinks, **options)
+
+
+def select_for_all_batch_rows(scores, sizes, starts, order, room, *kept, **options):
+    return select_reference.select_rows(scores, sizes, starts, order, room, **options)
 
 
 def select_of_scattered_rows(*args, sinks, **options):
@@ -300,6 +317,8 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (base.check_kmeans, kmeans_without_the_last_key),
         (base.check_kmeans, kmeans_with_every_centroid),
         (base.check_kmeans, kmeans_by_half_precision),
+        (base.check_kmeans, kmeans_that_forgets_labels),
+        (base.check_kmeans, kmeans_that_never_ends),
         (base.check_append, append_of_padding),
         (base.check_append, append_behind_the_first_head),
         (base.check_append, append_over_the_last_rows),
@@ -312,6 +331,7 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (recall_base.check_index_scores, index_scores_of_short_products),
         (recall_base.check_index_scores, index_scores_of_the_first_query),
         (recall_base.check_select, select_of_one_row_too_many),
+        (recall_base.check_select, select_for_all_batch_rows),
         (recall_base.check_select, select_with_sinks_on_top),
         (recall_base.check_select, select_of_scattered_rows),
         (recall_base.check_recalled, recalled_with_the_last_row_for_none),

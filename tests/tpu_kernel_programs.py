@@ -53,7 +53,7 @@ def matching(rows, width, chunk, *, bias=False, dtype=BF16):
 
 def kmeans(rows, centroids):
     shapes = [((1, KV_HEADS, rows, DIM), BF16), ((1, KV_HEADS, centroids, DIM), F32), ((1, KV_HEADS), I32)]
-    return lloyd, [(*x, P(None, "x")) for x in shapes], (P(None, "x"),) * 3
+    return lloyd, [(*x, P(None, "x")) for x in shapes], (P(None, "x"),) * 4
 
 
 PROGRAMS = {

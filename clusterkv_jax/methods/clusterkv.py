@@ -169,8 +169,11 @@ class ClusterKV(Recall):
         # What is shorter than the sinks fills them before anything can be clustered.
         return over_heads(make, prompt, each) | {"indexed": jnp.maximum(prompt.length[:, 0], self.sinks)}
 
-    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K J count"]:
+    def choose(
+        self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
+    ) -> Int[Array, "B K J R"]:
         """The sinks, then the best clusters by q . centroid."""
+        count = index["recalled"].shape[-1]
 
         def best(q: Array, centroids: Array, *clusters: Array) -> Array:
             scores = index_scores(q, centroids)
@@ -179,7 +182,7 @@ class ClusterKV(Recall):
             return select_rows(scores, *clusters, count=count, sinks=self.sinks)
 
         arrays = (index[name] for name in ("centroids", "sizes", "starts", "order", "budget"))
-        return over_heads(best, q, *arrays)
+        return over_heads(best, q, *arrays, *(() if real is None else (index["recalled"], real)))
 
     # --- while decoding ---
 
@@ -193,7 +196,7 @@ class ClusterKV(Recall):
 
     def _step_from_host(self, group: LayerCache, state: Any, new: NewTokens):
         group, state = host_store.append(group, state, new, sinks=self.sinks)
-        rows = self.choose(state, by_kv_head(new.q, group), state["recalled"].shape[-1])
+        rows = self.choose(state, by_kv_head(new.q, group))
         rows = jnp.where((rows < group.length[:, :, None, None]) & new.real[:, :, None, None], rows, -1)
         attended, state = host_store.attend(group, state, new.q, rows[..., self.sinks :], sinks=self.sinks)
         recalled = jnp.where(new.real[:, :, None, None], rows, state["recalled"])

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_count, is_number
 from clusterkv_jax.kernels.index_scores import index_scores
-from clusterkv_jax.methods.recall import Index, Recall
+from clusterkv_jax.methods.recall import Index, Recall, unless_over
 from clusterkv_jax.methods.request import NewTokens
 from clusterkv_jax.sharding import over_heads
 
@@ -87,8 +87,11 @@ class InfiniGen(Recall):
         put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
         return index | {"partial": put(index["partial"], part, at), "indexed": group.length[:, 0] - 1}
 
-    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K G count"]:
+    def choose(
+        self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
+    ) -> Int[Array, "B K G R"]:
         """The rows of the highest scores, best first."""
+        count = index["recalled"].shape[-1]
         scores = over_heads(index_scores, _project(q, index["projection"]), index["partial"])
         known = jnp.arange(scores.shape[-1]) < index["indexed"][:, None, None, None]
         scores = jnp.where(known, scores, -jnp.inf)
@@ -98,7 +101,8 @@ class InfiniGen(Recall):
         best, rows = jax.lax.top_k(scores, min(count, scores.shape[-1]))
         taken = (jnp.arange(rows.shape[-1]) < wanted[:, None, None, None]) & (best > -jnp.inf)
         spare = [(0, 0)] * 3 + [(0, count - rows.shape[-1])]
-        return jnp.pad(jnp.where(taken, rows.astype(jnp.int32), -1), spare, constant_values=-1)
+        found = jnp.pad(jnp.where(taken, rows.astype(jnp.int32), -1), spare, constant_values=-1)
+        return unless_over(real, found, index)
 
 
 def skew_of(queries: Float[Array, "B K G N D"]) -> Float[Array, "B K D D"]:

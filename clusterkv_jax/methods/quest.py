@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.checks import check_fields, is_count
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.methods.recall import Index, Recall
+from clusterkv_jax.methods.recall import Index, Recall, unless_over
 from clusterkv_jax.methods.request import NewTokens
 from clusterkv_jax.sharding import over_heads
 
@@ -88,9 +88,11 @@ class Quest(Recall):
             "room": jnp.where(length <= index["budget"], known, others),
         }
 
-    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K G count"]:
+    def choose(
+        self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
+    ) -> Int[Array, "B K G R"]:
         """The best of the pages that are indexed."""
-        known, bounds = index["indexed"], index["bounds"]
+        known, bounds, count = index["indexed"], index["bounds"], index["recalled"].shape[-1]
         start = jnp.arange(bounds.shape[2], dtype=jnp.int32) * self.page
         sizes = jnp.where(start < known[:, None], self.page, 0)
 
@@ -99,7 +101,7 @@ class Quest(Recall):
 
         sizes, starts = (jnp.broadcast_to(x, bounds.shape[:3]) for x in (sizes[:, None], start))
         rows = over_heads(best, q, bounds, sizes, starts, index["room"])
-        return jnp.where(rows < known[:, None, None, None], rows, -1)
+        return unless_over(real, jnp.where(rows < known[:, None, None, None], rows, -1), index)
 
     def _pages(self, rows: Int[Array, " B"]) -> Int[Array, " B"]:
         """Pages of a budget, whether there are so many or not."""

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import KVCache, LayerCache
+from clusterkv_jax.cache import KVCache, LayerCache, groups
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods.base import Budgeted, append_new, one_by_one
 from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
@@ -65,8 +65,13 @@ class Recall(Budgeted):
         del group, new
         return index
 
-    def choose(self, index: Index, q: Float[Array, "B K G D"], count: int) -> Int[Array, "B K J count"]:
-        """The rows to recall for these queries."""
+    def choose(
+        self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
+    ) -> Int[Array, "B K J R"]:
+        """The rows to recall for these queries; in batch rows that are not `real` (default all) those recalled last.
+
+        Sinks that nothing fills yet are among them.
+        """
         raise NotImplementedError
 
     def selections(self, queries: int) -> int:
@@ -143,15 +148,15 @@ class Recall(Budgeted):
         group = append_new(group, new)
         state = self.follow(state, group, new)
         asked = new.q if new.ahead is None else new.ahead
-        count = state["recalled"].shape[-1]
-        rows = self.choose(state, by_kv_head(asked, group), count)
+        rows = self.choose(state, by_kv_head(asked, group), new.real[:, 0])
         attend = partial(recalled_attention, unlisted=unknown)
         args = (by_kv_head(new.q, group), group.keys, group.values, rows, state["indexed"], group.length)
-        attended = over_heads(attend, *args)
-        # Before a prompt has filled its sinks they hold nothing.
-        rows = jnp.where(rows < group.length[:, :, None, None], rows, -1)
-        real = new.real[:, 0, None, None, None]
-        return attended.reshape(new.q.shape), group, state | {"recalled": jnp.where(real, rows, state["recalled"])}
+        return over_heads(attend, *args).reshape(new.q.shape), group, state | {"recalled": rows}
+
+
+def unless_over(real: Bool[Array, " B"] | None, rows: Int[Array, "B K J R"], index: Index) -> Int[Array, "B K J R"]:
+    """`rows`, in batch rows that are not `real` those recalled last."""
+    return rows if real is None else jnp.where(real[:, None, None, None], rows, index["recalled"])
 
 
 def by_kv_head(q: Float[Array, "B 1 H D"], group: LayerCache) -> Float[Array, "B K G D"]:
@@ -166,11 +171,20 @@ def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list
     Layers without an index have none; where heads stand in groups, they come in the order of the groups.
     """
     rows, union = [], []
-    named = [[kept["recalled"] for kept in state if kept is not None and "recalled" in kept] for state in cache.state]
-    for found in jax.device_get(named):
+    named = [
+        [(kept["recalled"], group.length) for group, kept in zip(groups(layer), state, strict=True) if _recalls(kept)]
+        for layer, state in zip(cache.layers, cache.state, strict=True)
+    ]
+    for both in jax.device_get(named):
+        # Before a prompt has filled its sinks they hold nothing.
+        found = [np.where(x < length[:, :, None, None], x, -1) for x, length in both]
         rows.append(_per_row([(x >= 0).sum(-1) for x in found]))
         union.append(_per_row([_different(x) for x in found]))
     return (rows, union) if any(rows) else ([], [])
+
+
+def _recalls(state: State) -> bool:
+    return state is not None and "recalled" in state
 
 
 def _per_row(counts: list[np.ndarray]) -> list[list[int]]:

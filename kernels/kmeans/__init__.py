@@ -5,7 +5,7 @@ The loop over steps is `clusterkv_jax.kmeans.cluster`.
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.kmeans import pallas_gpu, pallas_tpu, reference
@@ -18,21 +18,22 @@ def assign(
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
+    before: Int[Array, "B K N"] | None = None,
     *,
     scaled: Any = None,
     backend: str | None = None,
 ) -> Int[Array, "B K N"]:
-    """The centroid of highest cosine for every key, of equal ones the first; -1 for rows at or beyond `length`.
+    """The centroid of highest cosine for every key, of equal ones the first.
 
-    Of each head's centroids the first `count` take part, at least one; all by default. `scaled` is `prepared(keys)`,
-    for a caller of several steps.
+    Rows at or beyond `length` keep the label that they had `before`, by default -1. Of each head's centroids the first
+    `count` take part, at least one; all by default. `scaled` is `prepared(keys)`, for a caller of several steps.
     Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
 
     Raises:
         ValueError: if the backend is unknown or there is no centroid.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return _kmeans(keys, centroids, length, count, with_means=False, scaled=scaled, backend=backend)
+    return _kmeans(keys, centroids, length, count, before, with_means=False, scaled=scaled, backend=backend)
 
 
 def prepared(keys: Float[Array, "B K N D"]) -> Any:
@@ -45,27 +46,28 @@ def lloyd(
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
+    before: Int[Array, "B K N"] | None = None,
     *,
     scaled: Any = None,
     backend: str | None = None,
-) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
+) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"], Bool[Array, "B K"]]:
     """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
 
     Returns:
         centroids: f32, the means of the keys as they are (not scaled to length 1); one without keys stays.
-        labels, sizes: by which the means were taken, those of the centroids given.
+        labels, sizes: by which the means were taken, those of the centroids given; rows at or beyond `length`, which
+            keep the label that they had `before`, are in no mean.
+        changed: of each head, whether any label is another than `before`.
 
     Raises:
         as `assign`.
     """
     options = {"with_means": True, "scaled": scaled, "backend": backend}
-    labels, means, sizes = _kmeans(keys, centroids, length, count, **options)
-    return means, labels, sizes
+    labels, means, sizes, changed = _kmeans(keys, centroids, length, count, before, **options)
+    return means, labels, sizes, changed
 
 
-def _kmeans(
-    keys: Array, centroids: Array, length: Array | None, count: Array | None, *, backend: str | None, **options: Any
-):
+def _kmeans(keys: Array, centroids: Array, *given: Array | None, backend: str | None, **options: Any):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, length, count, **options)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, *given, **options)

@@ -14,14 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import device_kind
-from clusterkv_jax.kernels.gpu import arange, call, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import LEAST_SHARED, arange, call, dot, load_rows, power_of_two, shared_memory
 
 # Keys and centroids of a tile, warps, tiles of keys that a program goes over, and centroids that it holds at most.
 SIZES = {"label_keys": 128, "label_centroids": 32, "label_warps": 8, "label_turns": 8, "label_held": 512}
-# Bytes of shared memory that a program may have, by kind of device, and elsewhere.
-SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
-LEAST_SHARED = 101376
 STEP, BASE = 2.0**-16, 1.5 * 2.0**7  # a product is below 2 sqrt(D) <= 32; a step is the last bit of BASE
 BASE_BITS = 0x43400000
 LEAST = -(2**30) - 2**24  # below every product, which has 22 bits, times its factor; less than 2^31 below
@@ -31,19 +27,14 @@ def groups(count: int, width: int, sizes: dict[str, int]) -> tuple[int, int]:
     """Centroids of a tile and of a group: groups as equal as can be, as many in each as one program can hold."""
     block = min(sizes["label_centroids"], power_of_two(count, 16))
     width = power_of_two(width, 16)
-    fitting = min(sizes["label_held"], 2**16 // width, _shared_memory() // (2 * width) - _tile(sizes))
+    fitting = min(sizes["label_held"], 2**16 // width, shared_memory() // (2 * width) - _tile(sizes))
     most = max(1, fitting // block) * block
     return block, pl.cdiv(pl.cdiv(count, block), pl.cdiv(count, most)) * block
 
 
 def _tile(sizes: dict[str, int]) -> int:
     """Keys of a tile, which stand in shared memory beside the centroids."""
-    return min(sizes["label_keys"], 128 if _shared_memory() > LEAST_SHARED else 64)
-
-
-def _shared_memory() -> int:
-    kind = device_kind()
-    return next((size for names, size in SHARED.items() if any(name in kind for name in names)), LEAST_SHARED)
+    return min(sizes["label_keys"], 128 if shared_memory() > LEAST_SHARED else 64)
 
 
 def first_guess(

@@ -6,8 +6,7 @@
    |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys with a smaller lead,
    some of a hundred, are marked. Two kernels: `first_guess_mosaic` on Hopper, elsewhere `first_guess_triton`.
 3. `_settle`: the marked keys again, with heads and tails.
-4. `group_rows`: the keys by label; `_means`, a program per centroid, reads its keys in that order. The additions are
-   float32 in a fixed order, so means are the same in every run.
+4. `means_triton`: the keys of each label added up.
 
 A bf16 key is first scaled by a power of two that brings its largest entry to 1 ... 2, which changes no label; it is
 then exact in fp16 (to 2^-25 of that entry). `_scale` does so once for all steps. A float32 key is two fp16 numbers too
@@ -28,15 +27,17 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
-from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS, group_rows
+from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS
 from clusterkv_jax.kernels.kmeans import first_guess_triton
+from clusterkv_jax.kernels.kmeans.means_triton import SIZES as means_sizes
+from clusterkv_jax.kernels.kmeans.means_triton import means
 from clusterkv_jax.kernels.tuning import blocks
 
-# Keys and centroids of a tile, warps and stages of the programs for keys in doubt (and all float32 keys), and of those
-# for the means; keys of a program of `_scale`.
+# Keys and centroids of a tile, warps and stages of the programs for keys in doubt (and all float32 keys); keys of a
+# program of `_scale`.
 SIZES = {
     **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
-    **{"mean_keys": 16, "mean_warps": 4, "scale_keys": 64},
+    "scale_keys": 64,
 }
 SPLIT = 32  # centroids of a program of `_split`
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
@@ -47,6 +48,7 @@ def kmeans(
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
     used: Int[Array, "B K"] | None = None,
+    before: Int[Array, "B K N"] | None = None,
     *,
     with_means: bool,
     scaled: tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None = None,
@@ -62,30 +64,23 @@ def kmeans(
             f"the GPU kernel of kmeans takes D up to 256, got {keys.shape} and {count} centroids."
         )
     # Constants, and limits within the kernels: a loop over steps would compute them anew in each.
-    end, present = (
-        np.full((batch * heads,), most, np.int32) if given is None else given.reshape(-1).astype(jnp.int32)
-        for given, most in ((length, rows), (None if used is None else jnp.minimum(used, count), count))
+    end, present, labels = (
+        np.full(shape, otherwise, np.int32) if given is None else given.reshape(shape).astype(jnp.int32)
+        for given, shape, otherwise in (
+            (length, batch * heads, rows),
+            (used, batch * heads, count),
+            (before, (batch * heads, rows), -1),
+        )
     )
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
     chosen = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
-    labels = _labels(flat, scaled, old, end, present, chosen, interpret).reshape(batch, heads, rows)
+    labels, changed = _labels(flat, scaled, old, end, present, labels, chosen, interpret)
     if not with_means:
-        return labels
-    order, starts = group_rows(labels, count, interpret=interpret)
-    means = call(
-        partial(_means, tile=chosen["mean_keys"]),
-        jax.ShapeDtypeStruct(old.shape, jnp.float32),
-        flat,
-        order.reshape(batch * heads, rows),
-        starts.reshape(batch * heads, count + 1),
-        old,
-        grid=(count, batch * heads),
-        warps=chosen["mean_warps"],
-        aliases={3: 0},
-        interpret=interpret,
-    )
-    return labels, means.reshape(centroids.shape), starts[..., 1:] - starts[..., :-1]
+        return labels.reshape(keys.shape[:3])
+    moved, found = means(flat, labels, end, old, means_sizes | chosen, interpret)
+    changed = jnp.any(changed > 0, axis=1).reshape(batch, heads)
+    return labels.reshape(keys.shape[:3]), moved.reshape(centroids.shape), found.reshape(centroids.shape[:3]), changed
 
 
 def scaled_keys(
@@ -116,8 +111,10 @@ def _scale(keys, scaled, norms, *, tile):
     plgpu.store(norms.at[head, row], norm, mask=mask)
 
 
-def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Array, "H N"]:
-    """The first nearest of the `present` centroids; -1 at or beyond `end`."""
+def _labels(
+    keys, scaled, centroids, end, present, before, sizes, interpret
+) -> tuple[Int[Array, "H N"], Int[Array, "H programs"]]:
+    """The first nearest of the `present` centroids; at or beyond `end` what was `before`. How many changed."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
     first = _first_guess(keys, interpret)
     shape = first.groups(count, dim, first.SIZES | sizes)
@@ -134,27 +131,33 @@ def _labels(keys, scaled, centroids, end, present, sizes, interpret) -> Int[Arra
     )
     of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
     exact = {"block": min(sizes["exact_centroids"], power_of_two(count, 16)), "tile": sizes["exact_keys"]}
+    exact["count"] = count
     settings = {"warps": sizes["exact_warps"], "stages": sizes["exact_stages"], "interpret": interpret}
     if keys.dtype == jnp.float32:
-        grid = (pl.cdiv(rows, exact["tile"]), heads)
-        return call(partial(_exact, **exact), of_rows, keys, *parts, end, present, grid=grid, **settings)
+        programs = pl.cdiv(rows, exact["tile"])
+        out = of_rows, jax.ShapeDtypeStruct((heads, programs), jnp.int32)
+        given = (keys, *parts, end, present, before)
+        return call(partial(_exact, **exact), out, *given, grid=(programs, heads), aliases={5: 0}, **settings)
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
     assert scaled is not None  # keys of 16 bits
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
     given = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
-    labels = first.first_guess(*given, shape, first.SIZES | sizes, interpret)
-    return call(
+    guess = first.first_guess(*given, shape, first.SIZES | sizes, interpret)
+    programs = pl.cdiv(rows, settled)
+    labels, changed, _ = call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
-        (of_rows, of_rows),
+        (of_rows, jax.ShapeDtypeStruct((heads, programs), jnp.int32), of_rows),
         keys,
         *parts,
         present,
-        labels,
-        grid=(pl.cdiv(rows, settled), heads),
-        aliases={4: 0},
+        guess,
+        before,
+        grid=(programs, heads),
+        aliases={5: 0},
         **settings,
-    )[0]
+    )
+    return labels, changed
 
 
 def _first_guess(keys: Float[Array, "H N D"], interpret: bool) -> Any:
@@ -203,40 +206,52 @@ def _scaled(key: Float[Array, "n D"]) -> tuple[list[Float[Array, "n D"]], Float[
     return parts, jnp.sqrt(jnp.sum(wide * wide, axis=1))
 
 
-def _settle(keys, heads_of, tails_of, present, _, labels, listed, *, rows, tile, block, barrier):
-    """Labels of the keys in doubt among `rows` keys: their numbers are written one behind the other, and read again."""
+def _settle(keys, heads_of, tails_of, present, guess, _, labels, changed, listed, *, rows, tile, barrier, **exact):
+    """Labels of `rows` keys: those in doubt are written one behind the other, read again, and compared once more.
+
+    Where there is no guess, labels stay; how many do not is `changed`.
+    """
     head, first = pl.program_id(1), pl.program_id(0) * rows
     row = first + arange(rows)
-    label = plgpu.load(labels.at[head, row], mask=row < labels.shape[1], other=-1)
+    inside = row < labels.shape[1]
+    label = plgpu.load(guess.at[head, row], mask=inside, other=-1)
+    other = plgpu.load(labels.at[head, row], mask=inside, other=-1) != label
     doubt = (label < -1).astype(jnp.int32)
     place = jnp.where(label < -1, first + jnp.cumsum(doubt) - 1, listed.shape[1])
     plgpu.store(listed.at[head, place], row, mask=label < -1)
+    plgpu.store(labels.at[head, row], label, mask=label >= 0)
     end = first + jnp.sum(doubt)
     if barrier:  # other threads of this program read them
         plgpu.debug_barrier()
 
-    def body(i, carry):
+    def body(i, moved):
         place = first + i * tile + arange(tile)
-        there = place < end
-        row = plgpu.load(listed.at[head, place], mask=there, other=labels.shape[1])
-        label = _first_nearest(keys, heads_of, tails_of, head, row, there, present, block)
-        plgpu.store(labels.at[head, row], label, mask=there)
-        return carry
+        row = plgpu.load(listed.at[head, place], mask=place < end, other=labels.shape[1])
+        label = _first_nearest(keys, heads_of, tails_of, head, row, place < end, present, **exact)
+        return moved + _put(labels, head, row, label, place < end)
 
-    jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, 0)
+    moved = jnp.sum((other & (label >= 0)).astype(jnp.int32))
+    changed[head, pl.program_id(0)] = jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, moved)
 
 
-def _exact(keys, heads_of, tails_of, end, present, labels, *, tile, block):
-    """Labels of one tile of keys: -1 at or beyond `end`."""
+def _exact(keys, heads_of, tails_of, end, present, _, labels, changed, *, tile, **exact):
+    """Labels of one tile of keys below `end`, and how many changed."""
     head, row = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
     inside = row < jnp.minimum(end[head], keys.shape[1])
-    label = _first_nearest(keys, heads_of, tails_of, head, row, inside, present, block)
-    plgpu.store(labels.at[head, row], jnp.where(inside, label, -1), mask=row < labels.shape[1])
+    label = _first_nearest(keys, heads_of, tails_of, head, row, inside, present, **exact)
+    changed[head, pl.program_id(0)] = _put(labels, head, row, label, inside)
 
 
-def _first_nearest(keys, heads_of, tails_of, head, row, mask, present, block):
+def _put(labels, head, row, label, mask):
+    """Write labels; how many were others before."""
+    old = plgpu.load(labels.at[head, row], mask=mask, other=0)
+    plgpu.store(labels.at[head, row], label, mask=mask)
+    return jnp.sum((mask & (old != label)).astype(jnp.int32))
+
+
+def _first_nearest(keys, heads_of, tails_of, head, row, mask, present, *, block, count):
     """The centroid of highest cosine for each of these keys, of equal ones the first."""
-    width, count = heads_of.shape[2], jnp.clip(present[head], 1, heads_of.shape[1])
+    width, count = heads_of.shape[2], jnp.clip(present[head], 1, count)
     columns = arange(power_of_two(width, 16))
     halves, _ = _scaled(load_rows(keys, head, row, columns, mask, width))
 
@@ -256,31 +271,3 @@ def _first_nearest(keys, heads_of, tails_of, head, row, mask, present, block):
 
     start = (jnp.zeros(row.shape, jnp.int32), jnp.full(row.shape, -jnp.inf, jnp.float32))
     return jax.lax.fori_loop(0, pl.cdiv(count, block), body, start)[0]
-
-
-def _means(keys, order, starts, old, means, *, tile):
-    """The mean of one centroid's keys; without any it stays."""
-    del old  # read and written as the output that aliases it
-    number, head = pl.program_id(0), pl.program_id(1)
-    width = keys.shape[2]
-    columns = arange(power_of_two(width, 16))
-    first, end = starts[head, number], starts[head, number + 1]
-
-    def rows_of(i):
-        place = first + i * tile + arange(tile)
-        return plgpu.load(order.at[head, place], mask=place < end, other=-1)
-
-    def keys_of(row):
-        return load_rows(keys, head, row, columns, row >= 0, width)
-
-    # Numbers are read two tiles ahead and keys one.
-    def body(i, state):
-        total, key, row = state
-        return total + key.astype(jnp.float32), keys_of(row), rows_of(i + 2)
-
-    start = jnp.zeros((tile, columns.shape[0]), jnp.float32), keys_of(rows_of(0)), rows_of(1)
-    total = jnp.sum(jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, start)[0], axis=0)
-    mask = columns < width
-    stays = plgpu.load(means.at[head, number, columns], mask=mask, other=0.0)
-    mean = total / jnp.maximum(end - first, 1).astype(jnp.float32)
-    plgpu.store(means.at[head, number, columns], jnp.where(end > first, mean, stays), mask=mask)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import matmul_precision
-from clusterkv_jax.kernels.kmeans.reference import means_of, unit_rows
+from clusterkv_jax.kernels.kmeans.reference import kept, means_of, unit_rows
 from clusterkv_jax.kernels.tpu import step_flops, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -29,6 +29,7 @@ def kmeans(
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
     used: Int[Array, "B K"] | None = None,
+    before: Int[Array, "B K N"] | None = None,
     *,
     with_means: bool,
     scaled: None = None,
@@ -52,10 +53,11 @@ def kmeans(
     labels, *totals = _call(
         keys, parts, ends.astype(jnp.int32), present.astype(jnp.int32), block, with_means, interpret
     )
+    labels, changed = kept(labels[:, :, 0], before)
     if not with_means:
-        return labels[:, :, 0]
+        return labels
     sums, sizes = totals[0], totals[1][..., 0].astype(jnp.int32)
-    return labels[:, :, 0], means_of(sums, sizes, centroids), sizes
+    return labels, means_of(sums, sizes, centroids), sizes, changed
 
 
 def _bf16_parts(x: Float[Array, "B K C D"]) -> Float[Array, "B K 3 C D"]:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # Rows whose cosines with all centroids exist at once.
 TILE = 2048
@@ -20,14 +20,15 @@ def kmeans(
     centroids: Float[Array, "B K C D"],
     length: Int[Array, "B K"] | None,
     used: Int[Array, "B K"] | None = None,
+    before: Int[Array, "B K N"] | None = None,
     *,
     with_means: bool,
     scaled: None = None,
 ):
     """Labels i32 [B,K,N] as in `clusterkv_jax.kernels.kmeans.assign`.
 
-    With `with_means` also the means f32 [B,K,C,D] of the keys by their label, the centroid where there are none, and
-    their numbers i32 [B,K,C].
+    With `with_means` also the means f32 [B,K,C,D] of the keys by their label, the centroid where there are none, their
+    numbers i32 [B,K,C], and whether any label is not that `before`, bool [B,K].
     """
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -55,7 +56,17 @@ def kmeans(
     zeros = (jnp.zeros((batch, heads, count, dim), jnp.float32), jnp.zeros((batch, heads, count), jnp.int32))
     totals, labels = jax.lax.scan(step, zeros, jnp.arange(tiles))
     labels = jnp.moveaxis(labels, 0, 2).reshape(batch, heads, tiles * tile)[:, :, :rows]
-    return (labels, means_of(*totals, centroids), totals[1]) if with_means else labels
+    labels, changed = kept(labels, before)
+    return (labels, means_of(*totals, centroids), totals[1], changed) if with_means else labels
+
+
+def kept(
+    labels: Int[Array, "B K N"], before: Int[Array, "B K N"] | None
+) -> tuple[Int[Array, "B K N"], Bool[Array, "B K"]]:
+    """Labels, where they are -1 those `before`, and which heads have other labels than before."""
+    before = jnp.full_like(labels, -1) if before is None else before
+    labels = jnp.where(labels < 0, before, labels)
+    return labels, jnp.any(labels != before, axis=-1)
 
 
 def means_of(

@@ -1,6 +1,6 @@
 """Which rows to recall: those of the best clusters, until there is no room (ClusterKV section 4.3)."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.select_rows import pallas_gpu, reference
@@ -14,6 +14,8 @@ def select_rows(
     starts: Int[Array, "B K C"],
     order: Int[Array, "B K N"] | None,
     room: Int[Array, " B"],
+    kept: Int[Array, "B K J count"] | None = None,
+    active: Bool[Array, " B"] | None = None,
     *,
     count: int,
     sinks: int = 0,
@@ -26,6 +28,7 @@ def select_rows(
         sizes, starts: cluster c holds the rows `order[starts[c] : starts[c] + sizes[c]]`; one of size 0 is none.
         order: rows by cluster; None where they stand so already.
         room: rows wanted in each batch row; sinks come whatever the room is, and no more than `count` rows.
+        kept, active: batch rows that are not active get what is kept of an earlier call; by default all are active.
         count: static.
         sinks: static; rows before these are in no cluster.
 
@@ -34,7 +37,10 @@ def select_rows(
         score, of equal ones the last, may be cut at its end.
 
     Raises:
-        ValueError: if the backend is unknown.
+        ValueError: if the backend is unknown, or only one of `kept` and `active` is given.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return dispatch("select_rows", BACKENDS, backend, scores, sizes, starts, order, room, count=count, sinks=sinks)
+    if (kept is None) != (active is None):
+        raise ValueError("kept and active must be given together.")
+    args = (scores, sizes, starts, order, room, kept, active)
+    return dispatch("select_rows", BACKENDS, backend, *args, count=count, sinks=sinks)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
@@ -38,6 +38,8 @@ def select_rows(
     starts: Int[Array, "B K C"],
     order: Int[Array, "B K N"] | None,
     room: Int[Array, " B"],
+    kept: Int[Array, "B K J count"] | None = None,
+    active: Bool[Array, " B"] | None = None,
     *,
     count: int,
     sinks: int = 0,
@@ -53,6 +55,8 @@ def select_rows(
     places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
     blocks, chosen = pl.cdiv(count, places), SIZES | (tuning or {})
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
+    # What is kept is in the place of what is chosen, so that inactive batch rows write nothing.
+    given = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
     rows, _ = call(
         partial(
             _kernel,
@@ -74,16 +78,19 @@ def select_rows(
         flat(starts),
         flat(starts if order is None else order),
         room,
+        *given,
         grid=(blocks, selections),
         warps=warps,
+        aliases={6: 0} if given else None,
         interpret=interpret,
     )
     return rows.reshape(batch, heads, each, count)
 
 
 def _kernel(
-    scores, sizes, starts, order, room, out, scratch, *, sinks, each, ordered, places, groups, few, tile, barrier
-):
+    scores, sizes, starts, order, room, *refs, sinks, each, ordered, places, groups, few, tile, barrier
+):  # fmt: skip
+    *given, out, scratch = refs
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
@@ -92,7 +99,8 @@ def _kernel(
     score = plgpu.load(scores.at[selection, number], mask=real, other=0.0)
     start = plgpu.load(starts.at[head, number], mask=real, other=0)
     score = jnp.where(size > 0, score, -jnp.inf)
-    limit = jnp.maximum(jnp.minimum(room[selection // (scores.shape[0] // room.shape[0])], count) - sinks, 0)
+    row = selection // (scores.shape[0] // room.shape[0])
+    limit = jnp.maximum(jnp.minimum(room[row], count) - sinks, 0)
     bound = _bound(score, size, limit, groups)
     length = jnp.sum(((score >= bound) & (size > 0)).astype(jnp.int32))
     bound = jax.lax.cond(length > few, lambda: _raised(bound, score, size, limit), lambda: bound)
@@ -112,8 +120,9 @@ def _kernel(
     filled = (wanted >= 0) & (wanted < end)
     if ordered:
         found = plgpu.load(order.at[head, found], mask=filled, other=0)
-    row = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
-    plgpu.store(out.at[selection, place], row, mask=place < count)
+    found = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
+    inside = (place < count) & (given[0][row] > 0) if given else place < count
+    plgpu.store(out.at[selection, place], found, mask=inside)
 
 
 def _bound(score, size, limit, groups):

@@ -1,7 +1,7 @@
 """The rows of the best clusters in plain jnp, as the paper does it: sort, prefix sums, look up."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def select_rows(
@@ -10,6 +10,8 @@ def select_rows(
     starts: Int[Array, "B K C"],
     order: Int[Array, "B K N"] | None,
     room: Int[Array, " B"],
+    kept: Int[Array, "B K J count"] | None = None,
+    active: Bool[Array, " B"] | None = None,
     *,
     count: int,
     sinks: int = 0,
@@ -28,4 +30,5 @@ def select_rows(
     if order is not None:
         at = jnp.take_along_axis(order[:, :, None], jnp.where(inside, at, 0), axis=-1)
     first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*at.shape[:3], sinks))
-    return jnp.concatenate([first, jnp.where(inside, at, -1)], axis=-1)
+    rows = jnp.concatenate([first, jnp.where(inside, at, -1)], axis=-1)
+    return rows if active is None or kept is None else jnp.where(active[:, None, None, None], rows, kept)
