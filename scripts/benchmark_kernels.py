@@ -1,17 +1,25 @@
-"""Times every kernel on this device and prints a table with the share of the bandwidth measured in the same run.
+"""Checks and times every kernel on this device: a table with the share of the bandwidth measured in the same run.
 
-    python scripts/benchmark_kernels.py              all of it, about two minutes on an H200
-    python scripts/benchmark_kernels.py attention    one section: attention, sums, clustering, kmeans, gather
+    python scripts/benchmark_kernels.py              all of it
+    python scripts/benchmark_kernels.py attention    one section: checks, attention, sums, clustering, kmeans, gather
+
+The checks are those of the tests (tests/kernel_checks.py) with the kernels as they are compiled for this device; what
+fails is printed, the rest goes on, and the exit status is 1. The other sections take about two minutes on an H200.
 
 Every number is the median of 20 timings after a warm-up, over several sets of inputs that together exceed the caches;
 a short kernel is repeated inside one program, each call taking the last one's output, so that no launch is measured
-twice and none overlaps. Correctness is checked first, against the reference in float32.
+twice and none overlaps. What is timed is compared with the reference in float32 too.
 """
 
 import argparse
+import importlib.util
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,14 +30,59 @@ import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
 from clusterkv_jax.cache import from_tokens
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
+from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.group_rows import group_rows
+from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
+from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
+from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.attention import causal_attention
 
 HEADS, GROUP, DIM = 8, 4, 128
 # Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/kernels.md).
 LAYERS, PREFILL_64K, PREFILL_32K = 32, 3.398, 1.215
 REPEATS, WARM_UP = 20, 3
+CASES = 3  # of every shape that is checked; it is the compilation of each that takes its time
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """The kernels to be checked, as tests/kernel_checks.py names them before a comma."""
+    ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
+    ops += [index_scores, select_rows, recalled_attention]
+    found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
+    found["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
+    if any(name in device_kind() for name in kmeans_gpu.HOPPER):
+        found["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
+        found["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
+    return found
+
+
+def checks(bandwidth: float) -> bool:
+    """Every kernel through the shared base of the tests; whether all are right."""
+    del bandwidth
+    # A script's own folder is on the path, not the one that holds `tests`.
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.kernel_checks import CHECKS
+
+    return all([check(op, kernel, CHECKS[op.partition(",")[0]]) for op, kernel in kernels().items()])
+
+
+def check(op: str, kernel: Callable[..., Any], through: Sequence[Callable[..., None]]) -> bool:
+    """Print one line of the table, and what went wrong."""
+    start, right = time.perf_counter(), True
+    for one in through:
+        try:
+            one(kernel, examples=CASES)
+        except Exception:  # whatever it is, the others are of interest
+            right = False
+            print(f"{op} fails {one.__name__}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    print(f"| checks, {op} | {'ok' if right else 'FAILED'} | {time.perf_counter() - start:.0f} s | |", flush=True)
+    return right
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -219,7 +272,10 @@ def gather(bandwidth: float) -> None:
     report("gather_rows from pinned host, 8 x 1,024 rows", taken, "≥ 60 %", f"{share:.0%} of {link / 1e9:.1f} GB/s")
 
 
-SECTIONS = {"attention": attention, "sums": sums, "clustering": clustering, "kmeans": k_means, "gather": gather}
+SECTIONS: dict[str, Callable[[float], bool | None]] = {
+    **{"checks": checks, "attention": attention, "sums": sums},
+    **{"clustering": clustering, "kmeans": k_means, "gather": gather},
+}
 
 
 def main() -> None:
@@ -231,11 +287,13 @@ def main() -> None:
         parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.")
     if jax.default_backend() != "gpu":
         parser.error(f"needs a GPU; jax {jax.__version__} sees {jax.devices()[0].device_kind}.")
+    if "checks" in wanted and importlib.util.find_spec("hypothesis") is None:
+        parser.error("checks need hypothesis: install the extra `test`, or name the other sections.")
     bandwidth = read_bandwidth()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| op | measured | share | target |\n|---|---|---|---|")
-    for name in wanted:
-        SECTIONS[name](bandwidth)
+    if False in [SECTIONS[name](bandwidth) for name in wanted]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

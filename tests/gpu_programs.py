@@ -1,7 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton kernels, loops, bytes of temporaries, of arguments, of results in host
-memory and of aliased arguments.
+Prints as JSON what each program holds: Triton and Mosaic GPU kernels, loops, bytes of temporaries, of arguments, of
+results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/gpu_programs.py
@@ -35,7 +35,8 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
-from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
+from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.config import ModelConfig, Rope
@@ -109,6 +110,8 @@ def programs(array):
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
+    on_hopper = partial(kmeans_gpu.kmeans, length=None, with_means=True, first_guess=first_guess_mosaic)
+    narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), jnp.float32)
     group = QUERY_HEADS // HEADS
     scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
     clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
@@ -132,6 +135,13 @@ def programs(array):
         "matching of keys and values": (*paired(bf16), ()),
         "matching of keys and values float32": (*paired(jnp.float32), ()),
         "kmeans": (lloyd, (prompt, centroids), ()),
+        "kmeans of keys in no tiles": (
+            lloyd,
+            (array((1, 1, 4100, DIM), bf16), array((1, 1, 50, DIM), jnp.float32)),
+            (),
+        ),
+        "kmeans on Hopper": (on_hopper, (prompt, centroids), ()),
+        "kmeans on Hopper, two groups": (on_hopper, (narrow, many), ()),
         "index scores": (index_scores, (one_query, centroids), ()),
         "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
         "select pages": (
@@ -188,6 +198,7 @@ def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[st
         memory = compiled.memory_analysis()
         found[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
+            "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

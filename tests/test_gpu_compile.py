@@ -1,4 +1,4 @@
-"""The GPU kernels at real shapes compiled for an H100 that is not there: Triton down to machine code, no GPU needed."""
+"""The GPU kernels at real shapes compiled for an H100 that is not there: down to machine code, no GPU needed."""
 
 import importlib.util
 import json
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 NEEDED = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
@@ -34,6 +35,14 @@ def found():
 def test_every_op_is_a_kernel(found):
     """Compiled at all, and not what the dispatch falls back to."""
     assert all(program["kernels"] > 0 for program in found.values()), found
+
+
+def test_kmeans_has_a_kernel_for_hopper(found):
+    """One launch for each group of centroids; chosen unasked by the versions of jax that it was run with."""
+    assert found["kmeans on Hopper"]["mosaic"] == 1
+    assert found["kmeans on Hopper, two groups"]["mosaic"] == 2
+    assert found["kmeans"]["mosaic"] == (jax.__version_info__ >= (0, 11))
+    assert found["kmeans of keys in no tiles"]["mosaic"] == found["kmeans, little shared memory"]["mosaic"] == 0
 
 
 def test_appending_works_in_place(found):

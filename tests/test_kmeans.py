@@ -78,31 +78,3 @@ def test_what_is_no_start_is_named():
         cluster(keys, jnp.zeros(0, jnp.int32))
     with pytest.raises(ValueError, match="max_iterations must be at least 0, got -1"):
         cluster(keys, jnp.asarray([0]), max_iterations=-1)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="interprets kernels of Hopper from JAX 0.11 on")
-@pytest.mark.parametrize("held", [448, 48])
-def test_the_first_guess_on_hopper_is_right_where_it_is_sure(held):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from clusterkv_jax.kernels.kmeans import first_guess_mosaic
-
-    rows, count, end, present = 300, 90, np.asarray([300, 201], np.int32), np.asarray([90, 83], np.int32)
-    sizes = first_guess_mosaic.SIZES | {"block": 24, "held": held}
-    shape = first_guess_mosaic.groups(count, 128, sizes)
-    keys = np.clip(0.4 * normal(1, 2, rows, 128), -1.99, 1.99).astype(np.float16)
-    unit = normal(2, 2, -(-count // shape[1]) * shape[1], 128).astype(np.float64)
-    unit /= np.linalg.norm(unit, axis=2, keepdims=True)
-    unit *= np.arange(unit.shape[1])[None, :, None] < present[:, None, None]
-    heads_of = unit.astype(np.float16)
-    tails, norms = np.linalg.norm(unit - heads_of, axis=2), np.linalg.norm(keys.astype(np.float32), axis=2)
-    cosine = np.einsum("hnd,hcd->hnc", keys.astype(np.float64), unit)
-    cosine = np.where(np.arange(unit.shape[1]) < present[:, None, None], cosine, -np.inf)
-    keys[1, end[1] :] = np.nan
-    given = [jnp.asarray(x) for x in (keys, norms, heads_of, tails.astype(np.float32), end, present)]
-    labels = np.asarray(first_guess_mosaic.first_guess(*given, shape, sizes, interpret=plgpu.InterpretGPUParams()))
-    inside = np.arange(rows) < end[:, None]
-    np.testing.assert_array_equal(labels == -1, ~inside)
-    sure = labels >= 0
-    np.testing.assert_array_equal(labels[sure], cosine.argmax(2)[sure])
-    assert sure.sum() > 0.9 * inside.sum()

@@ -19,10 +19,9 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.kmeans.first_guess_triton import BASE, BASE_BITS, LEAST, STEP
 
 TILE = 64  # keys of a product, the height of the matrix unit's
-PROGRAMS = 132  # multiprocessors
 # Centroids of a product, and those of width 128 that a program holds; columns of the best two; warpgroups, and tiles of
-# keys in the ring of each.
-SIZES = {"block": 104, "held": 448, "columns": 8, "warpgroups": 3, "depth": 2}
+# keys in the ring of each; programs, one for each multiprocessor.
+SIZES = {"block": 104, "held": 448, "columns": 8, "warpgroups": 3, "depth": 2, "programs": 132}
 
 
 def groups(count: int, width: int, sizes: dict[str, int]) -> tuple[int, int]:
@@ -46,12 +45,12 @@ def first_guess(
 ) -> Int[Array, "H N"]:
     """Labels of scaled keys by the heads of centroids, as -2 - label where in doubt; -1 at or beyond `end`.
 
-    `shape` as `groups` returns it; C is a multiple of a group. N must be at least 64, and a multiple of 4: what is
-    copied begins at multiples of 16 bytes.
+    `shape` as `groups` returns it; C is a multiple of a group. N must be at least 64, and a multiple of 8: keys
+    are copied in tiles of so many.
     """
     (heads, rows, _), (block, held) = keys.shape, shape
+    chunks = max(1, min(sizes["programs"] // heads, pl.cdiv(rows, TILE * sizes["warpgroups"])))
     sizes = {name: sizes[name] for name in ("columns", "warpgroups", "depth")}
-    chunks = max(1, min(PROGRAMS // heads, pl.cdiv(rows, TILE * sizes["warpgroups"])))
     last = heads_of.shape[1] // held - 1
     state: tuple[Any, ...] = ()
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
@@ -174,8 +173,8 @@ def _nearest(
 
 
 def _load(ref, layout, **options):
-    # The index that JAX 0.10 asks for is gone in 0.11, the first that this is run with.
-    return plgpu.load(ref, layout=layout, **options)  # pyright: ignore[reportCallIssue]
+    index = () if jax.__version_info__ >= (0, 11) else (...,)  # what JAX 0.10 asks for
+    return plgpu.load(ref, *index, layout=layout, **options)
 
 
 def _largest(tail_norm, head, block):
@@ -196,14 +195,9 @@ def _best_two(key, centroids, held, block, columns, factor):
     # Unknown to the compiler, which would keep the addresses of all blocks in registers.
     zero = jax.lax.optimization_barrier(jnp.int32(0))
 
-    def product(i, acc):
-        plgpu.wgmma(acc, key, centroids.at[zero + i].transpose((1, 0)))
-        return acc[...]
-
     found = []
     for i in range(held // block):
-        sums = plgpu.ACC((TILE, block), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        cosine = pl.run_scoped(partial(product, i), sums)
+        cosine = _product(key, centroids, zero, i)
         # Beside a number this large the last bit of a float32 is a step.
         steps = jax.lax.bitcast_convert_type(cosine + BASE, jnp.int32)
         ranked = [(steps[:, j : j + columns] * factor + (i * block + j + base), None) for j in range(0, block, columns)]
@@ -214,6 +208,17 @@ def _best_two(key, centroids, held, block, columns, factor):
     second = LEAST if second is None else second
     runner = jnp.max(jnp.where(best == jax.lax.broadcast_in_dim(top, best.shape, (0,)), second, best), axis=1)
     return top, runner
+
+
+def _product(key, centroids, zero, i):
+    """Of a tile of keys with block i of centroids."""
+
+    def program(sums):
+        plgpu.wgmma(sums, key, centroids.at[zero + i].transpose((1, 0)))
+        return sums[...]
+
+    accumulator = plgpu.ACC((TILE, centroids.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(program, accumulator)
 
 
 def _tournament(pairs):

@@ -40,6 +40,7 @@ SIZES = {
     "scale_keys": 64,
 }
 SPLIT = 32  # centroids of a program of `_split`
+HOPPER = ("H100", "H200", "H800")  # in the kinds of its devices, in "GH200" too
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
 
@@ -52,10 +53,14 @@ def kmeans(
     *,
     with_means: bool,
     scaled: tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None = None,
+    first_guess: Any = None,
     sizes: dict[str, int] | None = None,
     interpret: bool = False,
 ):
-    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it."""
+    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it.
+
+    `first_guess` is the module that makes it, by default the one that serves this call best.
+    """
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -75,7 +80,8 @@ def kmeans(
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
     chosen = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
-    labels, changed = _labels(flat, scaled, old, end, present, labels, chosen, interpret)
+    first = first_guess or _first_guess(flat, interpret)
+    labels, changed = _labels(flat, scaled, old, end, present, labels, first, chosen, interpret)
     if not with_means:
         return labels.reshape(keys.shape[:3])
     moved, found = means(flat, labels, end, old, means_sizes | chosen, interpret)
@@ -112,11 +118,10 @@ def _scale(keys, scaled, norms, *, tile):
 
 
 def _labels(
-    keys, scaled, centroids, end, present, before, sizes, interpret
+    keys, scaled, centroids, end, present, before, first, sizes, interpret
 ) -> tuple[Int[Array, "H N"], Int[Array, "H programs"]]:
     """The first nearest of the `present` centroids; at or beyond `end` what was `before`. How many changed."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
-    first = _first_guess(keys, interpret)
     shape = first.groups(count, dim, first.SIZES | sizes)
     padded = pl.cdiv(count, shape[1]) * shape[1]
     half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
@@ -163,8 +168,8 @@ def _labels(
 def _first_guess(keys: Float[Array, "H N D"], interpret: bool) -> Any:
     """The module of the first guess: Hopper's where it serves, which takes its time to import, otherwise Triton's."""
     rows, width = keys.shape[1:]
-    there = not interpret and any(name in device_kind() for name in ("H100", "H200", "H800"))  # GH200 too
-    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 4 == 0
+    there = not interpret and any(name in device_kind() for name in HOPPER)
+    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 8 == 0
     if jax.__version_info__ < (0, 11) or not there or not fits:
         return first_guess_triton
     from clusterkv_jax.kernels.kmeans import first_guess_mosaic
