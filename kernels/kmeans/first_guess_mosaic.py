@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.kmeans.first_guess_triton import BASE, BASE_BITS, LEAST, STEP
+from clusterkv_jax.kernels.kmeans.first_guess_triton import BASE, BASE_BITS, STEP
 
 TILE = 64  # keys of a product, the height of the matrix unit's
 # Centroids of a product, and those of width 128 that a program holds; columns of the best two; warpgroups, and tiles of
@@ -25,10 +25,13 @@ SIZES = {"block": 104, "held": 448, "columns": 8, "warpgroups": 3, "depth": 2, "
 
 
 def groups(count: int, width: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Centroids of a product and of a group: groups as equal as can be, and products within a group."""
+    """Centroids of a product and of a group: groups as equal as can be, and products within a group.
+
+    At least two to a column, so that each has a second best.
+    """
     each = pl.cdiv(count, pl.cdiv(count, sizes["held"] * 128 // width))
     products = pl.cdiv(each, sizes["block"])
-    block = pl.cdiv(pl.cdiv(each, products), 8) * 8
+    block = max(2 * sizes["columns"], pl.cdiv(pl.cdiv(each, products), 8) * 8)
     return block, block * products
 
 
@@ -205,7 +208,6 @@ def _best_two(key, centroids, held, block, columns, factor):
     best, second = found[0]
     best += plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, best.shape, 1), plgpu.Layout.WGMMA)
     top = jnp.max(best, axis=1)
-    second = LEAST if second is None else second
     runner = jnp.max(jnp.where(best == jax.lax.broadcast_in_dim(top, best.shape, (0,)), second, best), axis=1)
     return top, runner
 

@@ -220,6 +220,7 @@ def _settle(keys, heads_of, tails_of, present, guess, _, labels, changed, listed
     row = first + arange(rows)
     inside = row < labels.shape[1]
     label = plgpu.load(guess.at[head, row], mask=inside, other=-1)
+    label = jnp.where(label < exact["count"], label, -2)  # a zero behind the last centroid
     other = plgpu.load(labels.at[head, row], mask=inside, other=-1) != label
     doubt = (label < -1).astype(jnp.int32)
     place = jnp.where(label < -1, first + jnp.cumsum(doubt) - 1, listed.shape[1])
