@@ -208,6 +208,8 @@ def _best_two(key, centroids, held, block, columns, factor):
     best, second = found[0]
     best += plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, best.shape, 1), plgpu.Layout.WGMMA)
     top = jnp.max(best, axis=1)
+    # A number in its place would make integers without a sign of what is chosen.
+    assert second is not None
     runner = jnp.max(jnp.where(best == jax.lax.broadcast_in_dim(top, best.shape, (0,)), second, best), axis=1)
     return top, runner
 
