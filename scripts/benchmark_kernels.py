@@ -40,6 +40,7 @@ from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.attention import causal_attention
 
@@ -53,7 +54,7 @@ CASES = 3  # of every shape that is checked; it is the compilation of each that 
 def kernels() -> dict[str, Callable[..., Any]]:
     """The kernels to be checked, as tests/kernel_checks.py names them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
-    ops += [index_scores, select_rows, recalled_attention]
+    ops += [index_scores, select_rows, recalled_attention, row_merge]
     found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     found["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
     if any(name in device_kind() for name in kmeans_gpu.HOPPER):

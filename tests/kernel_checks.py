@@ -5,12 +5,14 @@
 
 from tests import kernel_base as base
 from tests import kernel_base_kmeans as kmeans_base
+from tests import kernel_base_merge as merge_base
 from tests import kernel_base_recall as recall_base
 
 CHECKS = {
     "biased_attention": [base.check_attention],
     "accumulated_attention": [base.check_accumulated],
     "chunked_matching": [base.check_matching, base.check_paired],
+    "row_merge": [merge_base.check_row_merge],
     "kmeans": [kmeans_base.check_kmeans],
     "kmeans on Hopper": [kmeans_base.check_kmeans_on_hopper],
     "append_rows": [base.check_append],

@@ -15,9 +15,11 @@ from clusterkv_jax.kernels.index_scores import reference as scores_reference
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
 from clusterkv_jax.kernels.recalled_attention import reference as recalled_reference
+from clusterkv_jax.kernels.row_merge import reference as merge_reference
 from clusterkv_jax.kernels.select_rows import reference as select_reference
 from tests import kernel_base as base
 from tests import kernel_base_kmeans as kmeans_base
+from tests import kernel_base_merge as merge_base
 from tests import kernel_base_recall as recall_base
 from tests.hopper_interpreter import INTERPRETED
 
@@ -118,6 +120,21 @@ def kmeans_sure_of_what_fp16_decides(*args, **options):
     return kmeans_gpu.kmeans(*args, **options, first_guess=hasty, sizes=sizes, interpret=True)
 
 
+def merge_of_equal_degrees(keys, values, degree, *given, chunk):
+    *means, _, rows = merge_reference.row_merge(keys, values, jnp.ones_like(degree), *given, chunk=chunk)
+    return *means, merge_reference.row_merge(keys, values, degree, *given, chunk=chunk)[2], rows
+
+
+def merge_of_the_last_of_equal_edges(keys, values, degree, rows, length, match, score, *given, chunk):
+    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)
+    return merge_reference.row_merge(keys, values, degree, rows, length, match, score, *given, chunk=chunk)
+
+
+def merge_with_other_rows(keys, values, degree, rows, length, match, *given, chunk):
+    """Rounds the partner down to every fourth row, so that other rows meet."""
+    return merge_reference.row_merge(keys, values, degree, rows, length, match // 4 * 4 + 1, *given, chunk=chunk)
+
+
 def append_of_padding(*args):
     return append_reference.append_rows(*args[:-1], jnp.ones_like(args[-1]))
 
@@ -216,6 +233,9 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
         (kmeans_base.check_kmeans, kmeans_that_forgets_labels),
         (kmeans_base.check_kmeans, kmeans_that_never_ends),
         (kmeans_base.check_kmeans_on_hopper, kmeans_sure_of_what_fp16_decides),
+        (merge_base.check_row_merge, merge_of_equal_degrees),
+        (merge_base.check_row_merge, merge_of_the_last_of_equal_edges),
+        (merge_base.check_row_merge, merge_with_other_rows),
         (base.check_append, append_of_padding),
         (base.check_append, append_behind_the_first_head),
         (base.check_append, append_over_the_last_rows),

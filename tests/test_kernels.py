@@ -99,10 +99,13 @@ APPEND = {
 }
 GATHER = {"xla": gather_reference.gather_rows, "gpu": partial(gather_gpu.gather_rows, interpret=True)}
 
+MERGE = {"xla": merge_reference.row_merge, "gpu": partial(merge_gpu.row_merge, interpret=True)}
+
 BACKENDS = {
     "biased_attention": ATTENTION,
     "accumulated_attention": ACCUMULATED,
     "chunked_matching": MATCHING,
+    "row_merge": MERGE,
     "kmeans": KMEANS,
     "kmeans on Hopper": HOPPER,
     "append_rows": APPEND,
@@ -154,27 +157,6 @@ def test_warpgroups_of_kmeans_wait_for_what_they_share():
 def test_tpu_kernels_race_no_one(check, op, shape, capfd):
     check(partial(op, interpret=STRICT), shapes=[shape], examples=1)
     assert "RACE" not in capfd.readouterr().out  # jax before 0.12 prints races instead of raising
-
-
-@pytest.mark.parametrize(("levels", "merges"), [(0, (60, 0)), (3, (60, 20))])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rows_merge_on_the_gpu_as_the_reference_says(dtype, levels, merges):
-    """Ties (scores of few levels) at the limit, a row of the batch that is done, slots that are not on the list."""
-    rng = np.random.default_rng(levels)
-    keys, values = (jnp.asarray(rng.normal(size=(2, 2, 160, 20)), dtype) for _ in range(2))
-    degree = jnp.asarray(rng.integers(1, 90000, (2, 2, 160)), jnp.float32)
-    rows = jnp.asarray(np.sort(rng.permuted(np.tile(np.arange(160), (2, 2, 1)), axis=2)[..., :149]), jnp.int32)
-    length, merges = jnp.asarray([[149, 149], [120, 120]]), jnp.asarray(merges)
-    match, score = chunked_matching(keys, chunk=32, length=length, index=rows)
-    score = jnp.round(score * levels) / levels if levels else score
-    args = (keys, values, degree, rows, length, match, score, merges)
-    expected = merge_reference.row_merge(*args, chunk=32)
-    found = merge_gpu.row_merge(*args, chunk=32, interpret=True)
-    for x, y in zip(found[:2], expected[:2], strict=True):
-        base.near(x, y, base.tolerance(dtype), axes=(2, 3))
-    np.testing.assert_array_equal(found[2], expected[2])
-    left = jnp.arange(149) < (length - merges[:, None])[..., None]
-    np.testing.assert_array_equal(jnp.where(left, found[3], -1), jnp.where(left, expected[3], -1))
 
 
 @pytest.mark.parametrize("op", APPEND.values(), ids=APPEND)

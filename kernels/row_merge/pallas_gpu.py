@@ -131,7 +131,8 @@ def _thresholds(
 
 def _key(score: Array) -> Array:
     """float32 as i32 of the same order; 0 = -0."""
-    bits = jax.lax.bitcast_convert_type(score + 0.0, jnp.int32)
+    # Not by adding 0, which compilers leave out.
+    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
     return bits ^ ((bits >> 31) & jnp.int32(HIGHEST))
 
 

@@ -50,7 +50,8 @@ def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"] | Int[Array
 
 def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:
     """float32 as integers of the same order: negative numbers flipped whole, the others in their sign bit; 0 = -0."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    # Not by adding 0, which compilers leave out.
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

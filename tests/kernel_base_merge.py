@@ -1,0 +1,84 @@
+"""What every backend of the row merge must do."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.kernel_base import drawn, lengths, near, normal, tolerance
+
+# batch, heads, slots, entries of the list, head dim, chunk, dtype
+MERGE_SHAPES = [(2, 2, 160, 149, 20, 32, jnp.float32), (1, 2, 70, 70, 64, 64, jnp.bfloat16)]
+
+
+def check_row_merge(implementation, *, shapes=MERGE_SHAPES, examples=6):
+    for shape in shapes:
+        check_row_merge_of(shape, implementation, examples)
+
+
+def check_row_merge_of(shape, implementation, examples):
+    batch, heads, slots, listed, dim, chunk, dtype = shape
+    run = jax.jit(partial(implementation, chunk=chunk))
+
+    def check(seed, levels, length, share):
+        """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row."""
+        rng = np.random.default_rng(seed)
+        rows = np.sort(rng.permuted(np.tile(np.arange(slots), (batch, heads, 1)), axis=2)[..., :listed])
+        held = np.zeros((batch, heads, slots), bool)
+        np.put_along_axis(held, np.where(np.arange(listed) < length[..., None], rows, rows[..., :1]), True, axis=2)
+        held[length == 0] = False
+        keys, values = (jnp.asarray(normal(seed + i, batch, heads, slots, dim), dtype) for i in (1, 2))
+        dirty = [jnp.where(held[..., None], x, jnp.nan).astype(dtype) for x in (keys, values)]
+        degree = rng.integers(1, 90000, held.shape)
+        match, score = drawn_edges(rng, length, listed, chunk, levels)
+        merges = (share * np.min(np.sum(match >= 0, axis=2), axis=1)).astype(np.int32)
+        ints = [jnp.asarray(x, jnp.int32) for x in (rows, length, match)]
+        given = (jnp.asarray(degree, jnp.float32), *ints, jnp.asarray(score, jnp.float32), jnp.asarray(merges))
+        keys, values, *rest = run(*dirty, *given)
+        assert [x.dtype for x in (keys, values, *rest)] == [dtype, dtype, jnp.float32, jnp.int32]
+        found = [np.asarray(x, np.float64) for x in (keys, values)] + [np.asarray(x) for x in rest]
+        dirty = [np.asarray(x, np.float64) for x in dirty]
+        for b, k in np.ndindex(batch, heads):
+            at, count = (b, k), length[b, k]
+            expected = [np.asarray(x[at], np.float64) for x in (*dirty, degree)]
+            left, changed = merged(*expected, rows[at][:count], match[at], score[at], merges[b])
+            assert found[3][at][: len(left)].tolist() == left
+            np.testing.assert_array_equal(found[2][at], expected[2])
+            same = np.setdiff1d(np.arange(slots), changed)
+            for x, before, mean in zip(found[:2], dirty, expected[:2], strict=True):
+                np.testing.assert_array_equal(x[at][same], before[at][same])
+                near(x[at][changed], mean[changed], tolerance(dtype), axes=(0, 1))
+
+    drawn(
+        check,
+        examples,
+        st.integers(0, 2**16),
+        st.sampled_from([0, 1, 1000]),
+        lengths(batch, heads, listed, chunk, listed),
+        st.sampled_from([1.0, 0.4, 0.0]),
+    )
+
+
+def drawn_edges(rng, length, listed, chunk, levels):
+    """A partner among the odd entries of its chunk for every even one, and scores of few or many values."""
+    a = np.arange(0, listed, 2)
+    end = np.minimum(a // chunk * chunk + chunk, length[..., None])
+    choices = (end - a // chunk * chunk) // 2
+    match = a // chunk * chunk + 2 * rng.integers(0, np.maximum(choices, 1)) + 1
+    none = (a >= length[..., None]) | (choices == 0)
+    score = np.round(rng.normal(size=match.shape) * levels) / max(levels, 1)
+    return np.where(none, -1, match), np.where(none, -np.inf, score)
+
+
+def merged(keys, values, degree, rows, match, score, merges):
+    """What is left of the list, and the slots that changed, in place: every b row the mean of its a rows and itself."""
+    best = [2 * i for i in np.argsort(-score, kind="stable")[:merges]]
+    changed = sorted({rows[match[a // 2]] for a in best})
+    for slot in changed:
+        parts = [slot, *(rows[a] for a in best if rows[match[a // 2]] == slot)]
+        for x in (keys, values):
+            x[slot] = np.average(x[parts], axis=0, weights=degree[parts])
+        degree[slot] = degree[parts].sum()
+    return [row for i, row in enumerate(rows.tolist()) if i not in best], changed
