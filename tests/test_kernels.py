@@ -159,6 +159,17 @@ def test_tpu_kernels_race_no_one(check, op, shape, capfd):
     assert "RACE" not in capfd.readouterr().out  # jax before 0.12 prints races instead of raising
 
 
+def test_means_do_not_hang_on_centroids_of_no_use():
+    """A row of a batch has as many centroids as the longest one, and uses its own."""
+    rng = np.random.default_rng(0)
+    keys = jnp.asarray(rng.normal(size=(1, 1, 3000, 16)) * np.exp(2 * rng.normal(size=(3000, 1))), jnp.float32)
+    centroids = jnp.asarray(rng.normal(size=(1, 1, 620, 16)), jnp.float32)
+    step = partial(kmeans_gpu.kmeans, length=None, used=jnp.full((1, 1), 20), with_means=True, interpret=True)
+    alone, among_others = step(keys, centroids[:, :, :20]), step(keys, centroids)
+    np.testing.assert_array_equal(alone[0], among_others[0])
+    np.testing.assert_array_equal(alone[1], among_others[1][:, :, :20])
+
+
 @pytest.mark.parametrize("op", APPEND.values(), ids=APPEND)
 def test_appending_has_derivatives(op):
     keys, values, *rows = (jnp.asarray(base.normal(i, 1, 2, n, 3), jnp.float32) for i, n in enumerate((5, 5, 2, 2)))

@@ -1,12 +1,13 @@
 """The means of keys by their label, on GPU, without sorting all of them.
 
 1. `_sort`, a program per few tiles of keys: their numbers by label within a tile, and where each part begins there. A
-   part are a few centroids.
+   part are EACH centroids, however many there are: that sums do not depend on centroids that a head does not use.
 2. `_add`, a program per part: lists where its keys stand in all tiles, reads the keys in that order and adds them up,
    as products with ones and zeros.
 
 The order is fixed, so means are the same in every run. Bytes: every key once, and some 24 a key for numbers.
-Arithmetic: TILE and `parts` comparisons a key, 2 `each` D on the matrix unit.
+Arithmetic: TILE and `parts` comparisons a key, 2 EACH D on the matrix unit. Memory: a list of 128 KiB for each part of
+each head, two fifths of the keys where a centroid stands for 80 of them.
 """
 
 from functools import partial
@@ -21,12 +22,11 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.gpu import arange, bfloat16_parts, call, dot, load_rows, power_of_two, shared_memory
 
 TILE = 32  # keys that are compared with each other
-# Parts of a head that are wanted, and centroids of one at most; keys that are read at a time, and how many such reads
-# are under way; tiles whose keys are listed at a time; tiles of a program of `_sort`.
-SIZES = {
-    **{"mean_parts": 32, "mean_most": 64, "mean_keys": 128, "mean_stages": 5, "mean_warps": 4},
-    **{"mean_tiles": 1024, "sort_tiles": 4},
-}
+EACH = 16  # centroids of a part, the least height of a product
+# Keys that are read at a time, and how many such reads are under way; tiles whose keys are listed at a time; tiles of a
+# program of `_sort`.
+SIZES = {"mean_keys": 128, "mean_stages": 5, "mean_warps": 4, "mean_tiles": 1024, "sort_tiles": 4}
+MOST_PARTS = 128  # that a tile is compared with at a time
 READ = 2**15  # bytes of a read at most, and of shared memory that is left for all else
 
 
@@ -40,10 +40,9 @@ def means(
 ) -> tuple[Float[Array, "H C D"], Int[Array, "H C"]]:
     """The mean of every label's keys below `end`, that of `old` where there are none, and how many there are."""
     (heads, rows, _), count = keys.shape, old.shape[1]
-    each = min(power_of_two(pl.cdiv(count, sizes["mean_parts"])), sizes["mean_most"])
-    parts, tiles = pl.cdiv(count, each), pl.cdiv(rows, TILE)
+    parts, tiles = pl.cdiv(count, EACH), pl.cdiv(rows, TILE)
     order, starts = call(
-        partial(_sort, each=each, together=sizes["sort_tiles"]),
+        partial(_sort, together=sizes["sort_tiles"]),
         (
             jax.ShapeDtypeStruct((heads, tiles * TILE), jnp.int32),
             jax.ShapeDtypeStruct((heads, parts + 1, tiles), jnp.int32),
@@ -58,7 +57,7 @@ def means(
     tile = max(16, min(sizes["mean_keys"], READ // row_bytes))
     listed = min(sizes["mean_tiles"], power_of_two(tiles))
     found, numbers, _ = call(
-        partial(_add, each=each, tile=tile, tiles=listed, barrier=not interpret),
+        partial(_add, tile=tile, tiles=listed, barrier=not interpret),
         (
             jax.ShapeDtypeStruct(old.shape, jnp.float32),
             jax.ShapeDtypeStruct((heads, count), jnp.int32),
@@ -78,27 +77,29 @@ def means(
     return found, numbers
 
 
-def _sort(labels, ends, order, starts, *, each, together):
-    """A few tiles: numbers of keys times `each`, plus the label within its part, by label; those without one last."""
+def _sort(labels, ends, order, starts, *, together):
+    """A few tiles: numbers of keys times EACH, plus the label within its part, by label; those without one last."""
     number, head, (count, tiles) = pl.program_id(0), pl.program_id(1), starts.shape[1:]
-    tile, i, part = number * together + arange(together), arange(TILE), arange(power_of_two(count))
+    tile, i = number * together + arange(together), arange(TILE)
     row = tile[:, None] * TILE + i[None, :]
     label = plgpu.load(labels.at[head, row], mask=row < jnp.minimum(ends[head], labels.shape[1]), other=-1)
-    label = jnp.where(label < 0, (count - 1) * each, label)
+    label = jnp.where(label < 0, (count - 1) * EACH, label)
     # In float32, whose units are idle otherwise.
     rank = (label * TILE + i[None, :]).astype(jnp.float32)
     place = jnp.sum((rank[:, :, None] < rank[:, None, :]).astype(jnp.float32), axis=1).astype(jnp.int32)
     at = order.at[head, tile[:, None] * TILE + place]
-    plgpu.store(at, row * each + label % each, mask=(tile < tiles)[:, None] & (i >= 0)[None, :])
-    before = jnp.sum((label[:, :, None] < part[None, None, :] * each).astype(jnp.int32), axis=1)
-    mask = (tile < tiles)[:, None] & (part < count)[None, :]
-    plgpu.store(starts.at[head, part[None, :], tile[:, None]], before, mask=mask)
+    plgpu.store(at, row * EACH + label % EACH, mask=(tile < tiles)[:, None] & (i >= 0)[None, :])
+    for first in range(0, count, MOST_PARTS):
+        part = arange(min(MOST_PARTS, power_of_two(count)), first)
+        before = jnp.sum((label[:, :, None] < part[None, None, :] * EACH).astype(jnp.int32), axis=1)
+        mask = (tile < tiles)[:, None] & (part < count)[None, :]
+        plgpu.store(starts.at[head, part[None, :], tile[:, None]], before, mask=mask)
 
 
-def _add(keys, order, starts, ends, _, means, numbers, listed, *, each, tile, tiles, barrier):
+def _add(keys, order, starts, ends, _, means, numbers, listed, *, tile, tiles, barrier):
     """The means of a part's centroids, and how many keys each has; without any it stays."""
     part, head, width = pl.program_id(0), pl.program_id(1), keys.shape[2]
-    columns, own = arange(power_of_two(width, 16)), arange(max(each, 16))
+    columns, own = arange(power_of_two(width, 16)), arange(EACH)
     filled = pl.cdiv(jnp.clip(ends[head], 0, keys.shape[1]), TILE)
 
     def read(i, state, end):
@@ -106,8 +107,8 @@ def _add(keys, order, starts, ends, _, means, numbers, listed, *, each, tile, ti
         at = i * tile + arange(tile)
         place = plgpu.load(listed.at[head, part, at], mask=at < end, other=-1)
         entry = plgpu.load(order.at[head, place], mask=place >= 0, other=-1)
-        key = load_rows(keys, head, entry // each, columns, entry >= 0, width)
-        one = (entry[None, :] >= 0) & (entry[None, :] % each == own[:, None])
+        key = load_rows(keys, head, entry // EACH, columns, entry >= 0, width)
+        one = (entry[None, :] >= 0) & (entry[None, :] % EACH == own[:, None])
         parts = bfloat16_parts(key, 3) if key.dtype == jnp.float32 else [key]
         for x in parts:  # exact but for the additions
             total += dot(one.astype(x.dtype), x)
@@ -137,8 +138,8 @@ def _add(keys, order, starts, ends, _, means, numbers, listed, *, each, tile, ti
 
     start = jnp.zeros((own.shape[0], columns.shape[0]), jnp.float32), jnp.zeros((own.shape[0], tile), jnp.int32)
     total, count = jax.lax.fori_loop(0, pl.cdiv(filled, tiles), add, start)
-    count, number = jnp.sum(count, axis=1), part * each + own
-    there = (own < each) & (number < means.shape[1])
+    count, number = jnp.sum(count, axis=1), part * EACH + own
+    there = number < means.shape[1]
     mask, at = there[:, None] & (columns < width)[None, :], means.at[head, number[:, None], columns[None, :]]
     mean = total / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
     plgpu.store(at, jnp.where((count > 0)[:, None], mean, plgpu.load(at, mask=mask, other=0.0)), mask=mask)

@@ -27,7 +27,6 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
-from clusterkv_jax.kernels.group_rows.pallas_gpu import MOST_LABELS
 from clusterkv_jax.kernels.kmeans import first_guess_triton
 from clusterkv_jax.kernels.kmeans.means_triton import SIZES as means_sizes
 from clusterkv_jax.kernels.kmeans.means_triton import means
@@ -40,6 +39,7 @@ SIZES = {
     "scale_keys": 64,
 }
 SPLIT = 32  # centroids of a program of `_split`
+MOST_CENTROIDS = 8192
 HOPPER = ("H100", "H200", "H800")  # in the kinds of its devices, in "GH200" too
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
@@ -64,7 +64,7 @@ def kmeans(
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
-    if power_of_two(dim) > 256 or rows == 0 or count > MOST_LABELS:
+    if power_of_two(dim) > 256 or rows == 0 or count > MOST_CENTROIDS:
         raise NotImplementedError(
             f"the GPU kernel of kmeans takes D up to 256, got {keys.shape} and {count} centroids."
         )
