@@ -17,6 +17,7 @@ from clusterkv_jax.compression import request_rows
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.evaluation import engine, runner
 from clusterkv_jax.evaluation.cases import Case, Prompt
+from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
@@ -119,6 +120,10 @@ def test_prompts_shorter_than_the_sinks_grow_as_on_the_device(tokens):
         device, expected = grow(method, device, [[token], [token]])
         host, logits = grow(on_host, host, [[token], [token]])
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+        rows, union = recalled_rows(device)
+        assert (rows, union) == recalled_rows(host)
+        # Sinks that nothing fills yet are not counted.
+        assert max(n for layer in rows if layer for n in layer[0]) <= int(device.position[0])
 
 
 def test_more_tokens_than_the_device_has_room_for_are_not_dropped_without_a_sign():
