@@ -18,7 +18,7 @@ from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import one_by_one, with_groups
-from clusterkv_jax.methods.recall import Index, Recall, by_kv_head
+from clusterkv_jax.methods.recall import Index, Recall, by_kv_head, unless_over
 from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
 from clusterkv_jax.sharding import over_heads
 
@@ -199,8 +199,7 @@ class ClusterKV(Recall):
         rows = self.choose(state, by_kv_head(new.q, group))
         rows = jnp.where((rows < group.length[:, :, None, None]) & new.real[:, :, None, None], rows, -1)
         attended, state = host_store.attend(group, state, new.q, rows[..., self.sinks :], sinks=self.sinks)
-        recalled = jnp.where(new.real[:, :, None, None], rows, state["recalled"])
-        return attended, group, state | {"recalled": recalled}
+        return attended, group, state | {"recalled": unless_over(new.real[:, 0], rows, state)}
 
     def due(self, cache: KVCache) -> Bool[Array, ""] | None:
         """True when some batch row has `interval` tokens that are not clustered; all layers have the same.

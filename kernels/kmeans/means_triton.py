@@ -88,7 +88,7 @@ def _sort(labels, ends, order, starts, *, together):
     rank = (label * TILE + i[None, :]).astype(jnp.float32)
     place = jnp.sum((rank[:, :, None] < rank[:, None, :]).astype(jnp.float32), axis=1).astype(jnp.int32)
     at = order.at[head, tile[:, None] * TILE + place]
-    plgpu.store(at, row * EACH + label % EACH, mask=(tile < tiles)[:, None] & (i >= 0)[None, :])
+    plgpu.store(at, row * EACH + label % EACH, mask=row < order.shape[1])
     for first in range(0, count, MOST_PARTS):
         part = arange(min(MOST_PARTS, power_of_two(count)), first)
         before = jnp.sum((label[:, :, None] < part[None, None, :] * EACH).astype(jnp.int32), axis=1)

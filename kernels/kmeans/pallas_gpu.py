@@ -34,12 +34,9 @@ from clusterkv_jax.kernels.tuning import blocks
 
 # Keys and centroids of a tile, warps and stages of the programs for keys in doubt (and all float32 keys); keys of a
 # program of `_scale`.
-SIZES = {
-    **{"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2},
-    "scale_keys": 64,
-}
+SIZES = {"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "scale_keys": 64}
 SPLIT = 32  # centroids of a program of `_split`
-MOST_CENTROIDS = 8192
+MOST_CENTROIDS = 8192  # more compile for long: a launch of the first guess for every few hundred
 HOPPER = ("H100", "H200", "H800")  # in the kinds of its devices, in "GH200" too
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
@@ -135,8 +132,8 @@ def _labels(
         interpret=interpret,
     )
     of_rows = jax.ShapeDtypeStruct((heads, rows), jnp.int32)
-    exact = {"block": min(sizes["exact_centroids"], power_of_two(count, 16)), "tile": sizes["exact_keys"]}
-    exact["count"] = count
+    block = min(sizes["exact_centroids"], power_of_two(count, 16))
+    exact = {"block": block, "count": count, "tile": sizes["exact_keys"]}
     settings = {"warps": sizes["exact_warps"], "stages": sizes["exact_stages"], "interpret": interpret}
     if keys.dtype == jnp.float32:
         programs = pl.cdiv(rows, exact["tile"])
