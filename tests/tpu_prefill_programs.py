@@ -8,6 +8,7 @@ memory there are the parameters and the caches of the layers that are done.
 import json
 import math
 import sys
+from typing import Any
 from unittest import mock
 
 import jax
@@ -25,13 +26,18 @@ from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import list_presets, preset
 
 CONFIG = ModelConfig("llama", 128256, 4096, 14336, 2, 32, 8, 128, 131072, Rope(5e5, 128))
-RATIO = 0.2
+SHARE = ckv.Budget(ratio=0.2, base="prompt")
+
+
+def method_of(name: str) -> Any:
+    """A preset with a fifth of the prompt."""
+    return preset(name, SHARE if list_presets()[name].takes_budget else None)
 
 
 def compile_layer(name: str, tokens: int) -> dict[str, float]:
     """Layer 0 of Llama-3.1-8B over one prompt of `tokens` tokens, a fifth of it kept."""
     mesh = jax.sharding.Mesh(np.array(tpu_devices("v5p:2x2x1")[:1]), ("model",))
-    method = preset(name, None if name == "full" else ckv.Budget(ratio=RATIO, base="prompt"))
+    method = method_of(name)
 
     def whole(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -66,5 +72,6 @@ def compile_layer(name: str, tokens: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    names = sys.argv[2:] or list(list_presets())
+    # Presets with shares are those of one model.
+    names = sys.argv[2:] or [name for name in list_presets() if not getattr(method_of(name), "budget", SHARE).shares]
     print(json.dumps({name: compile_layer(name, int(sys.argv[1])) for name in names}))
