@@ -2,7 +2,7 @@
 
 from clusterkv_jax.attention import attend
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
+from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
 from clusterkv_jax.checkpoints import CheckpointError, Model, load
 from clusterkv_jax.compression import compress
 from clusterkv_jax.decoding import decode_step, prefill
@@ -47,6 +47,7 @@ __all__ = [
     "KVCache",
     "LayerCache",
     "Model",
+    "PagedHeads",
     "PyramidKV",
     "Quest",
     "Result",

@@ -1,12 +1,14 @@
-"""Queries over a layer's cache, whatever groups its heads stand in."""
+"""Queries over a layer's cache, whatever groups or pages its heads stand in."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from clusterkv_jax.cache import Layer, LayerCache
+from clusterkv_jax import pages
+from clusterkv_jax.cache import Layer, LayerCache, PagedHeads
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
@@ -22,6 +24,8 @@ def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array,
     if isinstance(layer, LayerCache):
         out, lse = _attend_rows(q, layer)
         return out, lse
+    if isinstance(layer, PagedHeads):
+        return _attend_pages(q, layer)
     kv_heads = sum(map(len, layer.heads))
     parts = [
         attend_cache(group, query_heads(q, index, kv_heads, axis=2))
@@ -57,6 +61,29 @@ def join_heads(pieces: Sequence[Float[Array, "B T heads ..."]], heads: tuple[tup
     by_kv_head = [x.reshape(*x.shape[:2], len(group), -1, *x.shape[3:]) for x, group in zip(pieces, heads, strict=True)]
     joined = jnp.take(jnp.concatenate(by_kv_head, axis=2), back, axis=2)
     return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
+
+
+def _attend_pages(
+    q: Float[Array, "B T H D"], layer: PagedHeads
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps."""
+    batch, tokens, _, dim = q.shape
+    kv_heads, owner = layer.length.shape[1], pages.owners(layer)
+    of_page = lambda x: jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)  # noqa: E731
+    asked = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
+    out, lse = _attend_rows(asked.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
+    out, lse = out.reshape(asked.shape).astype(jnp.float32), lse.reshape(asked.shape[:-1])
+
+    mine = owner[:, None] == jnp.arange(kv_heads)[:, None]
+    peak = jnp.max(jnp.where(mine[:, None, :, :, None], lse[:, :, None], -jnp.inf), axis=3)
+    peak = jnp.where(peak > -jnp.inf, peak, 0.0)  # of a head without rows: exp(-inf - -inf) is no number
+    weight = jnp.exp(lse - of_page(peak))
+    sums = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    total = sums("bkp,btpg->btkg", mine.astype(jnp.float32), weight)
+    mixed = sums("bkp,btpgd->btkgd", mine.astype(jnp.float32), weight[..., None] * out)
+    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    lse = peak + jnp.log(total)
+    return mixed.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
 
 
 def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:

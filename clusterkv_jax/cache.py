@@ -51,7 +51,30 @@ class HeadGroups:
     heads: tuple[tuple[int, ...], ...] = field(metadata={"static": True})
 
 
-Layer = LayerCache | HeadGroups
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedHeads:
+    """A layer whose K heads hold as many rows as the prompt had it, and share P pages of S slots.
+
+    A head's pages stand together, from page `first` on, and its rows one behind the other in them (see `pages`).
+    """
+
+    keys: Float[Array, "B P S D"]
+    values: Float[Array, "B P S D"]
+    degree: Float[Array, "B P S"]
+    length: Int[Array, "B K"]
+    positions: Int[Array, "B P S"]
+    first: Int[Array, "B K"]
+
+    @property
+    def capacity(self) -> Int[Array, "B K"]:
+        """Slots of each head."""
+        pages, slots = self.keys.shape[1:3]
+        return jnp.diff(self.first, append=pages) * slots
+
+
+Group = LayerCache | PagedHeads
+Layer = LayerCache | HeadGroups | PagedHeads
 
 
 @jax.tree_util.register_dataclass
@@ -68,14 +91,14 @@ class KVCache:
     position: Int[Array, " B"]
 
 
-def groups(layer: Layer) -> tuple[LayerCache, ...]:
-    """The layer's head groups; a layer of equal heads is its own only group."""
+def groups(layer: Layer) -> tuple[Any, ...]:
+    """The layer's head groups, each of the kind that its method makes; a layer without groups is its own only one."""
     return layer.groups if isinstance(layer, HeadGroups) else (layer,)
 
 
 def group_heads(layer: Layer) -> tuple[tuple[int, ...], ...]:
     """The KV heads of each group of `groups(layer)`."""
-    return layer.heads if isinstance(layer, HeadGroups) else (tuple(range(layer.keys.shape[1])),)
+    return layer.heads if isinstance(layer, HeadGroups) else (tuple(range(layer.length.shape[1])),)
 
 
 def from_tokens(
@@ -204,8 +227,10 @@ def append(
     return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
 
 
-def append_layer(layer: Layer, keys: Array, values: Array, positions: Array, real: Array) -> Layer:
-    """`append` for a layer of any kind; keys and values are those of all its KV heads."""
+def append_layer(
+    layer: LayerCache | HeadGroups, keys: Array, values: Array, positions: Array, real: Array
+) -> LayerCache | HeadGroups:
+    """`append` for what `compress` returns; keys and values are those of all KV heads."""
     if isinstance(layer, LayerCache):
         return append(layer, keys, values, positions, real)
     new = []

@@ -125,7 +125,7 @@ def calibrate(
         progress: called as progress(layers done, layers of all sequences).
     """
     config = model.config
-    method = AdaKV(Budget(ratio=ratio), ceiling=config.num_kv_heads)
+    method = AdaKV(Budget(ratio=ratio))
     total = len(sequences) * config.num_layers
     shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
     for i, tokens in enumerate(sequences):

@@ -1,6 +1,7 @@
 """Any method on bare tensors: no model needed."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, concrete, look_up
-from clusterkv_jax.cache import Layer
+from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads
 from clusterkv_jax.methods.base import Method, Request
 from clusterkv_jax.models.config import Rope
+from clusterkv_jax.pages import unpaged
 
 
 def compress(
@@ -23,10 +25,11 @@ def compress(
     num_layers: int = 1,
     max_new_tokens: int = 0,
     key: Array | None = None,
-) -> Layer:
+) -> LayerCache | HeadGroups:
     """Compress one layer's prompt as `prefill` does, with room for `max_new_tokens` more tokens.
 
-    Methods that rotate keys take them for those of the default RoPE (base 10,000, all of D, halves).
+    Methods that rotate keys take them for those of the default RoPE (base 10,000, all of D, halves). Heads that would
+    share pages after `prefill` come with as many slots each as any of them could need.
 
     Args:
         method: what to keep.
@@ -74,15 +77,14 @@ def compress(
         plan = replace(plan, rounds=method.rounds(layer, replace(request, lengths=known)))
     rows = request_rows(method, counts, layer, request)
     key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
-    return _compress(method, queries, keys, values, jnp.asarray(counts, jnp.int32), rows, plan, key)[0]
+    counts = jnp.asarray(counts, jnp.int32)
+    return _compress(method, queries, keys, values, counts, rows, plan, key, tokens + max_new_tokens)
 
 
-_compress = jax.jit(
-    lambda method, queries, keys, values, lengths, rows, plan, key: method.compress(
-        queries, keys, values, lengths, rows, plan, key
-    ),
-    static_argnums=(0, 6),
-)
+@partial(jax.jit, static_argnums=(0, 6, 8))
+def _compress(method, queries, keys, values, lengths, rows, plan, key, most):
+    layer = method.compress(queries, keys, values, lengths, rows, plan, key)[0]
+    return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
 
 
 def request_rows(

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from clusterkv_jax.cache import HeadGroups, KVCache, Layer, LayerCache, groups
+from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, groups
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Method
@@ -108,8 +108,14 @@ def _flat(cache: KVCache) -> dict[str, jax.Array]:
 
 
 def _layer(arrays: dict[str, jax.Array], where: str, heads: list[list[int]] | None) -> Layer:
-    made = [LayerCache(**_named(arrays, f"{where}.{j}.")) for j in range(len(heads or [0]))]
-    return made[0] if heads is None else HeadGroups(tuple(made), tuple(map(tuple, heads)))
+    if heads is None:
+        return _group(_named(arrays, f"{where}.0."))
+    made = [LayerCache(**_named(arrays, f"{where}.{j}.")) for j in range(len(heads))]
+    return HeadGroups(tuple(made), tuple(map(tuple, heads)))
+
+
+def _group(fields: dict[str, jax.Array]) -> Group:
+    return PagedHeads(**fields) if "first" in fields else LayerCache(**fields)
 
 
 def _named(arrays: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:

@@ -24,6 +24,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.evaluation import haystack, synthetic
 from clusterkv_jax.generation import bucket
+from clusterkv_jax.pages import unpaged
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -53,7 +54,7 @@ PAIRS = {
     ),
     "AdaKV": Pair(
         lambda drop: kvpress.AdaKVPress(kvpress.SnapKVPress(drop, window_size=64, kernel_size=5)),
-        lambda budget: ckv.AdaKV(budget, 64, 5, "avg", pool_before_group=True, ceiling=64),
+        lambda budget: ckv.AdaKV(budget, 64, 5, "avg", pool_before_group=True),
     ),
     "ChunkKV": Pair(
         lambda drop: kvpress.ChunkKVPress(kvpress.SnapKVPress(drop, window_size=64, kernel_size=5), chunk_length=20),
@@ -156,7 +157,9 @@ def with_ours(model: ckv.Model, method: Any, context: list[int], question: list[
     return Run(kept, result.tokens[0], [None] * len(kept))
 
 
-def _held(layer: LayerCache | ckv.HeadGroups) -> list[set[int]]:
+def _held(layer: Any) -> list[set[int]]:
+    if isinstance(layer, ckv.PagedHeads):
+        layer = unpaged(layer, int(layer.length.max()))
     assert isinstance(layer, LayerCache)
     assert layer.positions is not None
     rows, lengths = np.asarray(layer.positions[0]), np.asarray(layer.length[0])

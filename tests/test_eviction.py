@@ -76,15 +76,10 @@ def test_adakv_as_kvpress_has_it():
     method = ckv.AdaKV(
         Budget(ratio=1 - meta["cr"]), meta["w"], meta["ks"], "avg", pool_before_group=True, safeguard=meta["alpha"]
     )
-    for ceiling in (meta["hkv"], 2):  # no head wants more than twice its share here
-        layer = compress(dataclasses.replace(method, ceiling=ceiling), arrays)
-        np.testing.assert_array_equal(kept_mask(layer, meta["n"]), ~arrays["evicted"])
-        assert layer.length.tolist() == [[16, 29, 51, 64]]
-        assert layer.capacity == min(meta["n"], ceiling * 40)
-    # What is over a ceiling goes to the others; a whole safeguard makes all equal.
-    lower = compress(dataclasses.replace(method, ceiling=1.5), arrays)
-    assert lower.length.sum() == 160
-    assert lower.length.max() == lower.capacity == 60
+    layer = compress(method, arrays)
+    np.testing.assert_array_equal(kept_mask(layer, meta["n"]), ~arrays["evicted"])
+    assert layer.length.tolist() == [[16, 29, 51, 64]]
+    # A whole safeguard makes all equal.
     assert compress(dataclasses.replace(method, safeguard=1.0), arrays).length.tolist() == [[40] * 4]
 
 
@@ -93,7 +88,7 @@ def test_adakv_in_the_authors_counts():
     scores, before, rest = arrays["score"][0], meta["n"] - meta["w"], 40 - meta["w"]
     cut = np.sort(scores[:, :before], axis=None)[-4 * rest]
     counts = np.round(0.8 * (scores[:, :before] >= cut).sum(-1) + int(0.2 * rest)).astype(int)
-    method = ckv.AdaKV(Budget(tokens=40), meta["w"], meta["ks"], "avg", True, mode="factory", ceiling=4)
+    method = ckv.AdaKV(Budget(tokens=40), meta["w"], meta["ks"], "avg", True, mode="factory")
     layer = compress(method, arrays)
     assert layer.length.tolist() == [(counts + meta["w"]).tolist()]
     expected = np.zeros((4, meta["n"]), bool)

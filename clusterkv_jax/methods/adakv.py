@@ -3,17 +3,19 @@ Eviction by Adaptive Budget Allocation for Efficient LLM Inference").
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax import pages
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache import Group, LayerCache, PagedHeads
 from clusterkv_jax.checks import check_fields, is_number
 from clusterkv_jax.kernels.row_merge import best_edges
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.base import LayerPlan, Request, State
 from clusterkv_jax.methods.snapkv import SnapKV, snap_scores
 
 
@@ -21,8 +23,8 @@ from clusterkv_jax.methods.snapkv import SnapKV, snap_scores
 class AdaKV(SnapKV):
     """Keep the last `window` rows of every head and the best-scored rows of all K heads of a layer, K B rows in all.
 
-    Scores are SnapKV's. How many rows a head gets depends on the prompt; slots do not: each head has `ceiling` B of
-    them, and what it would keep beyond goes to the next best rows of the others. A ceiling of K never binds.
+    Scores are SnapKV's. How many rows a head gets depends on the prompt, so the heads of a layer share its memory by
+    `pages`.
 
     mode "kvpress": the int(safeguard B) best rows of each head are safe, the best of all others fill K B exactly.
     mode "factory": a head with c of the K (B - window) best rows of the layer before the window keeps its
@@ -30,7 +32,6 @@ class AdaKV(SnapKV):
     """
 
     safeguard: float = 0.2
-    ceiling: float = 2.0
     mode: Literal["kvpress", "factory"] = "kvpress"
 
     def __post_init__(self) -> None:
@@ -40,49 +41,84 @@ class AdaKV(SnapKV):
         check_fields(
             self,
             ("safeguard", is_number(self.safeguard) and 0 <= self.safeguard <= 1, "between 0 and 1"),
-            ("ceiling", is_number(self.ceiling) and self.ceiling >= 1, "a number of at least 1"),
             ("mode", self.mode in ("kvpress", "factory"), '"kvpress" or "factory"'),
             ("budget", not by_head, "one without shares per head: those are the method's own"),
         )
 
-    def held(self, group: LayerCache) -> Int[Array, " B"]:
+    def held(self, group: Group) -> Int[Array, " B"]:
         """The mean over the heads: what counts against the budget is the layer's."""
         return jnp.sum(group.length, axis=1) // group.length.shape[1]
 
-    def kept(self, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The most rows that a head may keep."""
-        return np.where(lengths > rows, np.minimum(lengths, _share(self.ceiling, rows)), lengths)
-
     def slots_after(self, kept: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
-        """As for all methods, from the most rows that compressing while decoding may leave a head."""
-        return super().slots_after(kept, _share(self.ceiling, rows), request)
+        """The most rows on the average of the heads."""
+        rounded = 1 if self.mode == "factory" else 0
+        return super().slots_after(kept, rows, request) + rounded
+
+    def compress_group(
+        self,
+        prompt: LayerCache,
+        queries: Float[Array, "B H N D"] | None,
+        rows: Int[Array, " B"],
+        capacity: int,
+        plan: LayerPlan,
+        key: Array | None,
+        handed: Any,
+    ) -> tuple[PagedHeads, State, None]:
+        """Keep what all heads' windows attend to, in pages."""
+        layer = pages.paged(prompt, self.chosen(prompt, queries, rows), capacity)
+        return layer, self.start(prompt, rows, queries, plan, key), None
+
+    def recompress_group(
+        self, group: PagedHeads, state: Any, target: Int[Array, " B"], position: Int[Array, " B"], handed: Any
+    ) -> tuple[PagedHeads, State, None]:
+        """Share the rows anew, by the last `window` queries; one head at a time is taken out of the pages."""
+        heads, slots = group.length.shape[1], group.degree[0].size
+        positions = position[:, None] - self.window + jnp.arange(self.window)
+
+        def score(each: tuple[Array, Array]) -> Float[Array, "B C"]:
+            head, queries = each
+            return self.scores(pages.unpaged(group, slots, head[None]), queries, positions)[:, 0]
+
+        by_head = jnp.stack(jnp.split(state["queries"], heads, axis=1))
+        scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
+        keep = self.share_out(scores, group.length, target, slots // heads)
+        every = jnp.arange(slots) < group.length[..., None]
+        return pages.kept(group, jnp.where((self.held(group) > target)[:, None, None], keep, every)), state, None
 
     def keep(
         self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
     ) -> Bool[Array, "B K C"]:
         """The windows, and the best rows of the layer before them."""
-        scores = snap_scores(layer, queries, positions, self.kernel, self.pooling, self.pool_before_group)
-        slot, length = jnp.arange(layer.capacity), layer.length[..., None]
+        return self.share_out(self.scores(layer, queries, positions), layer.length, rows, layer.capacity)
+
+    def scores(
+        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"]
+    ) -> Float[Array, "B K C"]:
+        """SnapKV's."""
+        return snap_scores(layer, queries, positions, self.kernel, self.pooling, self.pool_before_group)
+
+    def share_out(
+        self, scores: Float[Array, "B K C"], length: Int[Array, "B K"], rows: Int[Array, " B"], most: int
+    ) -> Bool[Array, "B K C"]:
+        """The rows that stay, by the scores of those before the window; `rows` beyond `most` are all there are."""
+        slot, length = jnp.arange(scores.shape[2]), length[..., None]
         before = slot < length - self.window
         scores = jnp.where(before, scores, -jnp.inf)
-        possible = jnp.where(best_edges(scores, self._part(self.ceiling, rows, layer) - self.window), scores, -jnp.inf)
         rest = rows - self.window
         if self.mode == "kvpress":
-            safe = best_edges(scores, self._part(self.safeguard, rows, layer) - self.window)
-            best = _best_of_layer(jnp.where(safe, jnp.inf, possible), rest)
+            safe = best_edges(scores, _part(self.safeguard, rows, most) - self.window)
+            best = _best_of_layer(jnp.where(safe, jnp.inf, scores), rest)
         else:
-            count = jnp.sum(_best_of_layer(possible, rest), axis=-1).astype(jnp.float32)
-            floor = self._part(self.safeguard, rest, layer)[:, None].astype(jnp.float32)
-            best = best_edges(possible, jnp.round((1 - self.safeguard) * count + floor).astype(jnp.int32))
+            count = jnp.sum(_best_of_layer(scores, rest), axis=-1).astype(jnp.float32)
+            floor = _part(self.safeguard, rest, most)[:, None].astype(jnp.float32)
+            best = best_edges(scores, jnp.round((1 - self.safeguard) * count + floor).astype(jnp.int32))
         return best | (~before & (slot < length))
 
-    def _part(self, share: float, rows: Int[Array, " B"], layer: LayerCache) -> Int[Array, " B"]:
-        """int(share * rows); more than a layer holds are all it holds."""
-        return look_up(_share(share, np.arange(layer.capacity + 1)), jnp.clip(rows, 0, layer.capacity))
 
-
-def _share(share: float, rows: np.ndarray) -> np.ndarray:
-    return np.floor(share * np.asarray(rows, np.float64)).astype(np.int64)
+def _part(share: float, rows: Int[Array, " B"], most: int) -> Int[Array, " B"]:
+    """int(share * rows), of at most `most` rows."""
+    table = np.floor(share * np.arange(most + 1, dtype=np.float64))
+    return look_up(table.astype(np.int64), jnp.clip(rows, 0, most))
 
 
 def _best_of_layer(scores: Float[Array, "B K C"], rows: Int[Array, " B"]) -> Bool[Array, "B K C"]:

@@ -12,15 +12,16 @@ A layer is one group of KV heads, or several where heads have different budgets.
 apart into its groups; a method says with `compress_group`, `step_group` and `recompress_group` what happens to one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine, join_heads, query_heads
 from clusterkv_jax.budget import MOST_ROWS, Base, Budget, rows_for, share_table
 from clusterkv_jax.cache import (
@@ -28,6 +29,7 @@ from clusterkv_jax.cache import (
     KVCache,
     Layer,
     LayerCache,
+    PagedHeads,
     append,
     from_tokens,
     group_heads,
@@ -37,6 +39,8 @@ from clusterkv_jax.cache import (
 )
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
+
+Held = TypeVar("Held", LayerCache, PagedHeads)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Method:
                 asked = None if queries is None else query_heads(queries, heads, keys.shape[1], axis=1)
                 given = None if handed is None else handed[i]
                 group, state, over = self.compress_group(group, asked, rows[:, i], capacity, plan, key, given)
-            made.append(resize(group, capacity))
+            made.append(group if isinstance(group, PagedHeads) else resize(group, capacity))
             states.append(state)
             hand.append(over)
         layer = made[0] if len(made) == 1 else HeadGroups(tuple(made), plan.heads)
@@ -160,13 +164,12 @@ class Method:
         """New tokens enter the layer and attend to it; heads without a state append and attend to all they hold."""
         parts = []
         for group, heads, kept in zip(groups(layer), group_heads(layer), state, strict=True):
-            mine = new if isinstance(layer, LayerCache) else _of_heads(new, heads)
+            mine = _of_heads(new, heads) if isinstance(layer, HeadGroups) else new
             enter = append_and_attend if kept is None else self.step_group
             parts.append(enter(group, kept, mine))
         attended, made, states = zip(*parts, strict=True)
-        if isinstance(layer, LayerCache):
-            return attended[0], made[0], states
-        return join_heads(attended, layer.heads), HeadGroups(tuple(made), layer.heads), states
+        out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
+        return out, with_groups(layer, made), states
 
     def step_group(
         self, group: LayerCache, state: State, new: NewTokens
@@ -327,9 +330,7 @@ class Budgeted(Method):
         raise NotImplementedError
 
 
-def append_and_attend(
-    group: LayerCache, state: State, new: NewTokens
-) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+def append_and_attend(group: Held, state: State, new: NewTokens) -> tuple[Float[Array, "B T H D"], Held, State]:
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
     longer = append_new(group, new)
     if new.q.shape[1] == 1:
@@ -337,9 +338,10 @@ def append_and_attend(
     return combine(attend_cache(group, new.q), attend_new(new.q, new.k, new.v, new.real)), longer, state
 
 
-def append_new(group: LayerCache, new: NewTokens) -> LayerCache:
+def append_new(group: Held, new: NewTokens) -> Held:
     """The new tokens behind the rows there are."""
-    return append(group, jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), new.positions, new.real)
+    tokens = jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), new.positions, new.real
+    return pages.append(group, *tokens) if isinstance(group, PagedHeads) else append(group, *tokens)
 
 
 def one_by_one(
@@ -375,6 +377,6 @@ def _of_heads(new: NewTokens, heads: tuple[int, ...]) -> NewTokens:
     return replace(new, q=q, ahead=ahead, k=new.k[:, :, index], v=new.v[:, :, index])
 
 
-def with_groups(layer: Layer, made: list[LayerCache]) -> Layer:
+def with_groups(layer: Layer, made: Sequence[Any]) -> Layer:
     """The layer with other groups in the place of its own."""
     return replace(layer, groups=tuple(made)) if isinstance(layer, HeadGroups) else made[0]

@@ -76,13 +76,16 @@ class Windowed(Budgeted):
         handed: Any,
     ) -> tuple[LayerCache, State, Any]:
         """Keep the rows that the window attends to, or those that an earlier layer kept."""
-        lengths = prompt.length[:, 0]
         if handed is None:
-            recent = last_queries(needed(self, queries), lengths, self.window)
-            positions = lengths[:, None] - self.window + jnp.arange(self.window)
-            keep = self.keep(prompt, recent, positions, rows)
-            handed = kept_slots(_or_all(keep, prompt, lengths > rows), capacity)
+            handed = kept_slots(self.chosen(prompt, queries, rows), capacity)
         return take_slots(prompt, handed), self.start(prompt, rows, queries, plan, key), handed
+
+    def chosen(self, prompt: LayerCache, queries: Array | None, rows: Int[Array, " B"]) -> Bool[Array, "B K N"]:
+        """The rows of a prompt that stay."""
+        lengths = prompt.length[:, 0]
+        recent = last_queries(needed(self, queries), lengths, self.window)
+        positions = lengths[:, None] - self.window + jnp.arange(self.window)
+        return _or_all(self.keep(prompt, recent, positions, rows), prompt, lengths > rows)
 
     def step_group(
         self, group: LayerCache, state: Any, new: NewTokens

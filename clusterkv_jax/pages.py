@@ -1,0 +1,139 @@
+"""Pages: the rows of a layer whose heads hold unequal numbers of them, known only when the prompt has been read.
+
+Three heads that hold 5, 1 and 2 rows, in 6 pages of 4 slots, with room for 2 tokens more in each:
+
+    page       0        1        2        3        4        5
+    slots      a a a a  a . . .  b . . .  c c . .  . . . .  . . . .
+    head       0        0        1        2        2        2             first = 0 2 3, length = 5 1 2
+
+Shapes are fixed before anything is known of the heads: P pages suffice for every way to spread the rows, and hold at
+most 2 S - 2 slots a head more than those rows. All pages have an owner, so that decoding never allocates: a token takes
+its head's next slot. Attention takes every page for a head of its own and combines what a head's pages found.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.cache import LayerCache, PagedHeads, take_slots
+
+# A head has on the average less than two pages more than its rows fill.
+PAGE = 64
+
+
+def paged(layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int, page: int = PAGE) -> PagedHeads:
+    """The rows marked in `keep`, in their order, in pages of `page` slots.
+
+    Args:
+        layer: of K heads.
+        keep: at most K * capacity rows of each batch row, however they are spread over its heads.
+        capacity: rows that a head can come to hold on the average; all heads get equal room for more.
+    """
+    batch, heads, slots = keep.shape
+    source = jnp.broadcast_to(jnp.arange(heads * slots, dtype=jnp.int32).reshape(heads, slots), keep.shape)
+    # Heads that need a page for a single row leave the others enough: sum ceil(x / S) <= sum (x + S - 1) / S.
+    each = -(-(capacity + page - 1) // page)
+    return _fill(_in_a_row(layer), source, keep, (batch, heads * each, page))
+
+
+def kept(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
+    """The rows marked in `keep`, row r of a head at keep[..., r], in the same pages, which change their owners."""
+    return _fill(_in_a_row(layer), _slots(layer, keep.shape[2]), keep, layer.degree.shape)
+
+
+def unpaged(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
+    """All heads, or these, in `capacity` slots each; the caller knows that none holds more rows."""
+    slots = jnp.where(jnp.arange(capacity) < layer.length[..., None], _slots(layer, capacity), -1)
+    return take_slots(_in_a_row(layer), slots if heads is None else slots[:, heads])
+
+
+def owners(layer: PagedHeads) -> Int[Array, "B P"]:
+    """The KV head of each page."""
+    page = jnp.arange(layer.degree.shape[1])
+    return jnp.sum(page[:, None] >= layer.first[:, None], axis=-1, dtype=jnp.int32) - 1
+
+
+def as_heads(layer: PagedHeads) -> LayerCache:
+    """Every page as a head of its own, with the rows that it holds."""
+    length = jnp.take_along_axis(layer.length, owners(layer), axis=1) - _first_rows(layer)
+    length = jnp.clip(length, 0, layer.degree.shape[2])
+    return LayerCache(layer.keys, layer.values, layer.degree, length, layer.positions)
+
+
+def append(
+    layer: PagedHeads,
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+) -> PagedHeads:
+    """`cache.append` for pages."""
+    batch, tokens = real.shape
+    token = jnp.arange(tokens)
+    row = layer.length[..., None] + token
+    stored = real[:, None] & (row < layer.capacity[..., None])
+    slots = jnp.where(stored, _slots(layer, 1) + row, layer.degree[0].size).reshape(batch, -1)
+
+    def put(x: Array, new: Array) -> Array:
+        flat, new = x.reshape(batch, -1, x.shape[3]), new.reshape(batch, -1, x.shape[3]).astype(x.dtype)
+        return jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop"))(flat, new, slots).reshape(x.shape)
+
+    # Numbers per row are written by a mask, as in `cache.put_row`: which token is it that a slot would hold?
+    count = jnp.sum(real, axis=1, dtype=jnp.int32)
+    held = jnp.take_along_axis(layer.length, owners(layer), axis=1)
+    number = (_first_rows(layer) - held)[..., None] + jnp.arange(layer.degree.shape[2])
+    new = (number >= 0) & (number < count[:, None, None])
+    at = jnp.take_along_axis(positions[:, None], jnp.clip(number, 0, tokens - 1), axis=2)
+    return replace(
+        layer,
+        keys=put(layer.keys, keys),
+        values=put(layer.values, values),
+        degree=jnp.where(new, 1.0, layer.degree),
+        length=layer.length + count[:, None],
+        positions=jnp.where(new, at, layer.positions),
+    )
+
+
+def _fill(
+    rows: LayerCache, source: Int[Array, "B K C"], keep: Bool[Array, "B K C"], shape: tuple[int, ...]
+) -> PagedHeads:
+    """New pages of `shape` [B,P,S] with what `source` names of `rows`, all of them in one head."""
+    batch, pages, slots = shape
+    length = jnp.sum(keep, axis=-1, dtype=jnp.int32)
+    first = _first_pages(length, pages, slots)
+    target = jnp.where(keep, first[..., None] * slots + jnp.cumsum(keep, axis=-1) - 1, pages * slots)
+    put = jax.vmap(lambda to, source: jnp.full(pages * slots, -1, jnp.int32).at[to].set(source, mode="drop"))
+    made = take_slots(rows, put(target.reshape(batch, -1), source.reshape(batch, -1))[:, None])
+    made = jax.tree.map(lambda x: x.reshape(batch, pages, slots, *x.shape[3:]) if x.ndim > 2 else x, made)
+    return PagedHeads(made.keys, made.values, made.degree, length, made.positions, first)
+
+
+def _first_pages(length: Int[Array, "B K"], pages: int, slots: int) -> Int[Array, "B K"]:
+    """Every head gets pages for its rows and as many more as there can be for all; the last one also what is left."""
+    heads = length.shape[1]
+    mean = -(-jnp.sum(length, axis=1, keepdims=True) // heads)
+    room = pages // heads * slots - slots + 1 - mean
+    need = -(-(length + room) // slots)
+    return jnp.cumsum(need, axis=1, dtype=jnp.int32) - need
+
+
+def _in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
+    """All slots of a layer as those of one head."""
+    flat = lambda x: x.reshape(x.shape[0], 1, -1, *x.shape[3:])  # noqa: E731
+    assert layer.positions is not None
+    return LayerCache(
+        flat(layer.keys), flat(layer.values), flat(layer.degree), layer.length, positions=flat(layer.positions)
+    )
+
+
+def _slots(layer: PagedHeads, count: int) -> Int[Array, "B K count"]:
+    """Where the first `count` rows of each head would stand if all slots stood in a row."""
+    return layer.first[..., None] * layer.degree.shape[2] + jnp.arange(count, dtype=jnp.int32)
+
+
+def _first_rows(layer: PagedHeads) -> Int[Array, "B P"]:
+    """Which row of its head stands in a page's first slot."""
+    first = jnp.take_along_axis(layer.first, owners(layer), axis=1)
+    return (jnp.arange(layer.degree.shape[1]) - first) * layer.degree.shape[2]

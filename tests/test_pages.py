@@ -1,0 +1,241 @@
+"""Pages: the same rows and the same attention as head by head, in the memory of the rows."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clusterkv_jax as ckv
+from clusterkv_jax import cache, pages
+from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.decoding import extend
+from clusterkv_jax.methods.request import Request
+from tests.tiny import VOCAB, prompt, tiny
+
+HEADS, TOKENS, DIM, PAGE, ROOM = 4, 60, 8, 4, 5
+# Multiples of the head dimension, so that a row of a page of the wrong head would show.
+METHOD = ckv.AdaKV(ckv.Budget(ratio=0.5), window=4, kernel=3)
+AGAIN = dataclasses.replace(METHOD, decode_interval=8)
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def spread(rng, batch=2):
+    """Keys and values of prompts, and rows to keep of them: some heads all but nothing, some all."""
+    lengths = jnp.asarray(rng.integers(TOKENS // 2, TOKENS + 1, batch))
+    prompt = cache.from_tokens(*(normal(rng, batch, HEADS, TOKENS, DIM) for _ in range(2)), lengths)
+    share = rng.choice([0, 0.1, 0.5, 1], (batch, HEADS, 1))
+    return prompt, jnp.asarray(rng.random((batch, HEADS, TOKENS)) < share) & (prompt.degree > 0)
+
+
+def mean_rows(keep):
+    return -(-int(keep.sum((1, 2)).max()) // HEADS)
+
+
+def tokens_to_append(rng, lengths):
+    new = normal(rng, 2, HEADS, ROOM, DIM), normal(rng, 2, HEADS, ROOM, DIM)
+    return *new, lengths[:, None] + jnp.arange(ROOM), jnp.arange(ROOM) < jnp.asarray([[ROOM], [2]])
+
+
+def assert_same(found, expected, tolerance=None):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if tolerance is None:
+            np.testing.assert_array_equal(a, b)
+        else:
+            np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
+    rng = np.random.default_rng(seed)
+    prompt, keep = spread(rng)
+    capacity = mean_rows(keep) + ROOM
+    paged = pages.paged(prompt, keep, capacity, PAGE)
+    padded = cache.resize(cache.take_rows(prompt, keep, TOKENS)[0], TOKENS + ROOM)
+    assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
+    # The memory of the rows, less than two pages more for each head, and nothing beside them.
+    slots = math.prod(paged.degree.shape[1:])
+    assert slots <= HEADS * (capacity + 2 * PAGE - 2)
+    assert int((paged.degree > 0).sum()) == int(keep.sum())
+    np.testing.assert_array_equal(paged.capacity.sum(1), slots)
+    np.testing.assert_array_equal(pages.as_heads(paged).length, (paged.degree > 0).sum(-1))
+
+    query = normal(rng, 2, 3, 2 * HEADS, DIM)
+    assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
+    # Every head has room for what will be appended, however the rows are spread, and each token for itself.
+    tokens = tokens_to_append(rng, prompt.length[:, 0])
+    paged, padded = pages.append(paged, *tokens), cache.append(padded, *tokens)
+    assert bool(jnp.all(paged.length <= paged.capacity))
+    assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
+    assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
+
+    # Chosen anew: in the same pages, of other owners; with all that there is, not a bit changes.
+    every = jnp.arange(slots) < paged.length[..., None]
+    assert_same(pages.kept(paged, every), paged)
+    fewer = every & jnp.asarray(rng.random(every.shape) < rng.random((2, HEADS, 1)))
+    again = cache.take_rows(padded, fewer[:, :, : TOKENS + ROOM], TOKENS + ROOM)[0]
+    paged = pages.kept(paged, fewer)
+    assert_same(pages.unpaged(paged, TOKENS + ROOM), again)
+    assert_same(attend_cache(paged, query), attend_cache(again, query), 1e-5)
+
+
+def test_a_head_without_rows_gives_zeros_and_empty_slots_may_hold_anything():
+    rng = np.random.default_rng(0)
+    prompt, keep = spread(rng)
+    paged = pages.paged(prompt, keep.at[:, 1].set(False), mean_rows(keep) + ROOM, PAGE)
+    query = normal(rng, 2, 1, HEADS, DIM)
+    out, lse = attend_cache(paged, query)
+    np.testing.assert_array_equal(out[:, :, 1], 0)
+    np.testing.assert_array_equal(lse[:, :, 1], -np.inf)
+    assert bool(jnp.isfinite(out).all())
+    poison = lambda x: jnp.where((paged.degree > 0)[..., None], x, jnp.nan)  # noqa: E731
+    dirty = dataclasses.replace(paged, keys=poison(paged.keys), values=poison(paged.values))
+    assert_same(attend_cache(dirty, query), (out, lse))
+
+
+def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
+    rng = np.random.default_rng(1)
+    prompt, keep = spread(rng)
+    paged = pages.paged(prompt, keep, mean_rows(keep), PAGE)
+    more = int((paged.capacity - paged.length).max()) + 1
+    new = normal(rng, 2, HEADS, more, DIM)
+    full = pages.append(paged, new, new, jnp.zeros((2, more), jnp.int32), jnp.ones((2, more), bool))
+    np.testing.assert_array_equal(full.length, paged.length + more)
+    assert int(full.degree.sum()) == full.degree.size
+    assert bool(cache.overflowed(ckv.KVCache((full,), (None,), prompt.length[:, 0])))
+    assert not bool(cache.overflowed(ckv.KVCache((paged,), (None,), prompt.length[:, 0])))
+    stored = np.asarray(pages.as_heads(full).length).sum(1)
+    np.testing.assert_array_equal(stored, full.degree[0].size)
+
+
+# --- AdaKV ---
+
+
+def read(method, *texts, model=None, new=24, width=200):
+    model = model or tiny()
+    tokens = np.full((len(texts), width), VOCAB - 1, np.int32)
+    for i, text in enumerate(texts):
+        tokens[i, : len(text)] = text
+    lengths = jnp.asarray([len(text) for text in texts])
+    return ckv.prefill(model.params, model.config, method, jnp.asarray(tokens), lengths, max_new_tokens=new)[0]
+
+
+STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2), donate_argnums=3)
+EXTEND = jax.jit(extend, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["kvpress", "factory"])
+def test_bytes_are_those_of_the_budget(mode):
+    """Rows, room for what is appended, and at most an interval of 128 rows a head."""
+    for tokens, ratio, reserve in ((200, 0.5, 0), (200, 0.31, 24), (180, 0.2, 7)):
+        method = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=ratio), mode=mode)
+        held = read(method, prompt(1, tokens), new=reserve, width=tokens)
+        rows, layers, heads = int(ratio * tokens), len(held.layers), 2
+        least = (rows + reserve) * cache.slot_bytes(held) * layers * heads
+        assert least <= cache.nbytes(held) <= least + 128 * cache.slot_bytes(held) * layers * heads
+        for layer in cache.occupancy(held):
+            assert abs(sum(layer[0]) - heads * rows) <= (0 if mode == "kvpress" else heads / 2)
+
+
+def test_bytes_of_a_large_model():
+    """Llama-3.1-8B, 32,768 tokens, a fifth kept."""
+    request = Request(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)
+    method = ckv.AdaKV(ckv.Budget(ratio=0.2))
+    (capacity,) = method.plan(0, request).capacities
+    prompt = jax.eval_shape(cache.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))
+    layer = jax.eval_shape(lambda p: pages.paged(p, p.degree > 0, capacity), prompt)
+    assert 6553 + 128 <= math.prod(layer.degree.shape) / 8 <= 6553 + 128 + 128
+
+
+def test_one_head_may_hold_almost_everything():
+    """A head of flat attention beside sharp ones takes what those leave, which is no more than their safe rows."""
+    rng, tokens, budget = np.random.default_rng(3), 300, 100
+    keys = normal(rng, 1, HEADS, tokens, DIM)
+    queries = normal(rng, 1, HEADS, tokens, DIM)
+    # Sharp heads attend to the window alone: what is before it scores next to nothing.
+    keys = keys.at[:, 1:].set(0.0).at[:, 1:, -4:, 0].set(9.0)
+    queries = queries.at[:, 1:].set(0.0).at[:, 1:, :, 0].set(9.0)
+    method = ckv.AdaKV(ckv.Budget(tokens=budget), window=4, kernel=1)
+    layer = ckv.compress(method, queries, keys, keys)
+    assert layer.length.tolist() == [[tokens, *[20] * 3]] or int(layer.length[0, 0]) > 0.9 * tokens
+    assert int(layer.length.sum()) == HEADS * budget
+    assert int(layer.length[0, 1:].min()) >= 0.2 * budget
+
+
+@pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["appends", "chooses again"])
+def test_decoding_with_pages_is_decoding_head_by_head(method, monkeypatch):
+    """The same tokens if every head had a page for all that it could hold."""
+    text = [prompt(1, 200), prompt(2, 150)]
+    held = read(method, *text)
+    assert max(int(layer.capacity.max()) for layer in held.layers) > pages.PAGE  # several pages to a head
+    monkeypatch.setattr(pages, "paged", lambda *args: PAGED(*args, page=512))
+    jax.clear_caches()
+    whole = read(method, *text)
+    monkeypatch.undo()
+    assert all(layer.degree.shape[1:] == (4, 512) or layer.degree.shape[2] == 512 for layer in whole.layers)
+    for token in prompt(3, 20):
+        held, logits = STEP(tiny().params, tiny().config, method, held, jnp.asarray([token, token]))
+        whole, expected = STEP(tiny().params, tiny().config, method, whole, jnp.asarray([token, token]))
+        np.testing.assert_allclose(logits, expected, atol=2e-4)
+        assert cache.occupancy(held) == cache.occupancy(whole)
+        assert bool(jnp.isfinite(logits).all())
+
+
+PAGED = pages.paged
+
+
+@pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["appends", "chooses again"])
+def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
+    question = prompt(4, 7)
+    held = read(method, prompt(1, 200), prompt(2, 150))
+    tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
+    once, logits = EXTEND(tiny().params, tiny().config, method, held, tokens, jnp.asarray([7, 3]))
+    for i, token in enumerate(question):
+        held, expected = STEP(tiny().params, tiny().config, method, held, jnp.asarray([token, token]))
+        if i == 2:
+            np.testing.assert_allclose(logits[1], expected[1], atol=2e-4)
+    np.testing.assert_allclose(logits[0], expected[0], atol=2e-4)
+    assert [rows[0] for rows in cache.occupancy(once)] == [rows[0] for rows in cache.occupancy(held)]
+    assert bool(jnp.all(jnp.stack([jnp.all(layer.length <= layer.capacity) for layer in once.layers])))
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    texts = [prompt(1, 200), prompt(2, 130), prompt(3, 171)]
+    together = ckv.generate(tiny(), texts, method=AGAIN, max_new_tokens=20)
+    for i, text in enumerate(texts):
+        alone = ckv.generate(tiny(), [text], method=AGAIN, max_new_tokens=20)
+        assert alone.tokens[0] == together.tokens[i]
+        assert [layer[0] for layer in alone.stats.kept_rows] == [layer[i] for layer in together.stats.kept_rows]
+
+
+def test_stats_tell_the_truth():
+    result = ckv.generate(tiny(), [prompt(1, 200)], questions=[prompt(2, 5)], method=METHOD, max_new_tokens=4)
+    for layer in result.stats.kept_rows:
+        assert sum(layer[0]) == 2 * 100
+        assert layer[0][0] != layer[0][1]
+    rows, row = 100 + 128, 2 * 8 * 4 + 4
+    assert 4 * rows * row <= result.stats.cache_bytes <= 4 * (rows + 128) * row
+    full = ckv.generate(tiny(), [prompt(1, 60)], method=ckv.Full(), max_new_tokens=4)
+    all_of_it = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=1.0))
+    assert ckv.generate(tiny(), [prompt(1, 60)], method=all_of_it, max_new_tokens=4).tokens == full.tokens
+
+
+def test_pages_come_back_from_disk(tmp_path):
+    held = read(AGAIN, prompt(1, 200))
+    ckv.save_cache(tmp_path / "book", held, tiny().config, AGAIN)
+    loaded = ckv.load_cache(tmp_path / "book", tiny().config, AGAIN)
+    assert jax.tree.structure(loaded) == jax.tree.structure(held)
+    assert_same(loaded, held)
+
+
+def test_composed_with_full_appends_to_pages():
+    both = ckv.Composed(AGAIN, ckv.Full())
+    alone = ckv.generate(tiny(), [prompt(1, 200)], method=METHOD, max_new_tokens=20)
+    assert ckv.generate(tiny(), [prompt(1, 200)], method=both, max_new_tokens=20).tokens == alone.tokens
