@@ -1,7 +1,6 @@
 """Queries over a layer's cache, whatever groups or pages its heads stand in."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,16 +73,15 @@ def _attend_pages(
     out, lse = _attend_rows(asked.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
     out, lse = out.reshape(asked.shape).astype(jnp.float32), lse.reshape(asked.shape[:-1])
 
-    mine = owner[:, None] == jnp.arange(kv_heads)[:, None]
-    peak = jnp.max(jnp.where(mine[:, None, :, :, None], lse[:, :, None], -jnp.inf), axis=3)
-    peak = jnp.where(peak > -jnp.inf, peak, 0.0)  # of a head without rows: exp(-inf - -inf) is no number
-    weight = jnp.exp(lse - of_page(peak))
-    sums = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    total = sums("bkp,btpg->btkg", mine.astype(jnp.float32), weight)
-    mixed = sums("bkp,btpgd->btkgd", mine.astype(jnp.float32), weight[..., None] * out)
-    mixed = mixed / jnp.where(total > 0, total, 1.0)[..., None]
-    lse = peak + jnp.log(total)
-    return mixed.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3])
+    mine = (owner[:, None] == jnp.arange(kv_heads)[:, None])[:, None, :, :, None]
+    lse = jnp.where(mine, lse[:, :, None], -jnp.inf)
+    peak = jnp.max(lse, axis=3, keepdims=True)
+    peak = jnp.where(peak > -jnp.inf, peak, 0.0)  # of a head without rows: -inf - -inf is no number
+    weight = jnp.exp(lse - peak)
+    total = jnp.sum(weight, axis=3, keepdims=True)
+    share = weight / jnp.where(total > 0, total, 1.0)
+    mixed = jnp.einsum("btkpg,btpgd->btkgd", share, out, precision=jax.lax.Precision.HIGHEST)
+    return mixed.reshape(q.shape).astype(q.dtype), (peak + jnp.log(total)).reshape(q.shape[:3])
 
 
 def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:

@@ -7,8 +7,9 @@ Three heads that hold 5, 1 and 2 rows, in 6 pages of 4 slots, with room for 2 to
     head       0        0        1        2        2        2             first = 0 2 3, length = 5 1 2
 
 Shapes are fixed before anything is known of the heads: P pages suffice for every way to spread the rows, and hold at
-most 2 S - 2 slots a head more than those rows. All pages have an owner, so that decoding never allocates: a token takes
-its head's next slot. Attention takes every page for a head of its own and combines what a head's pages found.
+most S - 1 slots a head more than those rows, and over a mesh as many pages more as its devices divide them. All pages
+have an owner, so that decoding never allocates: a token takes its head's next slot. Attention takes every page for a
+head of its own and combines what a head's pages found.
 """
 
 from dataclasses import replace
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import LayerCache, PagedHeads, take_slots
+from clusterkv_jax.sharding import ways
 
-# A head has on the average less than two pages more than its rows fill.
-PAGE = 64
+# The lanes of a TPU: numbers per row, [B,P,S], take no more memory there than they have.
+PAGE = 128
 
 
 def paged(layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int, page: int = PAGE) -> PagedHeads:
@@ -34,8 +36,9 @@ def paged(layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int, page: in
     batch, heads, slots = keep.shape
     source = jnp.broadcast_to(jnp.arange(heads * slots, dtype=jnp.int32).reshape(heads, slots), keep.shape)
     # Heads that need a page for a single row leave the others enough: sum ceil(x / S) <= sum (x + S - 1) / S.
-    each = -(-(capacity + page - 1) // page)
-    return _fill(_in_a_row(layer), source, keep, (batch, heads * each, page))
+    pages = heads * (capacity + page - 1) // page
+    pages += -pages % ways("kv_heads")
+    return _fill(_in_a_row(layer), source, keep, (batch, pages, page))
 
 
 def kept(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
@@ -113,8 +116,8 @@ def _fill(
 def _first_pages(length: Int[Array, "B K"], pages: int, slots: int) -> Int[Array, "B K"]:
     """Every head gets pages for its rows and as many more as there can be for all; the last one also what is left."""
     heads = length.shape[1]
-    mean = -(-jnp.sum(length, axis=1, keepdims=True) // heads)
-    room = pages // heads * slots - slots + 1 - mean
+    most = ((pages + 1) * slots - 1) // heads - slots + 1  # the highest mean that never needs more pages
+    room = most + jnp.sum(-length, axis=1, keepdims=True) // heads
     need = -(-(length + room) // slots)
     return jnp.cumsum(need, axis=1, dtype=jnp.int32) - need
 

@@ -5,6 +5,7 @@ only place that knows mesh axes. A dimension that its mesh axes do not divide st
 devices are replicated, as is usual for GQA), and `whole_axes` names what stayed so.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,7 @@ def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -
     entries = []
     for name, size in zip(axes, shape, strict=True):
         split = mesh_axes(name, mesh)
-        ways = 1
-        for axis in split:
-            ways *= mesh.shape[axis]
-        entries.append(split if split and size % ways == 0 else None)
+        entries.append(split if split and size % _ways(split, mesh) == 0 else None)
     used = [axis for entry in entries if entry for axis in entry]
     if len(used) != len(set(used)):
         raise ValueError(f"logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}.")
@@ -71,6 +69,16 @@ def ambient_mesh() -> Any | None:
     """The mesh set by `jax.set_mesh`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
+
+
+def ways(name: str) -> int:
+    """Into how many parts the ambient mesh splits a logical axis."""
+    mesh = ambient_mesh()
+    return 1 if mesh is None else _ways(mesh_axes(name, mesh), mesh)
+
+
+def _ways(axes: tuple[str, ...], mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:

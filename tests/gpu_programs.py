@@ -159,6 +159,7 @@ def programs(array):
         "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
         "cluster by gravity": (partial(cluster, ckv.GravityKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
         "decode": decoding(ckv.CentroidKV(share)),
+        "decode with pages": decoding(ckv.AdaKV(share)),
         "decode with recall": decoding(recall),
     }
     # From 0.11 on a described argument cannot be moved to the host within the program that takes it.

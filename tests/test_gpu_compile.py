@@ -72,7 +72,7 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(found):
 
 def test_decoding_holds_one_cache(found):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
-    for name in ("decode", "decode with recall"):
+    for name in ("decode", "decode with pages", "decode with recall"):
         assert found[name]["temporary"] <= found[name]["alias"] / 2, name
 
 

@@ -56,9 +56,9 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     paged = pages.paged(prompt, keep, MEAN + ROOM, PAGE)
     padded = cache.resize(cache.take_rows(prompt, keep, TOKENS)[0], TOKENS + ROOM)
     assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
-    # The memory of the rows, less than two pages more for each head, and nothing beside them.
+    # The memory of the rows, less than a page more for each head, and nothing beside them.
     slots = math.prod(paged.degree.shape[1:])
-    assert slots <= HEADS * (MEAN + ROOM + 2 * PAGE - 2)
+    assert slots <= HEADS * (MEAN + ROOM + PAGE - 1)
     assert int((paged.degree > 0).sum()) == int(keep.sum())
     np.testing.assert_array_equal(paged.capacity.sum(1), slots)
     np.testing.assert_array_equal(pages.as_heads(paged).length, (paged.degree > 0).sum(-1))
