@@ -107,6 +107,11 @@ def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
     assert int(full.degree.sum()) == full.degree.size
     assert bool(cache.overflowed(ckv.KVCache((full,), (None,), prompt.length[:, 0])))
     assert not bool(cache.overflowed(ckv.KVCache((paged,), (None,), prompt.length[:, 0])))
+    # Nobody else's row was written over.
+    for b, head in np.ndindex(*paged.length.shape):
+        count = int(paged.length[b, head])
+        before, after = (pages.unpaged(x, count, jnp.asarray([head])).keys[b] for x in (paged, full))
+        np.testing.assert_array_equal(after, before)
     stored = np.asarray(pages.as_heads(full).length).sum(1)
     np.testing.assert_array_equal(stored, full.degree[0].size)
 
