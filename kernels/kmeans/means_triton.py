@@ -5,9 +5,8 @@
 2. `_add`, a program per part: lists where its keys stand in all tiles, reads the keys in that order and adds them up,
    as products with ones and zeros.
 
-The order is fixed, so means are the same in every run. Bytes: every key once, and some 24 a key for numbers.
-Arithmetic: TILE and `parts` comparisons a key, 2 EACH D on the matrix unit. Memory: a list of 128 KiB for each part of
-each head, two fifths of the keys where a centroid stands for 80 of them.
+The order is fixed, so means are the same in every run. Bytes: every key once, and some 24 a key for numbers, of which 8
+in memory of their own. Arithmetic: TILE and `parts` comparisons a key, 2 EACH D on the matrix unit.
 """
 
 from functools import partial
@@ -41,12 +40,10 @@ def means(
     """The mean of every label's keys below `end`, that of `old` where there are none, and how many there are."""
     (heads, rows, _), count = keys.shape, old.shape[1]
     parts, tiles = pl.cdiv(count, EACH), pl.cdiv(rows, TILE)
+    of_keys = jax.ShapeDtypeStruct((heads, tiles * TILE), jnp.int32)
     order, starts = call(
         partial(_sort, together=sizes["sort_tiles"]),
-        (
-            jax.ShapeDtypeStruct((heads, tiles * TILE), jnp.int32),
-            jax.ShapeDtypeStruct((heads, parts + 1, tiles), jnp.int32),
-        ),
+        (of_keys, jax.ShapeDtypeStruct((heads, parts + 1, tiles), jnp.int32)),
         labels,
         end,
         grid=(pl.cdiv(tiles, sizes["sort_tiles"]), heads),
@@ -55,14 +52,9 @@ def means(
     )
     row_bytes = power_of_two(keys.shape[2], 16) * keys.dtype.itemsize
     tile = max(16, min(sizes["mean_keys"], READ // row_bytes))
-    listed = min(sizes["mean_tiles"], power_of_two(tiles))
     found, numbers, _ = call(
-        partial(_add, tile=tile, tiles=listed, barrier=not interpret),
-        (
-            jax.ShapeDtypeStruct(old.shape, jnp.float32),
-            jax.ShapeDtypeStruct((heads, count), jnp.int32),
-            jax.ShapeDtypeStruct((heads, parts, listed * TILE), jnp.int32),
-        ),
+        partial(_add, tile=tile, tiles=min(sizes["mean_tiles"], power_of_two(tiles)), barrier=not interpret),
+        (jax.ShapeDtypeStruct(old.shape, jnp.float32), jax.ShapeDtypeStruct((heads, count), jnp.int32), of_keys),
         keys,
         order,
         starts,
@@ -78,22 +70,25 @@ def means(
 
 
 def _sort(labels, ends, order, starts, *, together):
-    """A few tiles: numbers of keys times EACH, plus the label within its part, by label; those without one last."""
+    """A few tiles below `ends`: numbers of keys times EACH, plus the label within its part, by label; none last."""
     number, head, (count, tiles) = pl.program_id(0), pl.program_id(1), starts.shape[1:]
     tile, i = number * together + arange(together), arange(TILE)
-    row = tile[:, None] * TILE + i[None, :]
-    label = plgpu.load(labels.at[head, row], mask=row < jnp.minimum(ends[head], labels.shape[1]), other=-1)
-    label = jnp.where(label < 0, (count - 1) * EACH, label)
-    # In float32, whose units are idle otherwise.
-    rank = (label * TILE + i[None, :]).astype(jnp.float32)
-    place = jnp.sum((rank[:, :, None] < rank[:, None, :]).astype(jnp.float32), axis=1).astype(jnp.int32)
-    at = order.at[head, tile[:, None] * TILE + place]
-    plgpu.store(at, row * EACH + label % EACH, mask=row < order.shape[1])
-    for first in range(0, count, MOST_PARTS):
-        part = arange(min(MOST_PARTS, power_of_two(count)), first)
-        before = jnp.sum((label[:, :, None] < part[None, None, :] * EACH).astype(jnp.int32), axis=1)
-        mask = (tile < tiles)[:, None] & (part < count)[None, :]
-        plgpu.store(starts.at[head, part[None, :], tile[:, None]], before, mask=mask)
+    there, end = (tile < tiles)[:, None], jnp.minimum(ends[head], labels.shape[1])
+
+    @pl.when(number * together * TILE < end)
+    def _():
+        row = tile[:, None] * TILE + i[None, :]
+        label = plgpu.load(labels.at[head, row], mask=row < end, other=-1)
+        label = jnp.where(label < 0, (count - 1) * EACH, label)
+        # In float32, whose units are idle otherwise.
+        rank = (label * TILE + i[None, :]).astype(jnp.float32)
+        place = jnp.sum((rank[:, :, None] < rank[:, None, :]).astype(jnp.float32), axis=1).astype(jnp.int32)
+        at = order.at[head, tile[:, None] * TILE + place]
+        plgpu.store(at, row * EACH + label % EACH, mask=there & (i >= 0)[None, :])
+        for first in range(0, count, MOST_PARTS):
+            part = arange(min(MOST_PARTS, power_of_two(count)), first)
+            before = jnp.sum((label[:, :, None] < part[None, None, :] * EACH).astype(jnp.int32), axis=1)
+            plgpu.store(starts.at[head, part[None, :], tile[:, None]], before, mask=there & (part < count)[None, :])
 
 
 def _add(keys, order, starts, ends, _, means, numbers, listed, *, tile, tiles, barrier):
@@ -102,10 +97,10 @@ def _add(keys, order, starts, ends, _, means, numbers, listed, *, tile, tiles, b
     columns, own = arange(power_of_two(width, 16)), arange(EACH)
     filled = pl.cdiv(jnp.clip(ends[head], 0, keys.shape[1]), TILE)
 
-    def read(i, state, end):
+    def read(i, state, first, end):
         total, count = state
-        at = i * tile + arange(tile)
-        place = plgpu.load(listed.at[head, part, at], mask=at < end, other=-1)
+        at = first + i * tile + arange(tile)
+        place = plgpu.load(listed.at[head, at], mask=at < end, other=-1)
         entry = plgpu.load(order.at[head, place], mask=place >= 0, other=-1)
         key = load_rows(keys, head, entry // EACH, columns, entry >= 0, width)
         one = (entry[None, :] >= 0) & (entry[None, :] % EACH == own[:, None])
@@ -115,26 +110,23 @@ def _add(keys, order, starts, ends, _, means, numbers, listed, *, tile, tiles, b
         return total, count + one.astype(jnp.int32)
 
     def add(block, state):
-        """The keys of `tiles` tiles."""
+        """The keys of `tiles` tiles, listed behind those of the parts before this one."""
         number = block * tiles + arange(tiles)
-        first, last = (
-            plgpu.load(starts.at[head, part + i, number], mask=number < starts.shape[2], other=0) for i in (0, 1)
-        )
+        first, last = (plgpu.load(starts.at[head, part + i, number], mask=number < filled, other=0) for i in (0, 1))
         size = last - first
-        before = jnp.cumsum(size) - size
-        if barrier:  # other threads of this program read the list before and this one
-            plgpu.debug_barrier()
+        begin = block * tiles * TILE + jnp.sum(first)
+        place = begin + jnp.cumsum(size) - size
 
         def put(k, carry):
-            at = jnp.where(k < size, before + k, listed.shape[2])
-            plgpu.store(listed.at[head, part, at], number * TILE + first + k, mask=k < size)
+            at = jnp.where(k < size, place + k, listed.shape[1])
+            plgpu.store(listed.at[head, at], number * TILE + first + k, mask=k < size)
             return carry
 
         jax.lax.fori_loop(0, jnp.max(size), put, 0)
-        if barrier:
+        if barrier:  # other threads of this program read the list
             plgpu.debug_barrier()
-        end = jnp.sum(size)
-        return jax.lax.fori_loop(0, pl.cdiv(end, tile), partial(read, end=end), state)
+        count = jnp.sum(size)
+        return jax.lax.fori_loop(0, pl.cdiv(count, tile), partial(read, first=begin, end=begin + count), state)
 
     start = jnp.zeros((own.shape[0], columns.shape[0]), jnp.float32), jnp.zeros((own.shape[0], tile), jnp.int32)
     total, count = jax.lax.fori_loop(0, pl.cdiv(filled, tiles), add, start)
