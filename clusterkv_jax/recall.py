@@ -38,8 +38,8 @@ def build_index(
         skew: orthogonal, applied by `InfiniGen` to queries and keys; that of the queries by default.
 
     Returns:
-        arrays by name, for `select`. Of ClusterKV: `centroids` f32 [B,K,C,D] and `sizes` [B,K,C]; the rows of
-        cluster c are `order[starts[c] : starts[c] + sizes[c]]`.
+        arrays by name, for `select`. Of ClusterKV: `centroids` [B,K,C,D] in the dtype of the keys and `sizes` [B,K,C];
+        the rows of cluster c are `order[starts[c] : starts[c] + sizes[c]]`.
 
     Raises:
         ValueError: if shapes do not fit, the budget is impossible, or an argument belongs to another method.

@@ -15,7 +15,7 @@ longer with it.
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,20 +70,30 @@ def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 20) ->
     q = jax.random.normal(jax.random.key(1), shape, groups(cache.layers[0])[0].keys.dtype)
     both = zip(cache.layers, cache.state, strict=True)
     held = [(groups(layer)[0], state[0]) for layer, state in both if state[0] is not None]
+    real, unknown = jnp.ones(batch, bool), method.unknown(1)
 
-    # A layer's queries depend on what came out of the one before it, so that none of them overlap.
     def attend(q, group, index):
         # So that no compiler gathers the same rows once for all repeats.
         rows, q = jax.lax.optimization_barrier((index["recalled"], q))
-        return q + 1e-3 * recalled_attention(q, group.keys, group.values, rows)
+        args = (q, group.keys, group.values, rows, index["indexed"], group.length)
+        return recalled_attention(*args, unlisted=unknown), rows
 
     def select_and_attend(q, group, index):
-        return attend(q, group, index | {"recalled": method.choose(index, q)})
+        return attend(q, group, index | {"recalled": method.choose(index, q, real)})
 
-    def taken(layer: Callable[..., jax.Array]) -> float:
+    def taken(layer: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
+        def step(q, recalled, held):
+            found = []
+            for rows, (group, index) in zip(recalled, held, strict=True):
+                out, rows = layer(q, group, index | {"recalled": rows})
+                # A layer's queries depend on what came out of the one before it, so that none of them overlap.
+                q, found = q + 1e-3 * out, [*found, rows]
+            return q, found
+
         @jax.jit
         def run(q, held):
-            return jax.lax.fori_loop(0, repeats, lambda _, q: reduce(lambda q, one: layer(q, *one), held, q), q)
+            state = (q, [index["recalled"] for _, index in held])
+            return jax.lax.fori_loop(0, repeats, lambda _, now: step(now[0], now[1], held), state)
 
         seconds(lambda: run(q, held))
         return min(seconds(lambda: run(q, held))[0] for _ in range(5)) / repeats

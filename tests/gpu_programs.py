@@ -142,7 +142,8 @@ def programs(array):
         ),
         "kmeans on Hopper": (on_hopper, (prompt, centroids), ()),
         "kmeans on Hopper, two groups": (on_hopper, (narrow, many), ()),
-        "index scores": (index_scores, (one_query, centroids), ()),
+        "index scores": (index_scores, (one_query, array(centroids.shape, bf16)), ()),
+        "index scores float32": (index_scores, (one_query, centroids), ()),
         "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
         "select pages": (
             partial(select_rows, count=RECALLED),

@@ -16,6 +16,8 @@ INDEX_SHAPES = [
     (2, 2, 3, 37, 24, jnp.bfloat16, jnp.float32),
     (1, 2, 4, 70, 128, jnp.float32, jnp.float32),
     (1, 1, 1, 5, 25, jnp.float32, jnp.bfloat16),
+    (2, 1, 4, 70, 128, jnp.bfloat16, jnp.bfloat16),
+    (1, 2, 3, 37, 24, jnp.float16, jnp.float16),
 ]
 
 
@@ -74,7 +76,8 @@ def check_select_of(shape, implementation, ordered, examples):
 
     def check(seed, levels, largest, room, active):
         rng = np.random.default_rng(seed)
-        scores = np.round(rng.normal(size=(batch, heads, each, clusters)) * levels) / levels
+        scores = rng.normal(size=(batch, heads, each, clusters))
+        scores = np.full_like(scores, -np.inf) if levels == np.inf else np.round(scores * levels) / levels
         sizes = rng.integers(0, largest + 1, (batch, heads, clusters))
         starts = np.cumsum(sizes, axis=-1) - sizes
         order = rng.permuted(np.tile(np.arange(sinks, clusters * 9), (batch, heads, 1)), axis=-1)
@@ -99,7 +102,7 @@ def check_select_of(shape, implementation, ordered, examples):
             one_selection(np.asarray(found[at]).tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
     check(0, 1000, 8, [count - 7, 1], None)  # less room than clusters have rows, whatever is drawn
-    levels = st.sampled_from([1, 1000, 1e30])  # many ties, hardly any, far apart
+    levels = st.sampled_from([1, 1000, 1e30, np.inf])  # many ties, hardly any, far apart, all -inf
     rooms = st.lists(st.sampled_from([count, 1, 0, count - 7]), min_size=2, max_size=2)
     active = st.lists(st.booleans(), min_size=2, max_size=2)
     drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms, active)

@@ -12,6 +12,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.compression import request_rows
 from clusterkv_jax.decoding import decode_loop, extend
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
 from clusterkv_jax.methods.request import Request
@@ -83,6 +84,17 @@ def test_infinigen_is_the_golden_one():
     rows = np.asarray(ckv.select(method, index, query))
     for head in range(h):
         assert set(rows[0, head]) - {-1} == set(data["prefetch_idx"][:, 0, head])
+
+
+def test_centroids_are_means_in_float32_held_as_the_keys_are():
+    keys = jax.random.normal(jax.random.key(0), (1, 2, 90, 8), jnp.bfloat16)
+    seeds = jnp.arange(5, dtype=jnp.int32)
+    index = ckv.build_index(ckv.ClusterKV(ckv.Budget(tokens=40), sinks=10), keys, keys, initial_rows=10 + seeds)
+    centroids, _, sizes = jax.jit(cluster)(keys[:, :, 10:], seeds)
+    assert centroids.dtype == jnp.float32
+    assert index["centroids"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(index["centroids"], centroids.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(index["sizes"], sizes)
 
 
 def test_infinigen_fetches_as_many_rows_as_the_golden_mask():

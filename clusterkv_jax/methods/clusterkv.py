@@ -122,6 +122,7 @@ class ClusterKV(Recall):
     ) -> Index:
         """Cluster the keys behind the sinks, with room for the clusters of `reserve` tokens.
 
+        Centroids are means in float32 and held in the dtype of the keys: a step reads all of them.
         Clusters start from these rows of the prompt, or from random ones, of which a row of the batch draws those that
         it would draw alone.
         """
@@ -159,7 +160,7 @@ class ClusterKV(Recall):
             order = order.at[:, :, self.sinks : prompt.capacity].set(self.sinks + ordered)
             behind = [(0, 0), (0, 0), (0, more)]
             return {
-                "centroids": jnp.pad(centroids, [*behind, (0, 0)]),
+                "centroids": jnp.pad(centroids.astype(prompt.keys.dtype), [*behind, (0, 0)]),
                 "sizes": jnp.pad(sizes, behind),
                 "starts": jnp.pad(self.sinks + starts[..., :-1], behind),
                 "order": order,
@@ -244,7 +245,7 @@ class ClusterKV(Recall):
             centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
             order, starts = group_rows(labels, most)
             found = {
-                "centroids": _put(index["centroids"], centroids, clusters),
+                "centroids": _put(index["centroids"], centroids.astype(keys.dtype), clusters),
                 "sizes": _put(index["sizes"], sizes, clusters),
                 "starts": _put(index["starts"], begin[:, None, None] + starts[..., :-1], clusters),
                 "order": _put(index["order"], begin[:, None, None] + order, begin),

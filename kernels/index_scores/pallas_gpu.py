@@ -2,8 +2,9 @@
 
     grid (tiles of entries, B K)
 
-Bytes: those of the index. A KV head has too few queries to fill a matrix product in float32, so entries are multiplied
-and summed as vectors.
+Bytes: those of the index. Where it and the queries are of one 16-bit dtype, the matrix unit multiplies them, though few
+queries leave most of its rows empty: products are exact, sums in float32. Other dtypes would take it several passes, so
+entries are multiplied and summed as vectors.
 """
 
 from functools import partial
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, dot, load_rows, power_of_two
 
 TILE = 32  # entries of a program
 FEW = 528  # programs that an H200 runs at once with registers to spare: two warps each then read more at a time
@@ -37,8 +38,12 @@ def index_scores(
     if q.dtype not in DTYPES or index.dtype not in DTYPES:
         raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
     tiles = pl.cdiv(entries, tile)
+    if q.dtype == index.dtype != jnp.float32:
+        kernel = partial(_products, tile=tile)
+    else:
+        kernel = partial(_sums, tile=tile, step=min(LINE // index.dtype.itemsize, power_of_two(dim)))
     scores = call(
-        partial(_kernel, tile=tile, step=min(LINE // index.dtype.itemsize, power_of_two(dim))),
+        kernel,
         jax.ShapeDtypeStruct((batch * heads, queries, entries), jnp.float32),
         q.reshape(batch * heads, queries, dim),
         index.reshape(batch * heads, entries, dim),
@@ -49,7 +54,17 @@ def index_scores(
     return scores.reshape(batch, heads, queries, entries)
 
 
-def _kernel(q, index, out, *, tile, step):
+def _products(q, index, out, *, tile):
+    number, head, g = pl.program_id(0) * tile + arange(tile), pl.program_id(1), arange(MOST_QUERIES)
+    (_, entries, width), queries = index.shape, q.shape[1]
+    columns = arange(power_of_two(width, 16))
+    entry = load_rows(index, head, number, columns, number < entries, width)
+    score = dot(load_rows(q, head, g, columns, g < queries, width), entry, (1, 1))
+    inside = (g < queries)[:, None] & (number < entries)[None, :]
+    plgpu.store(out.at[head, g[:, None], number[None, :]], score, mask=inside)
+
+
+def _sums(q, index, out, *, tile, step):
     number, head = pl.program_id(0) * tile + arange(tile), pl.program_id(1)
     (_, entries, width), queries = index.shape, q.shape[1]
     inside = number < entries
