@@ -86,7 +86,7 @@ GROUP = {
 SELECT = {
     "xla": select_reference.select_rows,
     "gpu": partial(select_gpu.select_rows, interpret=True),
-    "gpu-long-lists": partial(select_gpu.select_rows, tuning={"groups": 2, "few": 4, "listed": 8, "lanes": 4}, interpret=True),
+    "gpu-long-lists": partial(select_gpu.select_rows, tuning={"groups": 2, "few": 4, "listed": 8}, interpret=True),
 }
 RECALLED = {
     "xla": recalled_reference.recalled_attention,

@@ -4,8 +4,8 @@
 
     bound       a score that clusters with enough rows stand at or above: those below it are not chosen
     list        the clusters at or above it, in the order of their numbers, in memory of the program's own
-    rows        those before a cluster are the sizes of the listed ones that come before it; a cluster's rows that
-                belong to places of the block are written there
+    rows        those before a cluster are the sizes of the listed ones that come before it; every place of the block
+                finds the cluster whose rows it lies among
 
 The bound is that of a sample: the best cluster of each group, compared with those of all others. All blocks of a
 selection make the same list. Comparing costs the square of its length: few clusters, where as many rows are wanted as
@@ -26,9 +26,8 @@ MOST_CLUSTERS = 16384  # what fits in registers
 PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
 # Groups of clusters, the best of which are the sample, at least and at most; wanted: several for each cluster chosen.
 GROUPS, EACH = (64, 128), 4
-# Clusters in a list that is not worth shortening; clusters of the list that are written at a time.
-SIZES = {"few": 128, "listed": 16}
-LANES = {True: 128, False: 16}  # rows of a cluster that are written at a time, ordered or in pages
+# Clusters in a list that is not worth shortening; clusters of the list that are compared at a time.
+SIZES = {"few": 128, "listed": 32}
 TRIED = 8  # scores in a round that shortens the list
 ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
 SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
@@ -54,20 +53,14 @@ def select_rows(
         raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
     selections = batch * heads * each
     warps = 4 if clusters <= 1024 else 8 if clusters <= 4096 else 16
-    warps = (tuning or {}).get("warps", warps)
     places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
-    places = (tuning or {}).get("places", places)
     blocks = pl.cdiv(count, places)
     wanted = count if order is None else count * clusters // order.shape[-1]
     groups = min(power_of_two(EACH * wanted, GROUPS[0]), GROUPS[1])
-    chosen = SIZES | {"groups": groups, "lanes": LANES[order is not None]} | (tuning or {})
+    chosen = SIZES | {"groups": groups} | (tuning or {})
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
     # What is kept is in the place of what is chosen, so that inactive batch rows write nothing.
-    given = ()
-    # The interpreter writes what is masked back as it was, so that it needs a place of its own.
-    spare = 1 if interpret else 0
-    if active is not None and kept is not None:
-        given = active.astype(jnp.int32), jnp.pad(kept.reshape(selections, count), ((0, 0), (0, spare)))
+    given = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
     rows, _ = call(
         partial(
             _kernel,
@@ -77,12 +70,11 @@ def select_rows(
             places=places,
             groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
             few=chosen["few"],
-            tile=chosen["listed"],
-            lanes=chosen["lanes"],
-            spare=spare,
+            tile=chosen["listed"] if places < 512 else chosen["listed"] // 2,
+            barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (
-            jax.ShapeDtypeStruct((selections, count + spare), jnp.int32),
+            jax.ShapeDtypeStruct((selections, count), jnp.int32),
             jax.ShapeDtypeStruct((selections, blocks, 3, clusters + 1), jnp.int32),
         ),
         scores.reshape(-1, clusters),
@@ -96,15 +88,15 @@ def select_rows(
         aliases={6: 0} if given else None,
         interpret=interpret,
     )
-    return rows[:, :count].reshape(batch, heads, each, count)
+    return rows.reshape(batch, heads, each, count)
 
 
 def _kernel(
-    scores, sizes, starts, order, room, *refs, sinks, each, ordered, places, groups, few, tile, lanes, spare
+    scores, sizes, starts, order, room, *refs, sinks, each, ordered, places, groups, few, tile, barrier
 ):  # fmt: skip
     *given, out, scratch = refs
     block, selection = pl.program_id(0), pl.program_id(1)
-    clusters, count = scores.shape[1], out.shape[1] - spare
+    clusters, count = scores.shape[1], out.shape[1]
     head, number = selection // each, arange(power_of_two(clusters, 32))
     real = number < clusters
     size = plgpu.load(sizes.at[head, number], mask=real, other=0)
@@ -125,37 +117,21 @@ def _kernel(
     listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
     end = jnp.minimum(limit, held)
+    # The interpreter writes what is masked back as it was, so that it needs a place of its own.
     at = jnp.where(listed, before, clusters)
     for i, value in enumerate((jax.lax.bitcast_convert_type(score, jnp.int32), size, start)):
         plgpu.store(scratch.at[selection, block, i, at], value, mask=listed)
-    if not spare:  # other threads of this program read the list
-        plgpu.debug_barrier()
+    barrier()
 
-    active = given[0][row] > 0 if given else True
-    first = block * places - sinks
-    high = jnp.where(active, jnp.minimum(first + places, end), first)
-
-    def write(mine, before):
-        """The rows of the listed clusters `mine`, before which there are so many, at the places of this block."""
-        size, start = (plgpu.load(scratch.at[selection, block, i, mine], mask=mine < length, other=0) for i in (1, 2))
-        begin, last = jnp.maximum(first - before, 0), jnp.minimum(size, high - before)
-
-        def some(i, carry):
-            row = begin[:, None] + i * lanes + arange(lanes)[None, :]
-            inside = row < last[:, None]
-            found, place = start[:, None] + row, sinks + before[:, None] + row
-            if ordered:
-                found = plgpu.load(order.at[head, found], mask=inside, other=0)
-            plgpu.store(out.at[selection, jnp.where(inside, place, count)], found, mask=inside)
-            return carry
-
-        jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(jnp.max(last - begin), 0), lanes), some, 0)
-
-    _with_rows_before(scratch, (selection, block), length, tile, write)
     place = block * places + arange(places)
-    rest = (place < sinks) | (place >= sinks + end)
-    inside = (place < count) & rest & active
-    plgpu.store(out.at[selection, place], jnp.where(place < sinks, place, -1), mask=inside)
+    wanted = place - sinks
+    found = wanted + _ahead(scratch, (selection, block), wanted, length, tile)
+    filled = (wanted >= 0) & (wanted < end)
+    if ordered:
+        found = plgpu.load(order.at[head, found], mask=filled, other=0)
+    found = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
+    inside = (place < count) & (given[0][row] > 0) if given else place < count
+    plgpu.store(out.at[selection, place], found, mask=inside)
 
 
 def _bound(score, size, limit, groups):
@@ -193,17 +169,18 @@ def _raised(low, score, size, limit):
     return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), held, jnp.int32(0)))[0]
 
 
-def _with_rows_before(scratch, own, length, tile, do):
-    """For every tile of the list: its clusters, and the rows of the clusters that come before each."""
+def _ahead(scratch, own, wanted, length, tile):
+    """For every wanted place of a selection how far ahead of it its row stands by the clusters' `starts`."""
     tiles = pl.cdiv(length, tile)
+    unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)  # noqa: E731
 
     def load(i, number):
         value = plgpu.load(scratch.at[*own, i, number], mask=number < length, other=0)
         return jax.lax.bitcast_convert_type(value, jnp.float32) if i == 0 else value
 
-    def rank(j, carry):
+    def search(j, found):
         mine = j * tile + arange(tile)
-        score = load(0, mine)
+        score, size, start = (load(i, mine) for i in range(3))
 
         def compare(i, before):
             other = i * tile + arange(tile)
@@ -211,7 +188,9 @@ def _with_rows_before(scratch, own, length, tile, do):
             first = (theirs > score[None, :]) | ((theirs == score[None, :]) & (other[:, None] < mine[None, :]))
             return before + jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
 
-        do(mine, jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32)))
-        return carry
+        before = jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32))
+        # As unsigned numbers, those below 0 are beyond every size.
+        inside = unsigned(wanted[None, :] - before[:, None]) < unsigned(size)[:, None]
+        return found + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
 
-    jax.lax.fori_loop(0, tiles, rank, 0)
+    return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(wanted))
