@@ -54,7 +54,7 @@ class HeadGroups:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedHeads:
-    """A layer whose K heads hold as many rows as the prompt had it, and share P pages of S slots.
+    """A layer whose K heads hold unequal numbers of rows, known when they are chosen, and share P pages of S slots.
 
     A head's pages stand together, from page `first` on, and its rows one behind the other in them (see `pages`).
     """
@@ -158,7 +158,7 @@ def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slo
 
 
 def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
-    """The rows of these slots, in this order; -1, behind the last of a head, becomes an empty slot."""
+    """The rows of these slots, in this order; -1 becomes an empty slot."""
     filled, source = slots >= 0, jnp.maximum(slots, 0)
 
     def take(x: Array) -> Array:
@@ -225,19 +225,6 @@ def append(
 
     # What is the same for all heads has one, which no mesh splits.
     return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
-
-
-def append_layer(
-    layer: LayerCache | HeadGroups, keys: Array, values: Array, positions: Array, real: Array
-) -> LayerCache | HeadGroups:
-    """`append` for what `compress` returns; keys and values are those of all KV heads."""
-    if isinstance(layer, LayerCache):
-        return append(layer, keys, values, positions, real)
-    new = []
-    for group, heads in zip(layer.groups, layer.heads, strict=True):
-        index = jnp.asarray(heads)
-        new.append(append(group, keys[:, index], values[:, index], positions, real))
-    return HeadGroups(tuple(new), layer.heads)
 
 
 def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:

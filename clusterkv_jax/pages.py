@@ -25,23 +25,23 @@ from clusterkv_jax.sharding import ways
 PAGE = 128
 
 
-def paged(layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int, page: int = PAGE) -> PagedHeads:
+def paged(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = PAGE) -> PagedHeads:
     """The rows marked in `keep`, in their order, in pages of `page` slots.
 
     Args:
         layer: of K heads.
-        keep: at most K * capacity rows of each batch row, however they are spread over its heads.
-        capacity: rows that a head can come to hold on the average; all heads get equal room for more.
+        keep: at most K * mean rows of each batch row, however they are spread over its heads.
+        mean: rows that a head can come to hold on the average; all heads get equal room for more.
     """
     batch, heads, slots = keep.shape
     source = jnp.broadcast_to(jnp.arange(heads * slots, dtype=jnp.int32).reshape(heads, slots), keep.shape)
     # Heads that need a page for a single row leave the others enough: sum ceil(x / S) <= sum (x + S - 1) / S.
-    pages = heads * (capacity + page - 1) // page
+    pages = heads * (mean + page - 1) // page
     pages += -pages % ways("kv_heads")
     return _fill(_in_a_row(layer), source, keep, (batch, pages, page))
 
 
-def kept(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
+def chosen(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
     """The rows marked in `keep`, row r of a head at keep[..., r], in the same pages, which change their owners."""
     return _fill(_in_a_row(layer), _slots(layer, keep.shape[2]), keep, layer.degree.shape)
 
@@ -123,7 +123,7 @@ def _first_pages(length: Int[Array, "B K"], pages: int, slots: int) -> Int[Array
 
 
 def _in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
-    """All slots of a layer as those of one head."""
+    """All slots of a layer as those of one head, for `take_slots`, which looks at no length."""
     flat = lambda x: x.reshape(x.shape[0], 1, -1, *x.shape[3:])  # noqa: E731
     assert layer.positions is not None
     return LayerCache(

@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import append_layer, group_heads, groups
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.cache import append, group_heads, groups
+from clusterkv_jax.methods.base import Request, with_groups
 
 SHAPE = {"sinks": 2, "recent": 4, "chunk": 16}
+
+
+def append_layer(layer, keys, values, positions, real):
+    """The same tokens to every head of what `compress` returns."""
+    made = []
+    for group, heads in zip(groups(layer), group_heads(layer), strict=True):
+        index = jnp.asarray(heads)
+        made.append(append(group, keys[:, index], values[:, index], positions, real))
+    return with_groups(layer, made)
 
 
 def centroid(**budget):

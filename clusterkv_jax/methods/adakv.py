@@ -2,7 +2,7 @@
 Eviction by Adaptive Budget Allocation for Efficient LLM Inference").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -49,6 +49,16 @@ class AdaKV(SnapKV):
         """The mean over the heads: what counts against the budget is the layer's."""
         return jnp.sum(group.length, axis=1) // group.length.shape[1]
 
+    def plan(self, layer: int, request: Request) -> LayerPlan:
+        """Prompts that the budget covers stay as they are, without pages."""
+        plan, lengths = super().plan(layer, request), np.asarray(request.lengths)
+        covered = np.all(self.rows(lengths, replace(request, max_new_tokens=0), layer) >= lengths)
+        return replace(plan, keep_all=(True,)) if covered and self.decode_interval is None else plan
+
+    def hold(self, group: LayerCache, capacity: int) -> PagedHeads:
+        """In pages."""
+        return pages.paged(group, group.degree > 0, capacity)
+
     def slots_after(self, kept: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
         """The most rows on the average of the heads."""
         rounded = 1 if self.mode == "factory" else 0
@@ -71,7 +81,9 @@ class AdaKV(SnapKV):
     def recompress_group(
         self, group: PagedHeads, state: Any, target: Int[Array, " B"], position: Int[Array, " B"], handed: Any
     ) -> tuple[PagedHeads, State, None]:
-        """Share the rows anew, by the last `window` queries; one head at a time is taken out of the pages."""
+        """Share the rows anew, by the last `window` queries. Heads are taken out of the pages one by one, each with
+        room for all rows of the layer.
+        """
         heads, slots = group.length.shape[1], group.degree[0].size
         positions = position[:, None] - self.window + jnp.arange(self.window)
 
@@ -83,7 +95,7 @@ class AdaKV(SnapKV):
         scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
         keep = self.share_out(scores, group.length, target, slots // heads)
         every = jnp.arange(slots) < group.length[..., None]
-        return pages.kept(group, jnp.where((self.held(group) > target)[:, None, None], keep, every)), state, None
+        return pages.chosen(group, jnp.where((self.held(group) > target)[:, None, None], keep, every)), state, None
 
     def keep(
         self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]

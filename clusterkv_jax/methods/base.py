@@ -25,6 +25,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine, join_heads, query_heads
 from clusterkv_jax.budget import MOST_ROWS, Base, Budget, rows_for, share_table
 from clusterkv_jax.cache import (
+    Group,
     HeadGroups,
     KVCache,
     Layer,
@@ -276,6 +277,11 @@ class Budgeted(Method):
         """State of a group of heads that this method takes over after the prompt, whoever compressed it."""
         del group, queries, plan, key
         return None if self.decode_rows is None else {"budget": rows}
+
+    def hold(self, group: LayerCache, capacity: int) -> Group:
+        """A group of heads that this method takes over after the prompt, as it holds its own, in `capacity` slots."""
+        del capacity
+        return group
 
     def held(self, group: LayerCache) -> Int[Array, " B"]:
         """Rows per head, as they count against the budget; most methods keep equally many of every head of a group."""

@@ -245,7 +245,7 @@ class ClusterKV(Recall):
             centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
             order, starts = group_rows(labels, most)
             found = {
-                "centroids": _put(index["centroids"], centroids.astype(keys.dtype), clusters),
+                "centroids": _put(index["centroids"], centroids.astype(index["centroids"].dtype), clusters),
                 "sizes": _put(index["sizes"], sizes, clusters),
                 "starts": _put(index["starts"], begin[:, None, None] + starts[..., :-1], clusters),
                 "order": _put(index["order"], begin[:, None, None] + order, begin),

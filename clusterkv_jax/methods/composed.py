@@ -20,6 +20,7 @@ from clusterkv_jax.methods.base import (
     State,
     aligned,
     append_and_attend,
+    with_groups,
 )
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.recall import Recall
@@ -127,14 +128,16 @@ class Composed(Method):
     ) -> tuple[Layer, tuple[State, ...], Any]:
         """The prefill method's cache, with the decoding method's state."""
         layer, before, handed = self.prefill.compress(queries, keys, values, lengths, rows[..., 0], plan, key, handed)
-        state = []
+        made, state = [], []
         for i, (group, heads, kept) in enumerate(zip(groups(layer), plan.heads, before, strict=True)):
             if isinstance(self.decode, Full):
+                made.append(group)
                 state.append(kept if self._moves_keys and kept is not None else None)
             else:
                 asked = None if queries is None else query_heads(queries, heads, keys.shape[1], axis=1)
+                made.append(self.decode.hold(group, plan.capacities[i]))
                 state.append(self.decode.start(group, rows[:, i, 1], asked, plan, key))
-        return layer, tuple(state), handed
+        return with_groups(layer, made), tuple(state), handed
 
     @property
     def _moves_keys(self) -> bool:

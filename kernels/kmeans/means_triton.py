@@ -5,8 +5,8 @@
 2. `_add`, a program per part: lists where its keys stand in all tiles, reads the keys in that order and adds them up,
    as products with ones and zeros.
 
-The order is fixed, so means are the same in every run. Bytes: every key once, and some 24 a key for numbers, of which 8
-in memory of their own. Arithmetic: TILE and `parts` comparisons a key, 2 EACH D on the matrix unit.
+The order is fixed, so means are the same in every run. Bytes: every key once, and some 24 a key for numbers; memory: 8
+a key, and 4 for each part of each tile. Arithmetic: TILE and `parts` comparisons a key, 2 EACH D on the matrix unit.
 """
 
 from functools import partial

@@ -24,7 +24,8 @@ from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 
 MOST_CLUSTERS = 16384  # what fits in registers
 PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
-# Groups of clusters, the best of which are the sample, at least and at most; wanted: several for each cluster chosen.
+# Groups of clusters, the best of which are the sample, at least and at most; wanted: several for each cluster chosen,
+# whose size is not known where there is no order.
 GROUPS, EACH = (64, 128), 4
 # Clusters in a list that is not worth shortening; clusters of the list that are compared at a time.
 SIZES = {"few": 128, "listed": 32}
