@@ -37,10 +37,12 @@ from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
+from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.attention import causal_attention
 
@@ -56,6 +58,8 @@ def kernels() -> dict[str, Callable[..., Any]]:
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge]
     found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
+    found["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
+    found["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
     found["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
     if any(name in device_kind() for name in kmeans_gpu.HOPPER):
         found["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)

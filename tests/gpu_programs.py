@@ -35,9 +35,11 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
@@ -143,8 +145,18 @@ def programs(array):
         "kmeans on Hopper": (on_hopper, (prompt, centroids), ()),
         "kmeans on Hopper, two groups": (on_hopper, (narrow, many), ()),
         "index scores": (index_scores, (one_query, array(centroids.shape, bf16)), ()),
+        "index scores, long tiles": (
+            partial(scores_gpu.index_scores, tile=64),
+            (one_query, array(centroids.shape, bf16)),
+            (),
+        ),
         "index scores float32": (index_scores, (one_query, centroids), ()),
         "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
+        "select by marks": (
+            partial(select_gpu.select_rows, count=RECALLED, sinks=16, tuning={"marked": 1}),
+            (scores, *clusters, rows, array((BATCH,), i32)),
+            (),
+        ),
         "select pages": (
             partial(select_rows, count=RECALLED),
             (page_scores, pages, pages, None, array((BATCH,), i32)),

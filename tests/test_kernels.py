@@ -78,7 +78,11 @@ KMEANS = {
 # Several groups of centroids, and more tiles of keys than a warpgroup's ring has room for.
 SMALL = {"block": 24, "held": 48, "warpgroups": 1, "programs": 1}
 HOPPER = {"gpu": partial(kmeans_gpu.kmeans, first_guess=hopper_interpreter.INTERPRETED, sizes=SMALL, interpret=True)}
-SCORES = {"xla": scores_reference.index_scores, "gpu": partial(scores_gpu.index_scores, interpret=True)}
+SCORES = {
+    "xla": scores_reference.index_scores,
+    "gpu": partial(scores_gpu.index_scores, interpret=True),
+    "gpu-long-tiles": partial(scores_gpu.index_scores, tile=64, interpret=True),
+}
 GROUP = {
     "xla": group_reference.group_rows,
     "gpu": partial(group_gpu.group_rows, sizes={"rows": 64, "tiles": 2}, interpret=True),
@@ -86,6 +90,7 @@ GROUP = {
 SELECT = {
     "xla": select_reference.select_rows,
     "gpu": partial(select_gpu.select_rows, interpret=True),
+    "gpu-marks": partial(select_gpu.select_rows, tuning={"marked": 1, "listed": 8}, interpret=True),
     "gpu-long-lists": partial(select_gpu.select_rows, tuning={"groups": 2, "few": 4, "listed": 8}, interpret=True),
 }
 RECALLED = {

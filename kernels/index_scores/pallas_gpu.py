@@ -19,6 +19,7 @@ from clusterkv_jax.kernels.gpu import DTYPES, arange, call, dot, load_rows, powe
 
 TILE = 32  # entries of a program
 FEW = 528  # programs that an H200 runs at once with registers to spare: two warps each then read more at a time
+MANY = 1056  # programs of which some would have to wait: products then take twice the entries
 LINE = 128  # bytes of an entry that are read at a time
 MOST_QUERIES = 16  # of a KV head: each has its own code
 
@@ -27,7 +28,7 @@ def index_scores(
     q: Float[Array, "B K G D"],
     index: Float[Array, "B K C D"],
     *,
-    tile: int = TILE,
+    tile: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K G C"]:
     """See `clusterkv_jax.kernels.index_scores.index_scores`."""
@@ -37,8 +38,11 @@ def index_scores(
         raise NotImplementedError(f"the GPU kernel of index_scores does not take {q.shape} with {index.shape}.")
     if q.dtype not in DTYPES or index.dtype not in DTYPES:
         raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
+    products = q.dtype == index.dtype != jnp.float32
+    many = pl.cdiv(entries, TILE) * batch * heads > MANY
+    tile = tile or (2 * TILE if products and many else TILE)
     tiles = pl.cdiv(entries, tile)
-    if q.dtype == index.dtype != jnp.float32:
+    if products:
         kernel = partial(_products, tile=tile)
     else:
         kernel = partial(_sums, tile=tile, step=min(LINE // index.dtype.itemsize, power_of_two(dim)))

@@ -5,7 +5,8 @@
     bound       a score that clusters with enough rows stand at or above: those below it are not chosen
     list        the clusters at or above it, in the order of their numbers, in memory of the program's own
     rows        those before a cluster are the sizes of the listed ones that come before it; every place of the block
-                finds the cluster whose rows it lies among
+                finds the cluster whose rows it lies among: few places compare themselves with all clusters of the
+                list, many count the marks that the clusters leave in memory where their rows begin
 
 The bound is that of a sample: the best cluster of each group, compared with those of all others. All blocks of a
 selection make the same list. Comparing costs the square of its length: few clusters, where as many rows are wanted as
@@ -27,8 +28,9 @@ PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
 # Groups of clusters, the best of which are the sample, at least and at most; wanted: several for each cluster chosen,
 # whose size is not known where there is no order.
 GROUPS, EACH = (64, 128), 4
-# Clusters in a list that is not worth shortening; clusters of the list that are compared at a time.
-SIZES = {"few": 128, "listed": 32}
+# Clusters in a list that is not worth shortening; clusters of the list that are compared at a time; places of a
+# program from which on marks are quicker.
+SIZES = {"few": 128, "listed": 32, "marked": 512}
 TRIED = 8  # scores in a round that shortens the list
 ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
 SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
@@ -59,25 +61,28 @@ def select_rows(
     wanted = count if order is None else count * clusters // order.shape[-1]
     groups = min(power_of_two(EACH * wanted, GROUPS[0]), GROUPS[1])
     chosen = SIZES | {"groups": groups} | (tuning or {})
+    marked = places >= chosen["marked"]
+    own = (selections, blocks)
+    scratch = [jax.ShapeDtypeStruct((*own, 4 if marked else 3, clusters + 1), jnp.int32)]
+    # One to spare for what is masked, and seven that keep every program's marks at a multiple of 8 bytes.
+    scratch += [jax.ShapeDtypeStruct((*own, places + 8), jnp.int8)] if marked else []
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
     # What is kept is in the place of what is chosen, so that inactive batch rows write nothing.
     given = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
-    rows, _ = call(
+    rows, *_ = call(
         partial(
             _kernel,
+            given=len(given),
             sinks=min(sinks, count),
             each=each,
             ordered=order is not None,
             places=places,
             groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
             few=chosen["few"],
-            tile=chosen["listed"] if places < 512 else chosen["listed"] // 2,
+            tile=chosen["listed"],
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
-        (
-            jax.ShapeDtypeStruct((selections, count), jnp.int32),
-            jax.ShapeDtypeStruct((selections, blocks, 3, clusters + 1), jnp.int32),
-        ),
+        (jax.ShapeDtypeStruct((selections, count), jnp.int32), *scratch),
         scores.reshape(-1, clusters),
         flat(sizes),
         flat(starts),
@@ -93,16 +98,19 @@ def select_rows(
 
 
 def _kernel(
-    scores, sizes, starts, order, room, *refs, sinks, each, ordered, places, groups, few, tile, barrier
+    scores, sizes, starts, order, room, *refs, given, sinks, each, ordered, places, groups, few, tile, barrier
 ):  # fmt: skip
-    *given, out, scratch = refs
+    given, (out, listing, *marks) = refs[:given], refs[given:]
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
-    head, number = selection // each, arange(power_of_two(clusters, 32))
+    head, number, place = selection // each, arange(power_of_two(clusters, 32)), block * places + arange(places)
     real = number < clusters
     size = plgpu.load(sizes.at[head, number], mask=real, other=0)
     score = plgpu.load(scores.at[selection, number], mask=real, other=0.0)
     start = plgpu.load(starts.at[head, number], mask=real, other=0)
+    own = (selection, block)
+    for mark in marks:
+        plgpu.store(mark.at[*own, arange(places)], jnp.zeros((places,), mark.dtype))
     score = jnp.where(size > 0, score, -jnp.inf)
     row = selection // (scores.shape[0] // room.shape[0])
     limit = jnp.maximum(jnp.minimum(room[row], count) - sinks, 0)
@@ -117,17 +125,21 @@ def _kernel(
     bound, length, held = jax.lax.cond(known[1] > few, raised, lambda: known)
     listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
-    end = jnp.minimum(limit, held)
     # The interpreter writes what is masked back as it was, so that it needs a place of its own.
     at = jnp.where(listed, before, clusters)
     for i, value in enumerate((jax.lax.bitcast_convert_type(score, jnp.int32), size, start)):
-        plgpu.store(scratch.at[selection, block, i, at], value, mask=listed)
+        plgpu.store(listing.at[*own, i, at], value, mask=listed)
     barrier()
 
-    place = block * places + arange(places)
     wanted = place - sinks
-    found = wanted + _ahead(scratch, (selection, block), wanted, length, tile)
-    filled = (wanted >= 0) & (wanted < end)
+    filled = (wanted >= 0) & (wanted < jnp.minimum(limit, held))
+    ranked = partial(_ranked, listing, own, length, tile)
+    tiles = pl.cdiv(length, tile)
+    if marks:
+        first = block * places - sinks
+        found = wanted + _ahead_by_marks(marks[0], listing, own, first, filled, length, tiles, ranked, barrier)
+    else:
+        found = wanted + _ahead(wanted, tiles, ranked)
     if ordered:
         found = plgpu.load(order.at[head, found], mask=filled, other=0)
     found = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
@@ -170,28 +182,60 @@ def _raised(low, score, size, limit):
     return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), held, jnp.int32(0)))[0]
 
 
-def _ahead(scratch, own, wanted, length, tile):
+def _ahead(wanted, tiles, ranked):
     """For every wanted place of a selection how far ahead of it its row stands by the clusters' `starts`."""
-    tiles = pl.cdiv(length, tile)
-    unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)  # noqa: E731
-
-    def load(i, number):
-        value = plgpu.load(scratch.at[*own, i, number], mask=number < length, other=0)
-        return jax.lax.bitcast_convert_type(value, jnp.float32) if i == 0 else value
 
     def search(j, found):
-        mine = j * tile + arange(tile)
-        score, size, start = (load(i, mine) for i in range(3))
-
-        def compare(i, before):
-            other = i * tile + arange(tile)
-            theirs = load(0, other)[:, None]
-            first = (theirs > score[None, :]) | ((theirs == score[None, :]) & (other[:, None] < mine[None, :]))
-            return before + jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
-
-        before = jax.lax.fori_loop(0, tiles, compare, jnp.zeros((tile,), jnp.int32))
+        _, size, start, before, _ = ranked(j)
         # As unsigned numbers, those below 0 are beyond every size.
-        inside = unsigned(wanted[None, :] - before[:, None]) < unsigned(size)[:, None]
+        inside = _unsigned(wanted[None, :] - before[:, None]) < _unsigned(size)[:, None]
         return found + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
 
     return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(wanted))
+
+
+def _ahead_by_marks(marks, listing, own, first_wanted, filled, length, tiles, ranked, barrier):
+    """The same: clusters list by rank how far ahead they are, and a place's rank is that of the marks up to it."""
+    places = filled.shape[0]
+
+    def mark(j, skipped):
+        mine, size, start, before, rank = ranked(j)
+        real, first = mine < length, before - first_wanted
+        last = first + size
+        plgpu.store(listing.at[*own, 3, jnp.where(real, rank, listing.shape[3] - 1)], start - before, mask=real)
+        inside = real & (first < places) & (last > 0)
+        at = jnp.where(inside, jnp.maximum(first, 0), places)
+        plgpu.store(marks.at[*own, at], jnp.ones(at.shape, marks.dtype), mask=inside)
+        return skipped + jnp.sum((real & (last <= 0)).astype(jnp.int32))
+
+    skipped = jax.lax.fori_loop(0, tiles, mark, jnp.int32(0))
+    barrier()
+    passed = jax.lax.cumsum(plgpu.load(marks.at[*own, arange(places)]).astype(jnp.int32))
+    return plgpu.load(listing.at[*own, 3, skipped + passed - 1], mask=filled, other=0)
+
+
+def _ranked(listing, own, length, tile, j):
+    """The numbers of tile j of the list, its sizes and starts, and how many rows and clusters are before each."""
+
+    def load(i, number):
+        value = plgpu.load(listing.at[*own, i, number], mask=number < length, other=0)
+        return jax.lax.bitcast_convert_type(value, jnp.float32) if i == 0 else value
+
+    mine = j * tile + arange(tile)
+    score, size, start = (load(i, mine) for i in range(3))
+
+    def compare(i, state):
+        before, rank = state
+        other = i * tile + arange(tile)
+        theirs = load(0, other)[:, None]
+        first = (theirs > score[None, :]) | ((theirs == score[None, :]) & (other[:, None] < mine[None, :]))
+        before += jnp.sum(jnp.where(first, load(1, other)[:, None], 0), axis=0)
+        return before, rank + jnp.sum((first & (other < length)[:, None]).astype(jnp.int32), axis=0)
+
+    none = jnp.zeros((tile,), jnp.int32)
+    before, rank = jax.lax.fori_loop(0, pl.cdiv(length, tile), compare, (none, none))
+    return mine, size, start, before, rank
+
+
+def _unsigned(x):
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
