@@ -35,11 +35,9 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
-from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
-from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
@@ -117,6 +115,8 @@ def programs(array):
     group = QUERY_HEADS // HEADS
     scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
     clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
+    selecting = (scores, *clusters, rows, array((BATCH,), i32))
+    batched = lambda x: array((16, *x.shape[1:]), x.dtype)  # noqa: E731
     page_scores, pages = (
         array((BATCH, HEADS, group, PROMPT // 16), jnp.float32),
         array((BATCH, HEADS, PROMPT // 16), i32),
@@ -145,18 +145,10 @@ def programs(array):
         "kmeans on Hopper": (on_hopper, (prompt, centroids), ()),
         "kmeans on Hopper, two groups": (on_hopper, (narrow, many), ()),
         "index scores": (index_scores, (one_query, array(centroids.shape, bf16)), ()),
-        "index scores, long tiles": (
-            partial(scores_gpu.index_scores, tile=64),
-            (one_query, array(centroids.shape, bf16)),
-            (),
-        ),
+        "index scores of a batch": (index_scores, (batched(one_query), batched(array(centroids.shape, bf16))), ()),
         "index scores float32": (index_scores, (one_query, centroids), ()),
-        "select": (partial(select_rows, count=RECALLED, sinks=16), (scores, *clusters, rows, array((BATCH,), i32)), ()),
-        "select by marks": (
-            partial(select_gpu.select_rows, count=RECALLED, sinks=16, tuning={"marked": 1}),
-            (scores, *clusters, rows, array((BATCH,), i32)),
-            (),
-        ),
+        "select": (partial(select_rows, count=RECALLED, sinks=16), selecting, ()),
+        "select for a batch": (partial(select_rows, count=RECALLED, sinks=16), [batched(x) for x in selecting], ()),
         "select pages": (
             partial(select_rows, count=RECALLED),
             (page_scores, pages, pages, None, array((BATCH,), i32)),

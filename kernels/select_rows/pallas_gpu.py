@@ -28,9 +28,9 @@ PROGRAMS = 264  # wanted at least: two for each multiprocessor of an H200
 # Groups of clusters, the best of which are the sample, at least and at most; wanted: several for each cluster chosen,
 # whose size is not known where there is no order.
 GROUPS, EACH = (64, 128), 4
-# Clusters in a list that is not worth shortening; clusters of the list that are compared at a time; places of a
-# program from which on marks are quicker.
-SIZES = {"few": 128, "listed": 32, "marked": 512}
+# Clusters in a list that is not worth shortening; clusters of the list that are compared at a time; places of a warp
+# from which on marks are quicker.
+SIZES = {"few": 128, "listed": 32, "marked": 128}
 TRIED = 8  # scores in a round that shortens the list
 ROUNDS = 8  # at most: TRIED^8 parts of the range are as fine as float32
 SPARE = 2  # a longer list may have rows for 1 + 1 / SPARE times what is wanted
@@ -61,7 +61,7 @@ def select_rows(
     wanted = count if order is None else count * clusters // order.shape[-1]
     groups = min(power_of_two(EACH * wanted, GROUPS[0]), GROUPS[1])
     chosen = SIZES | {"groups": groups} | (tuning or {})
-    marked = places >= chosen["marked"]
+    marked = places >= chosen["marked"] * warps
     own = (selections, blocks)
     scratch = [jax.ShapeDtypeStruct((*own, 4 if marked else 3, clusters + 1), jnp.int32)]
     # One to spare for what is masked, and seven that keep every program's marks at a multiple of 8 bytes.
@@ -79,7 +79,7 @@ def select_rows(
             places=places,
             groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
             few=chosen["few"],
-            tile=chosen["listed"],
+            tile=chosen["listed"] if marked or places < 512 else chosen["listed"] // 2,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (jax.ShapeDtypeStruct((selections, count), jnp.int32), *scratch),
