@@ -1,6 +1,7 @@
 """What is observed in keys and caches, on keys whose answers are known, and the page that shows it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +54,27 @@ def test_the_full_cache_has_no_error_and_a_small_one_has(layers):
     errors = inspection.output_errors(layers, METHOD)
     assert (errors[:, 0] < 0.999).all()
     assert (errors[:, 1] > 0.01).all()
+
+
+@pytest.mark.parametrize("method", [ckv.ClusterKV, ckv.Quest, ckv.InfiniGen])
+def test_recall_has_the_error_of_the_rows_that_it_selects(layers, method):
+    few, all_rows = (method(ckv.Budget(tokens=n), dense_layers=1) for n in (48, 96))
+    errors = inspection.output_errors(layers, few)
+    np.testing.assert_allclose(errors[0], [1, 0], atol=1e-6)  # a dense layer
+    assert errors[1, 0] < 0.999
+    assert errors[1, 1] > 0.01
+    # 160 tokens less the 64 that ask.
+    np.testing.assert_allclose(inspection.output_errors(layers, all_rows), [[1, 0], [1, 0]], atol=1e-5)
+
+
+def test_the_page_compares_kept_positions_of_methods_that_forget(layers, monkeypatch):
+    monkeypatch.setattr(inspection, "observe", lambda *_: layers)
+    pictures = {}
+    for name, method in (("recalls", ckv.Quest(ckv.Budget(tokens=48), dense_layers=1)), ("forgets", METHOD)):
+        pictures[name] = inspection_page.page_of(SimpleNamespace(name="tiny"), [0] * 160, {name: method})
+    assert "Positions kept" in pictures["forgets"]
+    assert "Positions kept" not in pictures["recalls"]
+    assert all("relative L1 error" in text for text in pictures.values())
 
 
 def test_the_recall_rate_counts_the_best_rows(layers):

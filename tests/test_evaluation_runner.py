@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import report, runner, table
+from clusterkv_jax.evaluation import longbench, plots, report, runner, table
 from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.evaluation.engine import Answer
 from clusterkv_jax.evaluation.runner import Entry, Job
@@ -225,6 +227,48 @@ def test_the_report_shows_everything_and_loads_nothing(lines):
     for row in summary.rows:
         assert table.cell_text(row.average, False) in page
     assert page == report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
+
+
+def longbench_lines(tmp_path):
+    """Two rows of a task, of which one lost tokens, through a run."""
+    made = []
+    for i, words in enumerate((458, 1096)):
+        row = {"context": "text", "input": "", "answers": ["answer 0"], "all_classes": None, "length": words}
+        case = longbench.kvpress_case("lcc", i, row)
+        case = replace(case, facts={**case.facts, "cut": 7 * i})
+        made.append(Job(i, case, Prompt(tuple(range(50)), (i,), cut=2 * i)))
+    return go(tmp_path, made=made)
+
+
+def test_longbench_rows_of_any_length_share_a_column_with_the_papers(tmp_path):
+    lines = longbench_lines(tmp_path)
+    found = table.published("centroidkv-longbench-llama3.1-8b")
+    summary = table.beside(table.summarize(lines), [found])
+    assert summary.columns == ("lcc",)
+    assert summary.rows[0].cells["lcc"].count == 2
+    shown = [row.method for row in summary.rows if row.source != "measured"]
+    assert shown == [row.method for row in found.rows if "lcc" in row.cells]
+    assert f"{found.source}: {found.protocol}." in table.markdown(summary)
+    alone = table.beside(table.summarize(lines), [table.published("centroidkv-ruler-llama3.1-8b")])
+    assert alone == table.summarize(lines)  # nothing of it is shown, so nothing is said of it
+
+
+def test_what_the_authors_of_longbench_cut_is_counted(tmp_path):
+    lines = longbench_lines(tmp_path)
+    assert {line["id"]: line["cut"] for line in lines} == {"lcc/0": 0, "lcc/1": 9}
+    assert "3 prompts lost tokens" in table.markdown(table.summarize(lines))
+
+
+def test_needles_stand_at_the_nearest_tenth_of_the_depth():
+    pytest.importorskip("matplotlib")
+    depths = [i / 10 for i in range(11)]
+    lines = [
+        {**BARE, "score": float(i == 10), "facts": {"length": 64, "depth": depth}} for i, depth in enumerate(depths)
+    ]
+    # Matplotlib says a text in a comment before its outlines.
+    texts = re.findall("<!-- (.*?) -->", plots.needle_map(lines, "full", "1.0"))
+    assert texts[2:13] == [f"{10 * i} %" for i in range(11)]
+    assert texts[14:25] == ["0"] * 10 + ["100"]  # each depth alone in its row
 
 
 @pytest.mark.parametrize("name", table.published_names())

@@ -15,7 +15,7 @@ from clusterkv_jax.cache import KVCache, gather_rows, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend, prefill
 from clusterkv_jax.evaluation.cases import Prompt
-from clusterkv_jax.generation import bucket, generate
+from clusterkv_jax.generation import bucket, compile_seconds, generate
 from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import Request
@@ -85,7 +85,8 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
     mesh = contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
-    with mesh, out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.uses_host):
+    explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.uses_host)
+    with compile_seconds() as compiled, mesh, explained:
         cache, logits = prefill(
             model.params,
             model.config,
@@ -102,7 +103,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
         tokens = _padded([prompt.continuation for prompt in prompts], steps)
         _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
         scores, hits = jax.device_get((scores, hits))
-    seconds = (time.perf_counter() - begin) / len(prompts)
+    seconds = (time.perf_counter() - begin - compiled[0]) / len(prompts)
     return [
         Answer(
             logprobs=tuple(float(x) for x in scores[i, :count]),

@@ -18,7 +18,9 @@ from clusterkv_jax.cache import group_heads, groups
 from clusterkv_jax.calibration import Observed, observe_layers, outlier_share
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.compression import compress
-from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.methods import Full, InfiniGen, Method, Recall
+from clusterkv_jax.recall import build_index, select
 
 MAP_ROWS = 128  # keys of a cosine map
 DISTANCES = 64  # largest distance of the similarity curve
@@ -89,19 +91,44 @@ def neighbour_similarity(kept: Sequence[Sequence[set[int]]]) -> Float[np.ndarray
 def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarray, "L 2"]:
     """Cosine, and relative L1 error, of the attention outputs of the text's last 64 queries, layer by layer.
 
-    The text before these queries is compressed, and they attend to what is left of it.
+    The text before these queries is compressed, and they attend to what is left of it; a method that recalls keeps all
+    of it, and each query attends to the rows that are selected for it.
     """
     found = []
     for number, layer in enumerate(layers):
         cut = max(1, layer.keys.shape[2] - QUERIES)
-        before = [x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values)]
-        asked = jnp.swapaxes(layer.queries[:, :, cut:], 1, 2)
-        outputs = []
-        for chosen in (Full(), method):
-            cache = compress(chosen, *before, layer=number, num_layers=len(layers))
-            outputs.append(np.asarray(attend_cache(cache, asked)[0], np.float32))
-        full, less = outputs
+        full = _outputs(layer, cut, Full(), number, len(layers))
+        recalls = isinstance(method, Recall) and number >= method.fewest_dense_layers
+        less = _recalled_outputs(layer, cut, method) if recalls else _outputs(layer, cut, method, number, len(layers))
         norms = np.linalg.norm(full, axis=-1) * np.linalg.norm(less, axis=-1)
         cosine = np.mean((full * less).sum(-1) / np.maximum(norms, 1e-12))
         found.append([float(cosine), float(np.abs(full - less).sum() / np.abs(full).sum())])
     return np.array(found)
+
+
+def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "T H D"]:
+    before = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
+    cache = compress(method, *before, layer=number, num_layers=count)
+    return np.asarray(attend_cache(cache, jnp.swapaxes(layer.queries[:, :, cut:], 1, 2))[0], np.float32)
+
+
+def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.ndarray, "T H D"]:
+    queries, keys, values = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
+    index = build_index(method, keys, values, queries=queries)
+    heads = keys.shape[1]
+
+    def attended(query: Float[Array, "1 H D"], asked: Float[Array, "1 H D"]) -> Float[Array, "H D"]:
+        rows = select(method, index, asked)
+        q, rows = (x.reshape(1, heads, -1, x.shape[-1]) for x in (query, rows))
+        return recalled_attention(q, keys, values, rows).reshape(query.shape[1:])
+
+    steps = [jnp.moveaxis(x[:, :, cut:], 2, 0) for x in (layer.queries, seen_by(layer, method))]
+    return np.asarray(jnp.stack([attended(*step) for step in zip(*steps, strict=True)]), np.float32)
+
+
+def seen_by(layer: Observed, method: Recall) -> Float[Array, "1 H N D"]:
+    """The queries by which a method selects: those of the layer, or what InfiniGen foresees of them a layer earlier."""
+    if not isinstance(method, InfiniGen):
+        return layer.queries
+    assert layer.ahead is not None  # the first layer is dense for methods that look ahead
+    return layer.ahead

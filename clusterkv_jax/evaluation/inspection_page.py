@@ -11,13 +11,16 @@ from clusterkv_jax.evaluation import inspection
 from clusterkv_jax.evaluation.inspection import Observed
 from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.report import page
-from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.methods import Full, Method, Recall
 
 MOST_MAPS = 8  # layers, and heads, of the cosine maps
 
 
 def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) -> str:
-    """The page of a model, a text and methods; the full cache among them is left out, it keeps everything."""
+    """The page of a model, a text and methods; the full cache among them is left out, it keeps everything.
+
+    Methods that recall keep everything too, so that there are no kept positions of theirs to compare.
+    """
     layers = inspection.observe(model, tokens)
     less = {name: method for name, method in methods.items() if not isinstance(method, Full)}
     curves = [inspection.similarity_over_distance(layer) for layer in layers]
@@ -32,13 +35,17 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
         "<h2>Rows without a similar neighbour</h2>",
         f"<figure>{_outliers(inspection.outlier_map(layers))}</figure>",
     ]
-    if less:
-        kept = {name: inspection.kept_positions(layers, method) for name, method in less.items()}
+    forgetting = {name: method for name, method in less.items() if not isinstance(method, Recall)}
+    if forgetting:
+        kept = {name: inspection.kept_positions(layers, method) for name, method in forgetting.items()}
         likeness = {name: inspection.neighbour_similarity(found) for name, found in kept.items()}
-        errors = {name: inspection.output_errors(layers, method) for name, method in less.items()}
         parts += [
             "<h2>Positions kept by successive layers (Jaccard similarity)</h2>",
             f"<figure>{by_layer(likeness, 'similarity to the next layer')}</figure>",
+        ]
+    if less:
+        errors = {name: inspection.output_errors(layers, method) for name, method in less.items()}
+        parts += [
             "<h2>Attention output of the last queries against the full cache</h2>",
             f"<figure>{by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
             f"<figure>{by_layer({n: e[:, 1] for n, e in errors.items()}, 'relative L1 error')}</figure>",

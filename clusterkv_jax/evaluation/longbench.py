@@ -73,7 +73,7 @@ def official_case(task: str, number: int, row: Mapping[str, Any], tokenizer: Any
         max_new_tokens=spec.max_new_tokens,
         classes=tuple(row["all_classes"] or ()),
         chat=spec.chat,
-        facts={"length": row["length"], "cut": cut},
+        facts={"words": row["length"], "cut": cut},
     )
 
 
@@ -92,7 +92,7 @@ def kvpress_case(task: str, number: int, row: Mapping[str, Any]) -> Case:
         max_new_tokens=spec.max_new_tokens + KVPRESS_NEW_TOKENS,
         classes=tuple(row["all_classes"] if row["all_classes"] is not None else ()),
         truncate=True,
-        facts={"length": row["length"]},
+        facts={"words": row["length"]},
     )
 
 

@@ -11,7 +11,7 @@ from clusterkv_jax.evaluation.table import Cell, Row, Summary, budget_name
 
 # Okabe and Ito's colours, told apart by everybody, in an order that keeps neighbours distinct.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255", "#44AA99")
-_BINS = 10
+_DEPTHS = 11  # 0, 10 ... 100 %; a needle belongs to the nearest
 _DASHES = ("-", "--", "-.", ":")
 _WIDEST = 11.0  # inches of a row of bars
 
@@ -71,9 +71,9 @@ def bars_by_task(summary: Summary, budget: str) -> str:
 
 
 def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> str | None:
-    """Mean scores by depth (down) and length (across); None without lines that have both."""
+    """Mean scores by depth (down, to the nearest tenth) and length (across); None without lines that have both."""
     found = [
-        (line["facts"]["length"], min(int(line["facts"]["depth"] * _BINS), _BINS - 1), line["score"])
+        (line["facts"]["length"], round(line["facts"]["depth"] * (_DEPTHS - 1)), line["score"])
         for line in lines
         if (line["method"], line["budget"]) == (method, budget) and {"depth", "length"} <= line["facts"].keys()
     ]
@@ -83,7 +83,7 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
     scores: dict[tuple[int, int], list[float]] = {}
     for length, depth, value in found:
         scores.setdefault((depth, lengths.index(length)), []).append(value)
-    grid = np.full((_BINS, len(lengths)), np.nan)
+    grid = np.full((_DEPTHS, len(lengths)), np.nan)
     for place, values in scores.items():
         grid[place] = 100 * np.mean(values)
     figure, axes = new_figure(1.6 + 0.8 * max(2, len(lengths)), 3.4)
@@ -93,7 +93,7 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
             on_dark = "white" if abs(value - 50) > 38 else "black"
             axes.text(place, depth, f"{value:.0f}", ha="center", va="center", fontsize=7, color=on_dark)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(_BINS), [f"{100 * i // _BINS} %" for i in range(_BINS)])
+    axes.set_yticks(range(_DEPTHS), [f"{100 * i // (_DEPTHS - 1)} %" for i in range(_DEPTHS)])
     axes.set_xlabel("tokens")
     axes.set_ylabel("depth")
     axes.set_title(f"{method}, {budget_name(budget)} kept", fontsize=9)
@@ -102,22 +102,33 @@ def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> 
 
 
 def perplexity_by_position(summary: Summary) -> str:
-    """A line per method and budget over the position in the text, the mean of all books."""
-    figure, axes = new_figure(7.5, 4.2)
+    """A panel per budget: a line per method, the full cache beside it, over the position; the mean of all books."""
     places = sorted({int(column.rsplit("@", 1)[1]) for column in summary.columns})
     measured = [row for row in summary.rows if row.source == "measured"]
-    colours, budgets = _colours(summary), list(dict.fromkeys(row.budget for row in measured if row.method != "full"))
-    for row in measured:
-        dashes = "-" if row.method == "full" else _DASHES[budgets.index(row.budget) % len(_DASHES)]
-        values = [
-            np.exp(np.mean([np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]))
-            for place in places
+    colours = _colours(summary)
+    budgets = list(dict.fromkeys(row.budget for row in measured if row.method != "full")) or [measured[0].budget]
+    figure, panels = new_panels(7.5, 0.8 + 2.6 * len(budgets), len(budgets))
+    for axes, budget in zip(panels, budgets, strict=True):
+        for row in measured:
+            if row.method != "full" and row.budget != budget:
+                continue
+            values = [
+                np.exp(np.mean([np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]))
+                for place in places
+            ]
+            dashes = "--" if row.method == "full" else "-"
+            axes.plot(places, values, color=colours[row.method], linestyle=dashes, marker=".", label=row.method)
+        axes.set_title(f"{budget_name(budget)} kept", fontsize=9)
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        ticks = [
+            tick for tick in (1, 2, 5, 10, 20, 50, 100, 150, 200, 300, 500, 1000, 2000, 5000) if low <= tick <= high
         ]
-        label = f"{row.method} {budget_name(row.budget)}"
-        axes.plot(places, values, color=colours[row.method], linestyle=dashes, marker=".", label=label)
-    axes.set_xlabel("tokens read and compressed")
-    axes.set_ylabel("perplexity of the next tokens")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_ylabel("perplexity of the next tokens", fontsize=8)
+    panels[-1].set_xlabel("tokens read and compressed")
+    panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return as_svg(figure)
 
 

@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.evaluation.inspection import Observed
+from clusterkv_jax.evaluation.inspection import Observed, seen_by
 from clusterkv_jax.evaluation.inspection_page import by_layer
 from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.report import page
-from clusterkv_jax.methods import InfiniGen, Recall
+from clusterkv_jax.methods import Recall
 from clusterkv_jax.recall import build_index, select
 
 Rates = Float[np.ndarray, "L H S"]
@@ -47,8 +47,7 @@ def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H
     budget = int(index["budget"][0])
     if budget >= cut:
         raise ValueError(f"the recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
-    asked = layer.ahead if isinstance(method, InfiniGen) else layer.queries
-    assert asked is not None  # the first layer is dense for methods that look ahead
+    asked = seen_by(layer, method)
     return _rates(method, budget, index, layer.queries[:, :, cut:], asked[:, :, cut:], keys)
 
 

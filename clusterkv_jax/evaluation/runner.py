@@ -266,7 +266,8 @@ def _line(entry: Entry, job: Job, answer: Answer, compressed: bool) -> Line:
         "score": points,
         "rows": round(answer.rows, 2),
         "tokens": len(job.prompt.context),
-        "cut": job.prompt.cut,
+        # LongBench's authors cut texts, before they are tokens of a prompt.
+        "cut": job.prompt.cut + case.facts.get("cut", 0),
         "compressed": compressed,
         "seconds": round(answer.seconds, 4),
         "facts": dict(case.facts),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Summary:
     perplexity: bool
     uncompressed: int = 0
     cut: int = 0
+    protocols: tuple[str, ...] = ()  # of the published rows
 
 
 def summarize(lines: Sequence[Line]) -> Summary:
@@ -165,17 +166,22 @@ def matching(suite: str, model: str) -> list[str]:
 def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
     """The summary with the tables' rows, as far as they have its columns, behind the measured ones.
 
-    Their averages are those of the columns shown. A row of an average alone stands there only if its tasks are shown.
+    Their averages are those of the columns shown. A row of an average alone stands there only if its tasks, of whatever
+    lengths, are those shown.
     """
-    extra = []
+    tasks = {name.split("@")[0] for name in summary.columns}
+    extra: list[Row] = []
+    protocols = []
     for table in tables:
+        before = len(extra)
         for row in table.rows:
             shared = {name: row.cells[name] for name in summary.columns if name in row.cells}
             if shared:
                 extra.append(_row(row.method, row.budget, shared, False, row.source))
-            elif not row.cells and set(table.columns) == set(summary.columns):
+            elif not row.cells and set(table.columns) == tasks:
                 extra.append(row)
-    return Summary(summary.columns, (*summary.rows, *extra), summary.perplexity, summary.uncompressed, summary.cut)
+        protocols += [f"{table.source}: {table.protocol}."] if len(extra) > before else []
+    return replace(summary, rows=(*summary.rows, *extra), protocols=tuple(protocols))
 
 
 # --- text ---
@@ -216,4 +222,4 @@ def notes(summary: Summary) -> list[str]:
         )
     if summary.cut:
         found.append(f"{summary.cut} prompts lost tokens in their middle to fit into the model's positions.")
-    return found
+    return [*found, *summary.protocols]
