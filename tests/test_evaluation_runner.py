@@ -253,6 +253,15 @@ def test_longbench_rows_of_any_length_share_a_column_with_the_papers(tmp_path):
     assert alone == table.summarize(lines)  # nothing of it is shown, so nothing is said of it
 
 
+def test_averages_of_papers_stand_beside_their_task_at_any_lengths():
+    line = {**BARE, "metric": "substring", "score": 1.0, "task": "niah"}
+    lines = [{**line, "facts": {"length": length, "depth": 0.5}} for length in (1024, 2048)]
+    found = table.published("chunkkv-niah-llama3-8b")
+    assert table.beside(table.summarize(lines), [found]).rows[1:] == found.rows
+    other = [{**line, "task": "lines", "facts": {"length": 1024}}]
+    assert len(table.beside(table.summarize(other), [found]).rows) == 1
+
+
 def test_what_the_authors_of_longbench_cut_is_counted(tmp_path):
     lines = longbench_lines(tmp_path)
     assert {line["id"]: line["cut"] for line in lines} == {"lcc/0": 0, "lcc/1": 9}

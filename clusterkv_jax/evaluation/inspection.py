@@ -98,8 +98,10 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
     for number, layer in enumerate(layers):
         cut = max(1, layer.keys.shape[2] - QUERIES)
         full = _outputs(layer, cut, Full(), number, len(layers))
-        recalls = isinstance(method, Recall) and number >= method.fewest_dense_layers
-        less = _recalled_outputs(layer, cut, method) if recalls else _outputs(layer, cut, method, number, len(layers))
+        if isinstance(method, Recall) and number >= method.fewest_dense_layers:
+            less = _recalled_outputs(layer, cut, method)
+        else:
+            less = _outputs(layer, cut, method, number, len(layers))
         norms = np.linalg.norm(full, axis=-1) * np.linalg.norm(less, axis=-1)
         cosine = np.mean((full * less).sum(-1) / np.maximum(norms, 1e-12))
         found.append([float(cosine), float(np.abs(full - less).sum() / np.abs(full).sum())])
