@@ -101,6 +101,7 @@ def by_layer(values: Mapping[str, Float[np.ndarray, " L"]], what: str) -> str:
     figure, axes = new_figure(7.5, 3.2)
     for i, (name, line) in enumerate(values.items()):
         axes.plot(range(len(line)), line, marker="o", markersize=3, label=name, color=COLOURS[i % len(COLOURS)])
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer")
     axes.set_ylabel(what)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
