@@ -9,6 +9,7 @@ error of the attention output                                ChunkKV Table 8
 from collections.abc import Sequence
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -119,13 +120,14 @@ def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.nda
     index = build_index(method, keys, values, queries=queries)
     heads = keys.shape[1]
 
-    def attended(query: Float[Array, "1 H D"], asked: Float[Array, "1 H D"]) -> Float[Array, "H D"]:
+    def attended(both: tuple[Float[Array, "1 H D"], Float[Array, "1 H D"]]) -> Float[Array, "H D"]:
+        query, asked = both
         rows = select(method, index, asked)
         q, rows = (x.reshape(1, heads, -1, x.shape[-1]) for x in (query, rows))
         return recalled_attention(q, keys, values, rows).reshape(query.shape[1:])
 
-    steps = [jnp.moveaxis(x[:, :, cut:], 2, 0) for x in (layer.queries, seen_by(layer, method))]
-    return np.asarray(jnp.stack([attended(*step) for step in zip(*steps, strict=True)]), np.float32)
+    steps = tuple(jnp.moveaxis(x[:, :, cut:], 2, 0) for x in (layer.queries, seen_by(layer, method)))
+    return np.asarray(jax.lax.map(attended, steps), np.float32)
 
 
 def seen_by(layer: Observed, method: Recall) -> Float[Array, "1 H N D"]:

@@ -14,6 +14,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _DEPTHS = 11  # 0, 10 ... 100 %; a needle belongs to the nearest
 _DASHES = ("-", "--", "-.", ":")
 _WIDEST = 11.0  # inches of a row of bars
+_PERPLEXITIES = (1, 2, 5, 10, 20, 50, 100, 150, 200, 300, 500, 1000, 2000, 5000)  # that an axis names
 
 
 def score_over_budget(summary: Summary) -> str | None:
@@ -121,9 +122,7 @@ def perplexity_by_position(summary: Summary) -> str:
         axes.set_title(f"{budget_name(budget)} kept", fontsize=9)
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        ticks = [
-            tick for tick in (1, 2, 5, 10, 20, 50, 100, 150, 200, 300, 500, 1000, 2000, 5000) if low <= tick <= high
-        ]
+        ticks = [tick for tick in _PERPLEXITIES if low <= tick <= high]
         axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
         axes.set_ylabel("perplexity of the next tokens", fontsize=8)

@@ -72,7 +72,7 @@ def select_rows(
     rows, *_ = call(
         partial(
             _kernel,
-            given=len(given),
+            optional=len(given),
             sinks=min(sinks, count),
             each=each,
             ordered=order is not None,
@@ -98,9 +98,9 @@ def select_rows(
 
 
 def _kernel(
-    scores, sizes, starts, order, room, *refs, given, sinks, each, ordered, places, groups, few, tile, barrier
+    scores, sizes, starts, order, room, *refs, optional, sinks, each, ordered, places, groups, few, tile, barrier
 ):  # fmt: skip
-    given, (out, listing, *marks) = refs[:given], refs[given:]
+    given, (out, listing, *marks) = refs[:optional], refs[optional:]
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
     head, number, place = selection // each, arange(power_of_two(clusters, 32)), block * places + arange(places)
