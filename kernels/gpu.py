@@ -7,6 +7,7 @@ up and masked.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,11 @@ def call(
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> Any:
-    """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory."""
+    """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory.
+
+    Profiles show it as its op and its function, `select_rows_kernel` for one.
+    """
+    function = kernel.func if isinstance(kernel, partial) else kernel
     whole = pl.BlockSpec()
     run = pl.pallas_call(
         kernel,
@@ -46,6 +51,7 @@ def call(
         input_output_aliases=dict(aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
+        name=f"{function.__module__.rsplit('.', 2)[-2]}_{function.__name__.lstrip('_')}",
     )
     return run(*args)
 

@@ -8,14 +8,17 @@
 
 Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
 warmed up before, over --steps steps. Clustering's share is what prefill takes longer than with the full cache, without
-compiling; attention's share is that of a program of it alone for all layers, selection's what the same program takes
-longer with it, both over the rows that are selected.
+compiling; those of selection and of attention to what it chose are the times of their kernels in a profile of the same
+loop, on a GPU.
 """
 
 import argparse
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,11 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import gather_rows, groups, nbytes
+from clusterkv_jax.cache import gather_rows, nbytes
 from clusterkv_jax.decoding import decode_loop
 from clusterkv_jax.host_store import host_bytes, traffic
-from clusterkv_jax.kernels.recalled_attention import recalled_attention
-from clusterkv_jax.methods import Recall
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig, Rope
 
@@ -51,59 +52,36 @@ def prefill(params: Any, config: ModelConfig, method: Any, tokens: jax.Array) ->
     return taken, cache
 
 
-def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int) -> tuple[float, Any]:
-    """Seconds per step of the decode loop, and the cache after it."""
+def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int, most: int) -> tuple[float, Any]:
+    """Seconds that `steps` steps of a decode loop compiled for `most` take, and the cache after them."""
     batch = cache.position.shape[0]
-    loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=steps)
-    for limit in (2, steps):
-        # Made anew: what came out of a program with host memory would compile another one.
-        token, done = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-        rest = (token, done, jax.random.key(0), jnp.int32(1), jnp.int32(limit))
-        taken, (cache, *_) = seconds(lambda cache=cache, rest=rest: loop(params, config, method, cache, *rest))
-    return taken / steps, cache
+    # Made anew: what came out of a program with host memory would compile another one.
+    token, done = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    rest = (token, done, jax.random.key(0), jnp.int32(1), jnp.int32(steps))
+    loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=most)
+    taken, (cache, *_) = seconds(lambda: loop(params, config, method, cache, *rest))
+    return taken, cache
 
 
-def parts(method: Recall, config: ModelConfig, cache: Any, repeats: int = 20) -> tuple[float, float]:
-    """Seconds that selection, and attention to what was selected, take in all layers of a step, one after the other."""
-    batch, heads = cache.position.shape[0], config.num_kv_heads
-    shape = (batch, heads, config.num_heads // heads, config.head_dim)
-    q = jax.random.normal(jax.random.key(1), shape, groups(cache.layers[0])[0].keys.dtype)
-    both = zip(cache.layers, cache.state, strict=True)
-    held = [(groups(layer)[0], state[0]) for layer, state in both if state[0] is not None]
-    real, unknown = jnp.ones(batch, bool), method.unknown(1)
+def kernel_seconds(run: Callable[[], Any]) -> dict[str, float]:
+    """How long each GPU kernel runs, all its launches together, by its name in a profile.
 
-    def attend(q, group, index):
-        # So that no compiler gathers the same rows once for all repeats.
-        rows, q = jax.lax.optimization_barrier((index["recalled"], q))
-        args = (q, group.keys, group.values, rows, index["indexed"], group.length)
-        return recalled_attention(*args, unlisted=unknown), rows
-
-    def select_and_attend(q, group, index):
-        return attend(q, group, index | {"recalled": method.choose(index, q, real)})
-
-    # Other rows, such as the model's own last ones, would take attention another time.
-    choose = jax.jit(lambda index: method.choose(index, q, real))
-    held = [(group, index | {"recalled": choose(index)}) for group, index in held]
-
-    def taken(layer: Callable[..., tuple[jax.Array, jax.Array]]) -> float:
-        def step(q, recalled, held):
-            found = []
-            for rows, (group, index) in zip(recalled, held, strict=True):
-                out, rows = layer(q, group, index | {"recalled": rows})
-                # A layer's queries depend on what came out of the one before it, so that none of them overlap.
-                q, found = q + 1e-3 * out, [*found, rows]
-            return q, found
-
-        @jax.jit
-        def run(q, held):
-            state = (q, [index["recalled"] for _, index in held])
-            return jax.lax.fori_loop(0, repeats, lambda _, now: step(now[0], now[1], held), state)
-
-        seconds(lambda: run(q, held))
-        return min(seconds(lambda: run(q, held))[0] for _ in range(5)) / repeats
-
-    attention = taken(attend)
-    return taken(select_and_attend) - attention, attention
+    A kernel is counted from the end of the one before it on its stream: the next one's launch begins before that, and
+    durations as the profile has them sum to more than the time that passes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    gpus = [plane for plane in profile.planes if plane.name.startswith("/device:GPU")]
+    found: defaultdict[str, float] = defaultdict(float)
+    for stream in (line for plane in gpus for line in plane.lines if line.name.startswith("Stream")):
+        before = 0.0
+        for event in sorted(stream.events, key=lambda event: event.start_ns):
+            found[event.name] += max(0.0, event.end_ns - max(event.start_ns, before)) / 1e9
+            before = max(before, event.end_ns)
+    return found
 
 
 def peak_memory() -> str:
@@ -121,13 +99,16 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
         if batch > 1:
             cache = gather_rows(cache, jnp.zeros(batch, jnp.int32))
         size = nbytes(cache) / 2**30
-        tpot, cache = decode(params, config, method, cache, steps)
+        loop = partial(decode, params, config, method, most=steps)
+        _, cache = loop(cache, 2)  # compiles
+        taken, cache = loop(cache, steps)
+        tpot = taken / steps
         line = f"| {context} x {batch} | {name} | {ttft:.3f} | {tpot * 1e3:.2f} | {size:.2f} |"
         if whole is not None:
             line += f" TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill;"
         whole = whole or (ttft, tpot)
         if isinstance(method, ckv.ClusterKV):
-            line += of_host(cache) if method.store == "host" else of_step(method, config, cache, tpot)
+            line += of_host(cache) if method.store == "host" else of_step(partial(loop, cache), min(16, steps), tpot)
         print(f"{line} {peak_memory()}", flush=True)
         del cache  # or the next method's prefill would stand beside it
 
@@ -141,10 +122,20 @@ def of_host(cache: Any) -> str:
     )
 
 
-def of_step(method: Recall, config: ModelConfig, cache: Any, tpot: float) -> str:
-    """What selection and attention take of a step."""
-    select, attend = parts(method, config, cache)
-    return f" selection {select * 1e3:.2f} ms = {select / tpot:.1%}, attention {attend * 1e3:.2f} ms of a step;"
+def of_step(loop: Callable[[int], Any], steps: int, tpot: float) -> str:
+    """What selection and attention to its rows take of a step, by the kernels in a profile of so many."""
+    taken = kernel_seconds(lambda: loop(steps))
+
+    def of(*ops: str) -> float:
+        return sum(time for name, time in taken.items() if name.startswith(ops)) / steps
+
+    select, attend, everything = of("index_scores", "select_rows"), of("recalled_attention"), of("")
+    if not select:
+        return " selection is told from the rest of a step on a GPU only;"
+    return (
+        f" selection {select * 1e3:.3f} ms = {select / tpot:.2%}, attention {attend * 1e3:.2f}, all kernels "
+        f"{everything * 1e3:.2f} ms of a step;"
+    )
 
 
 def main() -> None:
