@@ -35,12 +35,14 @@ def call(
     stages: int = 2,
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
+    name: str | None = None,
 ) -> Any:
     """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory.
 
-    Profiles show it as its op and its function, `select_rows_kernel` for one.
+    Profiles show it by its `name`, by default its op and its function: `select_rows_kernel` for one.
     """
     function = kernel.func if isinstance(kernel, partial) else kernel
+    op = function.__module__.split(".")[-2:][0]
     whole = pl.BlockSpec()
     run = pl.pallas_call(
         kernel,
@@ -51,7 +53,7 @@ def call(
         input_output_aliases=dict(aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-        name=f"{function.__module__.rsplit('.', 2)[-2]}_{function.__name__.lstrip('_')}",
+        name=name or f"{op}_{function.__name__.lstrip('_')}",
     )
     return run(*args)
 

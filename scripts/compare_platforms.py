@@ -38,11 +38,11 @@ def greedy_tokens(name: str, model: Model) -> Tokens:
     return generate(model, prompts, method=preset(name, budget), max_new_tokens=NEW_TOKENS).tokens
 
 
-def shaken(model: Model, seed: int) -> Model:
-    """The model with every weight changed by about `BY` of itself."""
+def shaken(model: Model, seed: int, by: float = BY) -> Model:
+    """The model with every weight changed by about `by` of itself."""
     weights, structure = jax.tree.flatten(model.params)
     keys = jax.random.split(jax.random.key(seed), len(weights))
-    changed = [x * (1 + BY * jax.random.normal(key, x.shape)) for x, key in zip(weights, keys, strict=True)]
+    changed = [x * (1 + by * jax.random.normal(key, x.shape)) for x, key in zip(weights, keys, strict=True)]
     return dataclasses.replace(model, params=jax.tree.unflatten(structure, changed))
 
 

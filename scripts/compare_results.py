@@ -2,12 +2,15 @@
 
     python scripts/compare_results.py results/slice docs/results/ruler-4096
 
-Compared is what both hold of a method, a budget and an example; results.jsonl may be compressed (.gz). The exit status
-is 1 if an answer differs.
+Compared is what both hold of a method, a budget and an example; results.jsonl may be compressed (.gz). Answers are the
+same if their texts are and their scores to within 1e-5 of them (perplexities have no texts). The exit status is 1 if an
+answer differs, 2 if the runs cannot be compared.
 """
 
 import gzip
 import json
+import math
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,41 +23,68 @@ from rich.text import Text
 from clusterkv_jax.terminal import one_sentence_errors
 
 Key = tuple[str, str, str]  # method, budget, example
+FIELDS = ("method", "budget", "id", "task", "prompt", "output", "score")
+WITHIN = 1e-5  # of a score
 
 
 def read_answers(folder: Path) -> dict[Key, dict[str, Any]]:
-    """The lines of a folder's results, by what was asked."""
-    for name, open_file in (("results.jsonl", open), ("results.jsonl.gz", gzip.open)):
-        if (folder / name).exists():
-            with open_file(folder / name, "rt", encoding="utf-8") as file:
-                lines = [json.loads(line) for line in file]
-            return {(line["method"], line["budget"], line["id"]): line for line in lines}
-    raise ValueError(f"{folder} holds no results.jsonl and no results.jsonl.gz.")
+    """The lines of a folder's results, by what was asked; a torn last line, as a kill leaves it, is left out."""
+    files = [file for file in (folder / "results.jsonl", folder / "results.jsonl.gz") if file.exists()]
+    if len(files) != 1:
+        raise ValueError(f"{folder} must hold either results.jsonl or results.jsonl.gz.")
+    raw = files[0].read_bytes()
+    try:
+        text = (gzip.decompress(raw) if files[0].suffix == ".gz" else raw).decode("utf-8")
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{files[0]} is damaged: {error}.") from error
+    found: dict[Key, dict[str, Any]] = {}
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            answer = json.loads(line)
+            method, budget, name, *_ = (answer[field] for field in FIELDS)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} of {files[0]} is no answer: {error}.") from error
+        if (method, budget, name) in found:
+            raise ValueError(f"{files[0]} holds {method} with budget {budget} of example {name} twice.")
+        found[method, budget, name] = answer
+    return found
 
 
-def compare(first: Path, second: Path) -> tuple[Table, int]:
-    """A row for every method, budget and task that both have, a line for every answer that differs; how many do."""
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers have the same text and, but for rounding, the same score."""
+    scores = one["score"], other["score"]
+    return one["output"] == other["output"] and (math.isclose(*scores, rel_tol=WITHIN) or all(map(math.isnan, scores)))
+
+
+def shown(answer: dict[str, Any]) -> Text:
+    """An answer's text, or its score where it has none."""
+    return Text(repr(answer["output"] or answer["score"]))
+
+
+def compare(first: Path, second: Path) -> tuple[Table, int, str]:
+    """A row for every method, budget and task that both have, the answers that differ below it; how many; a summary."""
     ours, theirs = read_answers(first), read_answers(second)
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         raise ValueError(f"{first} and {second} have no method, budget and example in common.")
     other = next((key for key in shared if ours[key]["prompt"] != theirs[key]["prompt"]), None)
     if other is not None:
-        raise ValueError(f"{first} and {second} asked {other[2]} otherwise: other texts, tokenizers or --query-aware.")
-    groups: dict[tuple[str, str, str], list[Key]] = defaultdict(list)
+        raise ValueError(
+            f"{first} and {second} asked {other[2]} otherwise: other texts, seeds or tokenizers, or "
+            "--query-aware in one of them."
+        )
+    groups: dict[Key, list[Key]] = defaultdict(list)
     for key in shared:
         groups[key[0], key[1], ours[key]["task"]].append(key)
-    table = Table("method", "budget", "task", "same answers", "same scores", box=None, pad_edge=False)
-    different = 0
+    table = Table("method", "budget", "task", "same answers", "", box=None, pad_edge=False)
     for group, keys in groups.items():
-        apart = [key for key in keys if ours[key]["output"] != theirs[key]["output"]]
-        scores = sum(ours[key]["score"] == theirs[key]["score"] for key in keys)
-        table.add_row(*group, f"{len(keys) - len(apart)} of {len(keys)}", f"{scores} of {len(keys)}")
+        apart = [key for key in keys if not same(ours[key], theirs[key])]
+        table.add_row(*map(Text, group), f"{len(keys) - len(apart)} of {len(keys)}")
         for key in apart:
-            texts = (Text(repr(lines[key]["output"])) for lines in (ours, theirs))
-            table.add_row("", "", f"  {key[2]}", *texts)
-        different += len(apart)
-    return table, different
+            table.add_row("", "", Text(f"  {key[2]}"), shown(ours[key]), shown(theirs[key]))
+    different = sum(not same(ours[key], theirs[key]) for key in shared)
+    alone = f"{len(ours) - len(shared):,} answers are in {first} alone, {len(theirs) - len(shared):,} in {second} alone"
+    return table, different, f"{len(shared) - different:,} of {len(shared):,} answers are the same; {alone}."
 
 
 def main(
@@ -63,8 +93,10 @@ def main(
 ) -> None:
     """Print which answers of two runs are the same."""
     with one_sentence_errors(False):
-        table, different = compare(first, second)
-    Console(width=160).print(table, highlight=False)
+        table, different, summary = compare(first, second)
+    console = Console(width=160)
+    console.print(table, highlight=False)
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if different else 0)
 
 

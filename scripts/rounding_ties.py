@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from compare_platforms import shaken
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -22,23 +23,16 @@ from rich.table import Table
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups
 from clusterkv_jax.evaluation.synthetic import NOISE
+from clusterkv_jax.methods import Recall
 from clusterkv_jax.presets import preset
 from clusterkv_jax.terminal import one_sentence_errors
 
 CHAPTER = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
 
 
-def noisy(params: Any, noise: float, seed: int) -> Any:
-    """Every parameter times 1 + noise, normally distributed."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    changed = [x * (1 + noise * jax.random.normal(key, x.shape, x.dtype)) for key, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, changed)
-
-
-def kept(model: ckv.Model, params: Any, method: Any, tokens: jax.Array) -> list[set[tuple[int, int, int, int]]]:
+def kept(model: ckv.Model, method: Any, tokens: jax.Array) -> list[set[tuple[int, int, int, int]]]:
     """(group, head, position, degree) of each layer's rows."""
-    cache, _ = ckv.prefill(params, model.config, method, tokens, jnp.asarray([tokens.shape[1]], jnp.int32))
+    cache, _ = ckv.prefill(model.params, model.config, method, tokens, jnp.asarray([tokens.shape[1]], jnp.int32))
     found = []
     for layer in cache.layers:
         rows: set[tuple[int, int, int, int]] = set()
@@ -59,9 +53,13 @@ def main(
 ) -> None:
     """Print the share of each layer's rows that noise changes."""
     with one_sentence_errors(False):
-        chosen = {name: preset(name, ckv.Budget(ratio=budget)) for name in methods.split(",")}
+        names = [name.strip() for name in methods.split(",")]
+        chosen = {name: preset(name, ckv.Budget(ratio=budget)) for name in names}
+        for name, method in chosen.items():
+            if isinstance(method, (ckv.AdaKV, Recall)):
+                raise ValueError(f"{name} has no rows to compare by head: it keeps all, or shares pages among heads.")
         model = ckv.load("demo", dtype="float32")
-        changed = noisy(model.params, noise, seed)
+        both = model, shaken(model, seed, noise)
         chapter = model.tokenizer.encode(CHAPTER.read_text(encoding="utf-8"))
         repeated = model.tokenizer.encode(f"{NOISE}\n" * len(chapter), verbose=False)[: len(chapter)]
         for title, ids in (("a chapter", chapter), ("sentences that repeat themselves", repeated)):
@@ -69,7 +67,7 @@ def main(
             table = Table("method", *layers, box=SIMPLE_HEAD, title=f"{title}, {len(ids):,} tokens, {budget:.1%} kept")
             for name, method in chosen.items():
                 tokens = jnp.asarray([ids], jnp.int32)
-                pairs = zip(*(kept(model, params, method, tokens) for params in (model.params, changed)), strict=True)
+                pairs = zip(*(kept(one, method, tokens) for one in both), strict=True)
                 table.add_row(name, *(f"{len(rows - others) / len(rows):.1%}" for rows, others in pairs))
             Console().print(table)
 

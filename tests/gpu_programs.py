@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
 
@@ -173,7 +174,7 @@ def programs(array):
     return described
 
 
-def compile_all() -> dict[str, dict[str, int]]:
+def compile_all() -> dict[str, dict[str, Any]]:
     """Every program compiled for one H100, and K-means for a GPU with less shared memory too."""
     target = Path(__file__).with_name("h100.txtpb").read_text()
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
@@ -183,7 +184,7 @@ def compile_all() -> dict[str, dict[str, int]]:
     return found | {f"{name}, little shared memory": program for name, program in few.items()}
 
 
-def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[str, int]]:
+def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """The programs wanted by their names, compiled for the GPU that `target` describes."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1 x 1 x 1", target_config=target
@@ -204,6 +205,7 @@ def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[st
         memory = compiled.memory_analysis()
         found[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
+            "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,

@@ -23,13 +23,12 @@ def run():
     return lambda *folders: CliRunner().invoke(app, [str(folder) for folder in folders])
 
 
-def answers(folder: Path, texts: dict[str, str], prompt: str = "p", packed: bool = False) -> Path:
+def answers(
+    folder: Path, texts: dict[str, str], *, prompt: str = "p", score: float = 1.0, packed: bool = False
+) -> Path:
     folder.mkdir()
-    lines = [
-        {"method": "snapkv", "budget": "0.5", "task": "vt", "id": name, "prompt": prompt, "output": text, "score": 1.0}
-        for name, text in texts.items()
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    common = {"method": "snapkv", "budget": "0.5", "task": "[vt]", "prompt": prompt, "score": score}
+    text = "".join(json.dumps({**common, "id": name, "output": text}) + "\n" for name, text in texts.items()).encode()
     (folder / f"results.jsonl{'.gz' if packed else ''}").write_bytes(gzip.compress(text) if packed else text)
     return folder
 
@@ -39,7 +38,8 @@ def test_a_slice_is_found_in_its_table(run, tmp_path):
     table = answers(tmp_path / "table", {"vt/0": " C", "vt/1": " A B"}, packed=True)
     done = run(slice_, table)
     assert done.exit_code == 0, done.output
-    assert "1 of 1" in done.output
+    for text in ("[vt]", "1 of 1", "0 answers are in", "1 in"):
+        assert text in done.output
 
 
 def test_another_answer_is_shown_and_fails(run, tmp_path):
@@ -47,16 +47,52 @@ def test_another_answer_is_shown_and_fails(run, tmp_path):
     second = answers(tmp_path / "second", {"vt/0": " C", "vt/1": " B [A]"})
     done = run(first, second)
     assert done.exit_code == 1
-    for text in ("1 of 2", "2 of 2", "vt/1", "' [A] B'", "' B [A]'"):
+    for text in ("1 of 2", "vt/1", "' [A] B'", "' B [A]'"):
         assert text in done.output
+
+
+@pytest.mark.parametrize(("score", "status"), [(2.000001, 0), (2.1, 1)])
+def test_perplexities_are_compared_by_their_scores(run, tmp_path, score, status):
+    first = answers(tmp_path / "first", {"book": ""}, score=2.0)
+    second = answers(tmp_path / "second", {"book": ""}, score=score)
+    done = run(first, second)
+    assert done.exit_code == status, done.output
+    assert ("2.1" in done.output) == bool(status)
+
+
+def test_a_torn_last_line_is_left_out(run, tmp_path):
+    first = answers(tmp_path / "first", {"vt/0": " C", "vt/1": " A"})
+    second = answers(tmp_path / "second", {"vt/0": " C", "vt/1": " B"})
+    file = second / "results.jsonl"
+    file.write_bytes(file.read_bytes()[:-5])
+    done = run(first, second)
+    assert done.exit_code == 0
+    assert "1 of 1" in done.output
 
 
 def test_what_cannot_be_compared_is_one_sentence(run, tmp_path):
     first = answers(tmp_path / "first", {"vt/0": " C"})
     other = answers(tmp_path / "other", {"vt/0": " C"}, prompt="q")
     none = answers(tmp_path / "none", {"vt/9": " C"})
+    both = answers(tmp_path / "both", {"vt/0": " C"})
+    (both / "results.jsonl.gz").write_bytes(b"")
+    cut = answers(tmp_path / "cut", {"vt/0": " C"}, packed=True)
+    (cut / "results.jsonl.gz").write_bytes((cut / "results.jsonl.gz").read_bytes()[:-9])
+    twice = answers(tmp_path / "twice", {"vt/0": " C"})
+    (twice / "results.jsonl").write_bytes((twice / "results.jsonl").read_bytes() * 2)
+    lacking = answers(tmp_path / "lacking", {"vt/0": " C"})
+    (lacking / "results.jsonl").write_text('{"method": "snapkv"}\n')
     (tmp_path / "empty").mkdir()
-    for second, why in ((other, "asked vt/0 otherwise"), (none, "in common"), (tmp_path / "empty", "holds no results")):
+    expected = {
+        other: "asked vt/0 otherwise",
+        none: "in common",
+        both: "must hold either",
+        cut: "is damaged",
+        twice: "vt/0 twice",
+        lacking: "line 1 of",
+        tmp_path / "empty": "must hold either",
+    }
+    for second, why in expected.items():
         done = run(first, second)
-        assert done.exit_code == 2
-        assert why in " ".join(done.output.split())
+        assert done.exit_code == 2, done.output
+        assert why in " ".join(done.output.split()), done.output

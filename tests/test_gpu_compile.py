@@ -37,6 +37,13 @@ def test_every_op_is_a_kernel(found):
     assert all(program["kernels"] > 0 for program in found.values()), found
 
 
+def test_profiles_tell_whose_a_kernel_is(found):
+    """The benchmark of recall sums them up by these names."""
+    assert found["index scores"]["names"] == ["index_scores_products"]
+    assert found["select"]["names"] == ["select_rows_kernel"]
+    assert found["recalled attention"]["names"] == ["recalled_attention_attend", "recalled_attention_combine"]
+
+
 def test_kmeans_has_a_kernel_for_hopper(found):
     """One launch for each group of centroids; chosen unasked by the versions of jax that it was run with."""
     assert found["kmeans on Hopper"]["mosaic"] == 1

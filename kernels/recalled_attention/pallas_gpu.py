@@ -76,6 +76,7 @@ def recalled_attention(
         grid=(share, lists, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
         interpret=interpret,
+        name="recalled_attention_combine",
     )
     return out.reshape(q.shape)
 
