@@ -8,7 +8,6 @@ answer differs, 2 if the runs cannot be compared.
 """
 
 import gzip
-import json
 import math
 import zlib
 from collections import defaultdict
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.evaluation.runner import parse_lines
 from clusterkv_jax.terminal import one_sentence_errors
 
 Key = tuple[str, str, str]  # method, budget, example
@@ -34,19 +34,17 @@ def read_answers(folder: Path) -> dict[Key, dict[str, Any]]:
         raise ValueError(f"{folder} must hold either results.jsonl or results.jsonl.gz.")
     raw = files[0].read_bytes()
     try:
-        text = (gzip.decompress(raw) if files[0].suffix == ".gz" else raw).decode("utf-8")
+        lines = parse_lines(gzip.decompress(raw) if files[0].suffix == ".gz" else raw, files[0])
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{files[0]} is damaged: {error}.") from error
     found: dict[Key, dict[str, Any]] = {}
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            answer = json.loads(line)
-            method, budget, name, *_ = (answer[field] for field in FIELDS)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} of {files[0]} is no answer: {error}.") from error
-        if (method, budget, name) in found:
-            raise ValueError(f"{files[0]} holds {method} with budget {budget} of example {name} twice.")
-        found[method, budget, name] = answer
+    for number, line in enumerate(lines, 1):
+        if missing := [field for field in FIELDS if field not in line]:
+            raise ValueError(f"line {number} of {files[0]} is no answer, it has no {missing[0]}.")
+        key = line["method"], line["budget"], line["id"]
+        if key in found:
+            raise ValueError(f"{files[0]} holds {key[0]} with budget {key[1]} of example {key[2]} twice.")
+        found[key] = line
     return found
 
 
@@ -77,12 +75,13 @@ def compare(first: Path, second: Path) -> tuple[Table, int, str]:
     for key in shared:
         groups[key[0], key[1], ours[key]["task"]].append(key)
     table = Table("method", "budget", "task", "same answers", "", box=None, pad_edge=False)
+    different = 0
     for group, keys in groups.items():
         apart = [key for key in keys if not same(ours[key], theirs[key])]
         table.add_row(*map(Text, group), f"{len(keys) - len(apart)} of {len(keys)}")
         for key in apart:
             table.add_row("", "", Text(f"  {key[2]}"), shown(ours[key]), shown(theirs[key]))
-    different = sum(not same(ours[key], theirs[key]) for key in shared)
+        different += len(apart)
     alone = f"{len(ours) - len(shared):,} answers are in {first} alone, {len(theirs) - len(shared):,} in {second} alone"
     return table, different, f"{len(shared) - different:,} of {len(shared):,} answers are the same; {alone}."
 

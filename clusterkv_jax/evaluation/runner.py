@@ -203,8 +203,13 @@ def read_lines(file: Path) -> list[Line]:
     if whole < len(raw):
         with file.open("rb+") as opened:
             opened.truncate(whole)
+    return parse_lines(raw, file)
+
+
+def parse_lines(raw: bytes, file: Path) -> list[Line]:
+    """The whole lines of a file's bytes; a torn last one is left out."""
     lines = []
-    for number, text in enumerate(raw[:whole].decode("utf-8").split("\n")[:-1], 1):
+    for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1], 1):
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError as error:
