@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh, partition
 
 BACKENDS = ("xla", "cudnn", "splash")
-# Scores of one query block of all heads together, in elements (f32): 256 MiB.
-SCORES_AT_ONCE = 2**26
-LARGEST_BLOCK = 512
-# Queries of a later segment see longer prefixes of the keys: with 4 segments 5/8 of the N x N scores are computed
-# instead of all, at the price of 4 loop bodies to compile.
-SEGMENTS = 4
+# Scores that exist at once, in elements (f32): 256 MiB on accelerators, what a CPU's last cache may hold of them there.
+SCORES_AT_ONCE = {"cpu": 2**22, "gpu": 2**26, "tpu": 2**26}
+LARGEST_BLOCK = 256
+# Queries of a later segment see longer prefixes of the keys: with 8 segments 9/16 of the N x N scores are computed
+# instead of all, at the price of 8 loop bodies to compile.
+SEGMENTS = 8
 
 
 def causal_attention(
@@ -38,9 +39,7 @@ def causal_attention(
         case "splash":
             return _over_mesh(_splash, q, k, v)
         case _:
-            edges = _segment_edges(q.shape[1])
-            parts = [_in_blocks(q[:, a:b], k[:, :b], v[:, :b], a) for a, b in pairwise(edges)]
-            return jnp.concatenate(parts, axis=1)
+            return _in_parts(q, k, v)
 
 
 def _choose(q: Array, k: Array, backend: str | None) -> str:
@@ -76,8 +75,31 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
     return None if dim % 128 == 0 else f"it needs a head_dim that is a multiple of 128, got {dim}"
 
 
+def _in_parts(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]) -> Array:
+    """Some rows of the batch after the others, and of these one segment of queries after the other."""
+    batch, length, heads, dim = q.shape
+    at_once = SCORES_AT_ONCE[platform()] // (heads * length)
+    whole = ambient_mesh() is not None  # rows that stand on several devices are not taken one after the other
+    block = min(LARGEST_BLOCK, max(16, at_once // (batch if whole else 1)))
+    rows = batch if whole else max(1, at_once // block)
+    edges = _segment_edges(length)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        parts = [_in_blocks(q[:, :, a:b], k[:, :b], v[:, :b], a, block) for a, b in pairwise(edges)]
+        return jnp.concatenate(parts, axis=2)
+
+    # Heads first: products then leave no array to be transposed but these.
+    q = q.reshape(batch, length, k.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if rows < batch:
+        out = jax.lax.map(lambda row: attend(*row), (q, k, v), batch_size=rows)
+    else:
+        out = jax.vmap(attend)(q, k, v)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
 def _segment_edges(length: int) -> list[int]:
-    segments = SEGMENTS if length >= SEGMENTS * LARGEST_BLOCK // 2 else 1
+    segments = max(1, min(SEGMENTS, length // LARGEST_BLOCK))
     return [length * i // segments for i in range(segments + 1)]
 
 
@@ -85,28 +107,28 @@ def _visible(queries: int, keys: int, offset: int) -> Array:
     return jnp.arange(keys)[None, :] <= offset + jnp.arange(queries)[:, None]
 
 
-def _in_blocks(q: Array, k: Array, v: Array, offset: int) -> Array:
+def _in_blocks(
+    q: Float[Array, "K G T D"], k: Float[Array, "K N D"], v: Float[Array, "K N D"], offset: int, largest: int
+) -> Float[Array, "K G T D"]:
     """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included."""
-    batch, queries, heads, dim = q.shape
-    keys, groups = k.shape[1], k.shape[2]
-    largest = min(LARGEST_BLOCK, max(16, SCORES_AT_ONCE // (batch * heads * keys)))
+    groups, members, queries, dim = q.shape
     count = math.ceil(queries / largest)
     block = math.ceil(queries / count)
-    q = jnp.pad(q, ((0, 0), (0, count * block - queries), (0, 0), (0, 0)))
-    q = q.reshape(batch, count, block, groups, heads // groups, dim).swapaxes(0, 1)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, count * block - queries), (0, 0)))
+    q = jnp.moveaxis(q.reshape(groups, members, count, block, dim), 2, 0)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     @jax.checkpoint
     def attend(chunk):
         start, query = chunk
-        scores = jnp.einsum("btkgd,bnkd->bkgtn", query, k, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(_visible(block, keys, start), scores * dim**-0.5, -jnp.inf)
+        scores = jnp.einsum("kgtd,knd->kgtn", query, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where(_visible(block, k.shape[1], start), scores * dim**-0.5, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgtn,bnkd->btkgd", weights, v, precision=precision)
+        return jnp.einsum("kgtn,knd->kgtd", weights, v, precision=precision)
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))
-    return out.swapaxes(0, 1).reshape(batch, count * block, heads, dim)[:, :queries]
+    return jnp.moveaxis(out, 0, 2).reshape(groups, members, count * block, dim)[:, :, :queries]
 
 
 def _spec(x: Array, heads: str) -> PartitionSpec:

@@ -43,6 +43,18 @@ def test_causal_attention(monkeypatch, length, heads, kv_heads):
     assert relative(got, dense(q, k, v)) < 1e-6
 
 
+def test_rows_of_a_batch_may_be_taken_one_after_the_other(monkeypatch):
+    """As on a CPU, whose cache holds the scores of few."""
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+    q, k, v = normal(0, 5, 70, 4, 8), normal(1, 5, 70, 2, 8), normal(2, 5, 70, 2, 8)
+    together = jax.jit(attention.causal_attention)(q, k, v)
+    monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", 2 * 4 * 70 * 16)  # two rows at once, one is left
+    text = jax.jit(lambda *x: attention.causal_attention(*x)).lower(q, k, v).as_text()
+    parts = jax.jit(lambda *x: attention.causal_attention(*x))(q, k, v)
+    assert "5x2x2x18x" not in text
+    assert relative(parts, together) < 1e-6
+
+
 def test_gradients_of_attention(monkeypatch):
     monkeypatch.setattr(attention, "LARGEST_BLOCK", 8)
     operands = normal(0, 1, 40, 4, 8), normal(1, 1, 40, 2, 8), normal(2, 1, 40, 2, 8)

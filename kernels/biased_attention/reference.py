@@ -2,10 +2,11 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
@@ -29,36 +30,44 @@ def biased_attention(
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
-    precision = matmul_precision(q.dtype)
-
     bias = log_degree(degree, length)
-    occupied = bias > -jnp.inf
+    by_head = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim), 1, 3)
+    operands = (by_head, keys, values, bias)
+    if platform() == "cpu":  # one head after the other: what is made of its rows stays in the processor's cache
+        flat = jax.tree.map(lambda x: x.reshape(batch * kv_heads, *x.shape[2:]), operands)
+        made = jax.lax.map(lambda head: _one_head(*head), flat)
+        out, lse, probs = jax.tree.map(lambda x: x.reshape(batch, kv_heads, *x.shape[1:]), made)
+    else:
+        out, lse, probs = jax.vmap(jax.vmap(_one_head))(*operands)
+    result = [jnp.moveaxis(out, 3, 1).reshape(batch, tokens, heads, dim).astype(q.dtype)]
+    if return_lse:
+        result.append(jnp.moveaxis(lse, 3, 1).reshape(batch, tokens, heads))
+    if return_probs:
+        result.append(probs.reshape(batch, heads, capacity))
+    return result[0] if len(result) == 1 else tuple(result)
 
-    grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
+
+def _one_head(
+    q: Float[Array, "G T D"], keys: Float[Array, "C D"], values: Float[Array, "C D"], bias: Float[Array, " C"]
+) -> tuple[Float[Array, "G T D"], Float[Array, "G T"], Float[Array, "G C"]]:
+    """Output, log-sum-exp, and probabilities summed over the tokens, of one KV head's queries; all in float32."""
+    precision = matmul_precision(q.dtype)
+    occupied = bias > -jnp.inf
     score = jnp.einsum(
-        "btkgd,bkcd->bkgtc",
-        *matmul_operands(grouped, keys),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    ) / math.sqrt(dim)
-    mask = occupied[:, :, None, None, :]
-    score = jnp.where(mask, score + bias[:, :, None, None, :], -jnp.inf)
+        "gtd,cd->gtc", *matmul_operands(q, keys), precision=precision, preferred_element_type=jnp.float32
+    )
+    score = jnp.where(occupied, score / math.sqrt(q.shape[-1]) + bias, -jnp.inf)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weight = jnp.exp(score - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weight, axis=-1, keepdims=True)
     probs = weight / jnp.where(total > 0, total, 1.0)
 
-    values = jnp.where(occupied[..., None], values, jnp.zeros((), values.dtype))
+    values = jnp.where(occupied[:, None], values, jnp.zeros((), values.dtype))
     out = jnp.einsum(
-        "bkgtc,bkcd->btkgd",
+        "gtc,cd->gtd",
         *matmul_operands(probs.astype(values.dtype), values),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    result = [out.reshape(batch, tokens, heads, dim).astype(q.dtype)]
-    if return_lse:
-        lse = (peak + jnp.log(total))[..., 0]  # -inf + log 0 stays -inf
-        result.append(jnp.moveaxis(lse, 3, 1).reshape(batch, tokens, heads))
-    if return_probs:
-        result.append(jnp.sum(probs, axis=3).reshape(batch, heads, capacity))
-    return result[0] if len(result) == 1 else tuple(result)
+    lse = (peak + jnp.log(total))[..., 0]  # -inf + log 0 stays -inf
+    return out, lse, jnp.sum(probs, axis=1)
