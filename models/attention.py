@@ -20,9 +20,9 @@ BACKENDS = ("xla", "cudnn", "splash")
 # Scores that exist at once, in elements (f32): 256 MiB on accelerators, what a CPU's last cache may hold of them there.
 SCORES_AT_ONCE = {"cpu": 2**22, "gpu": 2**26, "tpu": 2**26}
 LARGEST_BLOCK = 256
-# Queries of a later segment see longer prefixes of the keys: with 8 segments 9/16 of the N x N scores are computed
-# instead of all, at the price of 8 loop bodies to compile.
-SEGMENTS = 8
+# Queries of a later segment see longer prefixes of the keys: with 4 segments 5/8 of the N x N scores are computed
+# instead of all, with 8 9/16, at the price of as many loop bodies to compile; for a GPU that takes a second each.
+SEGMENTS = {"cpu": 8, "gpu": 4, "tpu": 4}
 
 
 def causal_attention(
@@ -76,12 +76,13 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
 
 
 def _in_parts(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]) -> Array:
-    """Some rows of the batch after the others, and of these one segment of queries after the other."""
+    """One segment of queries after the other; on a CPU for few rows of the batch at a time."""
     batch, length, heads, dim = q.shape
     at_once = SCORES_AT_ONCE[platform()] // (heads * length)
-    whole = ambient_mesh() is not None  # rows that stand on several devices are not taken one after the other
-    block = min(LARGEST_BLOCK, max(16, at_once // (batch if whole else 1)))
-    rows = batch if whole else max(1, at_once // block)
+    rows = batch
+    if platform() == "cpu" and ambient_mesh() is None:
+        rows = min(batch, max(1, at_once // LARGEST_BLOCK))
+    block = min(LARGEST_BLOCK, max(16, at_once // rows))
     edges = _segment_edges(length)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
@@ -99,7 +100,7 @@ def _in_parts(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[A
 
 
 def _segment_edges(length: int) -> list[int]:
-    segments = max(1, min(SEGMENTS, length // LARGEST_BLOCK))
+    segments = max(1, min(SEGMENTS[platform()], length // LARGEST_BLOCK))
     return [length * i // segments for i in range(segments + 1)]
 
 

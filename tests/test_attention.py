@@ -6,7 +6,7 @@ import numpy as np
 
 from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.biased_attention import biased_attention, reference
 from clusterkv_jax.sharding import auto_mesh
 from tests.kernel_base import near, normal
 
@@ -29,6 +29,19 @@ def test_cache_and_new_tokens_combine_to_attention_over_both():
         v = jnp.concatenate([old.values[b, :, :n], jnp.swapaxes(new_v[b, : t + 1], 0, 1)], axis=1)[None]
         expected = biased_attention(q[b : b + 1, t : t + 1], k, v, jnp.ones(k.shape[:3]))
         near(found[b, t], expected[0, 0], 2e-6, axes=(0, 1))
+
+
+def test_heads_one_after_the_other_are_those_at_once(monkeypatch):
+    """A CPU takes the heads in turn, what has no kernel elsewhere takes them at once."""
+    cache = layer(2, 2, 14, 16, [[10, 3], [0, 14]])
+    poisoned = jnp.where((cache.degree > 0)[..., None], cache.values, jnp.nan)
+    rows = (jnp.asarray(normal(12, 2, 5, 4, 16), jnp.float32), cache.keys, poisoned, cache.degree, cache.length)
+    found = [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
+    monkeypatch.setattr(reference, "platform", lambda: "gpu")
+    found += [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
+    for in_turn, at_once in zip(*found, strict=True):
+        np.testing.assert_allclose(in_turn, at_once, atol=2e-6)
+        assert not np.isnan(at_once).any()
 
 
 def test_a_mesh_splits_heads_where_it_divides_them():
