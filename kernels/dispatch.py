@@ -1,5 +1,6 @@
 """One dispatch rule for every op: the first backend that serves the call, XLA always last."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,14 @@ def matmul_operands(*operands: Array) -> tuple[Array, ...]:
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     """float32 operands are multiplied in float32, not in what the matrix unit prefers."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def head_after_head(function: Callable[..., Any], *operands: Array) -> Any:
+    """`function` of the operands [B, K, ...] without B and K, one head after the other; its results [B, K, ...]."""
+    heads = operands[0].shape[:2]
+    flat = tuple(x.reshape(math.prod(heads), *x.shape[2:]) for x in operands)
+    made = jax.lax.map(lambda head: function(*head), flat)
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), made)
 
 
 def dispatch(

@@ -75,7 +75,9 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
     return None if dim % 128 == 0 else f"it needs a head_dim that is a multiple of 128, got {dim}"
 
 
-def _in_parts(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]) -> Array:
+def _in_parts(
+    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+) -> Float[Array, "B N H D"]:
     """One segment of queries after the other; on a CPU for few rows of the batch at a time."""
     batch, length, heads, dim = q.shape
     at_once = SCORES_AT_ONCE[platform()] // (heads * length)
@@ -112,11 +114,11 @@ def _in_blocks(
     q: Float[Array, "K G T D"], k: Float[Array, "K N D"], v: Float[Array, "K N D"], offset: int, largest: int
 ) -> Float[Array, "K G T D"]:
     """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included."""
-    groups, members, queries, dim = q.shape
+    kv_heads, group, queries, dim = q.shape
     count = math.ceil(queries / largest)
     block = math.ceil(queries / count)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, count * block - queries), (0, 0)))
-    q = jnp.moveaxis(q.reshape(groups, members, count, block, dim), 2, 0)
+    q = jnp.moveaxis(q.reshape(kv_heads, group, count, block, dim), 2, 0)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     @jax.checkpoint
@@ -129,7 +131,7 @@ def _in_blocks(
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))
-    return jnp.moveaxis(out, 0, 2).reshape(groups, members, count * block, dim)[:, :, :queries]
+    return jnp.moveaxis(out, 0, 2).reshape(kv_heads, group, count * block, dim)[:, :, :queries]
 
 
 def _spec(x: Array, heads: str) -> PartitionSpec:

@@ -1,12 +1,13 @@
 """Biased attention in plain jnp: the definition, and the path of platforms without a kernel."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
+from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
@@ -32,13 +33,9 @@ def biased_attention(
     kv_heads, capacity = keys.shape[1:3]
     bias = log_degree(degree, length)
     by_head = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim), 1, 3)
-    operands = (by_head, keys, values, bias)
-    if platform() == "cpu":  # one head after the other: what is made of its rows stays in the processor's cache
-        flat = jax.tree.map(lambda x: x.reshape(batch * kv_heads, *x.shape[2:]), operands)
-        made = jax.lax.map(lambda head: _one_head(*head), flat)
-        out, lse, probs = jax.tree.map(lambda x: x.reshape(batch, kv_heads, *x.shape[1:]), made)
-    else:
-        out, lse, probs = jax.vmap(jax.vmap(_one_head))(*operands)
+    # What a CPU makes of one head's rows stays in its cache.
+    every_head = partial(head_after_head, _one_head) if platform() == "cpu" else jax.vmap(jax.vmap(_one_head))
+    out, lse, probs = every_head(by_head, keys, values, bias)
     result = [jnp.moveaxis(out, 3, 1).reshape(batch, tokens, heads, dim).astype(q.dtype)]
     if return_lse:
         result.append(jnp.moveaxis(lse, 3, 1).reshape(batch, tokens, heads))

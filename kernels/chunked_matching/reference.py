@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision
 
 
 def chunked_matching(
@@ -98,7 +98,7 @@ def as_product(
         index = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows))
         count = jnp.minimum(count, rows - first)
 
-    def one_head(head: tuple[Array, ...]) -> tuple[Array, Array]:
+    def one_head(*head: Array) -> tuple[Array, Array]:
         keys, values, bias, w, first, count, index = (x[None, None] for x in head)
         keys, values = (jnp.take_along_axis(x, index[..., None], axis=2) for x in (keys, values))
         bias = jnp.take_along_axis(bias, index, axis=2)
@@ -114,9 +114,7 @@ def as_product(
         found, score = match(made, bias=bias, normalize=False, start=begin, length=count, index=None)
         return found[0, 0], score[0, 0]
 
-    parts = (keys, values, bias, key_weight.astype(jnp.float32), first, count, index)
-    flat = jax.tree.map(lambda x: x.reshape(batch * heads, *x.shape[2:]), parts)
-    return jax.tree.map(lambda x: x.reshape(batch, heads, -1), jax.lax.map(one_head, flat))
+    return head_after_head(one_head, keys, values, bias, key_weight.astype(jnp.float32), first, count, index)
 
 
 def listed_rows(
