@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.checks import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_count, is_number
 
 Base = Literal["prompt", "prompt+new"]
 Shares = Literal["pyramid"] | tuple[float, ...] | tuple[tuple[float, ...], ...] | None

@@ -11,10 +11,9 @@ import numpy as np
 
 from clusterkv_jax.cache import KVCache, gather_rows, nbytes, occupancy, slot_bytes
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.checks import check_request
 from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
+from clusterkv_jax.errors import is_count, out_of_memory_explained
 from clusterkv_jax.host_store import host_bytes, traffic
-from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.sampling import Sampling
@@ -125,7 +124,7 @@ def generate(
         )
     texts = _encode(model, prompts, "prompt", special=True)
     asked = None if questions is None else _encode(model, questions, "question", special=False)
-    check_request(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
+    _check_request(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
     doing = f"generating from {len(texts)} x {max(map(len, texts)):,} tokens"
     explained = out_of_memory_explained(doing, uses_host=method.uses_host)
     with compile_seconds() as compiled, _mesh(model), explained:
@@ -167,6 +166,46 @@ def bucket(tokens: int, least: int) -> int:
 
 
 # --- the stages ---
+
+
+def _check_request(
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    asked: Sequence[Sequence[int]] | None,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    prefill_chunk: int | None,
+    *,
+    streams: bool,
+) -> None:
+    """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
+    config = model.config
+    if not texts:
+        raise ValueError("prompts must hold at least one prompt, got none.")
+    if not is_count(max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
+    if prefill_chunk is not None and not is_count(prefill_chunk, 1):
+        raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {prefill_chunk!r}.")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
+    if (stop or streams) and model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+    if asked is not None and len(asked) != len(texts):
+        raise ValueError(f"questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
+    for kind, rows in (("prompt", texts), ("question", asked or [])):
+        for i, row in enumerate(rows):
+            if not row:
+                raise ValueError(f"{kind} {i} is empty; it needs at least one token.")
+            if min(row) < 0 or max(row) >= config.vocab_size:
+                wrong = next(t for t in row if not 0 <= t < config.vocab_size)
+                raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
+    for i, text in enumerate(texts):
+        question = len(asked[i]) if asked else 0
+        if len(text) + question + max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
+                f"exceed the model's {config.max_positions} positions."
+            )
 
 
 def _read(

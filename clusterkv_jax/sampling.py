@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.checks import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_count, is_number
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, groups
+from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import commit, place
-from clusterkv_jax.memory import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import with_groups
 from clusterkv_jax.models.config import ModelConfig

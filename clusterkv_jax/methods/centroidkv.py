@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.checks import check_fields, is_number
+from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.clustering import Clustering
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from clusterkv_jax.budget import MOST_ROWS, Base, Budget
-from clusterkv_jax.checks import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.methods.clustering import Clustering
 

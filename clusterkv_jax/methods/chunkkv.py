@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.methods.eviction import Windowed
 from clusterkv_jax.methods.snapkv import snap_scores

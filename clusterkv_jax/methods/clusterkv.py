@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from clusterkv_jax import host_store
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
-from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows

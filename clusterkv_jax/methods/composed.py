@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.attention import query_heads
 from clusterkv_jax.cache import KVCache, Layer, LayerCache, groups
-from clusterkv_jax.checks import check_fields
+from clusterkv_jax.errors import check_fields
 from clusterkv_jax.methods.adakv import AdaKV
 from clusterkv_jax.methods.base import (
     Budgeted,

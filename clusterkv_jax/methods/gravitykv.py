@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.checks import check_fields, is_number
+from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.clustering import Clustering
 from clusterkv_jax.soft_matching import Edges
 

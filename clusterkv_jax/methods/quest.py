@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.methods.recall import Index, Recall, unless_over

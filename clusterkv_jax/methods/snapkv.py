@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.row_merge import best_edges
 from clusterkv_jax.methods.eviction import Windowed
 from clusterkv_jax.scores import Pooling, group_mean, pooled, window_scores

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, put_row, take_rows
-from clusterkv_jax.checks import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.methods.base import LayerPlan, NewTokens, Request, State, one_by_one
 from clusterkv_jax.methods.eviction import EveryStep
 from clusterkv_jax.models.config import Rope

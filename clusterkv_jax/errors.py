@@ -1,12 +1,30 @@
-"""Out of memory, told in one sentence that says what to change."""
+"""Errors in one sentence: settings that cannot be, and out of memory."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B?)\b")
 # A kernel that does not fit into these is no matter of how much is asked of the device.
 _ON_CHIP = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
+
+
+def check_fields(config: Any, *rules: tuple[str, bool, str]) -> None:
+    """Raise ValueError for the first rule (field, holds, allowed values) that does not hold."""
+    for name, holds, allowed in rules:
+        if not holds:
+            raise ValueError(f"{type(config).__name__} {name} must be {allowed}, got {getattr(config, name)!r}.")
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """True for a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite int or float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 @contextmanager
