@@ -28,7 +28,7 @@ from clusterkv_jax.methods import AdaKV, Chelsea, Method
 from clusterkv_jax.methods.base import Budgeted
 from clusterkv_jax.methods.clustering import Clustering
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sharding import over_heads

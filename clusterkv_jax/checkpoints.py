@@ -25,9 +25,9 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax.models import llama, registry
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.published import token_ids
+from clusterkv_jax.models.hf_config import token_ids
+from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, abstract
-from clusterkv_jax.models.weights import Stored, file_shapes, layout
 from clusterkv_jax.sharding import auto_mesh, param_shardings
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

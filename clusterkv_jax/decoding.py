@@ -29,7 +29,7 @@ from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, NewTokens, Request
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sampling import Sampling, sample

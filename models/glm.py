@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig, Rope
-from clusterkv_jax.models.published import decoder, demand, rope, size, tokens_and_dtype
+from clusterkv_jax.models.hf_config import decoder, demand, rope, size, tokens_and_dtype
 
 HF_WEIGHTS = llama.WEIGHTS | {
     "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj.weight",

@@ -6,7 +6,7 @@ Touvron et al., 2023 (arXiv:2307.09288); Grattafiori et al., 2024 (arXiv:2407.21
 from typing import Any
 
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig
-from clusterkv_jax.models.published import decoder, rope
+from clusterkv_jax.models.hf_config import decoder, rope
 
 WEIGHTS = {
     "embed": "model.embed_tokens.weight",

@@ -3,8 +3,8 @@
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import decoder, reject_sliding_window, rope
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
-from clusterkv_jax.models.published import decoder, reject_sliding_window, rope
 
 
 def from_hf(published: dict[str, Any]) -> ModelConfig:

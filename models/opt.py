@@ -3,7 +3,7 @@
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.published import activation, demand, size, tokens_and_dtype
+from clusterkv_jax.models.hf_config import activation, demand, size, tokens_and_dtype
 
 WEIGHTS = {
     "embed": "model.decoder.embed_tokens.weight",

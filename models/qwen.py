@@ -6,8 +6,8 @@ Yang et al., 2024 (arXiv:2407.10671) and 2025 (arXiv:2505.09388).
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import decoder, reject_sliding_window, rope
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
-from clusterkv_jax.models.published import decoder, reject_sliding_window, rope
 
 
 def from_hf(published: dict[str, Any]) -> ModelConfig:

@@ -44,7 +44,7 @@ from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.causal_attention import causal_attention
 
 HEADS, GROUP, DIM = 8, 4, 128
 # Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/kernels.md).

@@ -26,7 +26,7 @@ from jaxtyping import Array
 import clusterkv_jax as ckv
 from clusterkv_jax.methods.base import Method, Request
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.attention import causal_attention
+from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import Params
 

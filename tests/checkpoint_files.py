@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from clusterkv_jax.models import registry, weights
+from clusterkv_jax.models import hf_weights as weights
+from clusterkv_jax.models import registry
 
 LLAMA = {
     "model_type": "llama",

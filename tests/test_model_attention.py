@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from clusterkv_jax.models import attention
+from clusterkv_jax.models import causal_attention as attention
 
 
 def relative(got: Any, want: Any) -> float:
@@ -102,7 +102,7 @@ def test_each_device_attends_with_its_own_heads():
 _SPLASH = """
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from clusterkv_jax.models import attention
+from clusterkv_jax.models import causal_attention as attention
 from tpu_topology import tpu_devices
 mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
 sharding = NamedSharding(mesh, P("data", None, "model", None))

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from clusterkv_jax.checkpoints import load
-from clusterkv_jax.models import registry, weights
+from clusterkv_jax.models import hf_weights as weights
+from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.rope import frequencies, rotate
 from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
