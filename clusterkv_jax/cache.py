@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import append_rows
+from clusterkv_jax.models.config import Rope
 from clusterkv_jax.sharding import over_heads
 
 
@@ -75,6 +76,8 @@ class PagedHeads:
 
 Group = LayerCache | PagedHeads
 Layer = LayerCache | HeadGroups | PagedHeads
+# What a method keeps of a group of heads between steps, by name; None where tokens are only ever appended.
+State = dict[str, Array] | None
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +92,24 @@ class KVCache:
     layers: tuple[Layer, ...]
     state: tuple[Any, ...]
     position: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewTokens:
+    """T tokens that enter a layer: the first `count` of each row are real, the others padding.
+
+    `ahead` are the queries that this layer makes of what the previous layer read, for methods that look one layer
+    ahead; None in the first layer and for all others.
+    """
+
+    q: Float[Array, "B T H D"]
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]
+    positions: Int[Array, "B T"]
+    real: Bool[Array, "B T"]
+    ahead: Float[Array, "B T H D"] | None = None
+    rope: Rope | None = field(default=None, metadata={"static": True})
 
 
 def groups(layer: Layer) -> tuple[Any, ...]:

@@ -22,11 +22,10 @@ from jax import core
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.attention import attend_cache, combine
-from clusterkv_jax.cache import KVCache, LayerCache, from_tokens, groups, put_row, resize
+from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, from_tokens, groups, put_row, resize
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
-from clusterkv_jax.methods.request import NewTokens, State
 from clusterkv_jax.sharding import ambient_mesh, over_heads
 
 # What `state["counts"]` counts for each KV head, from the end of the prompt on.

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax import pages
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import Group, LayerCache, PagedHeads
+from clusterkv_jax.cache import Group, LayerCache, PagedHeads, State
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.kernels.row_merge import best_edges
-from clusterkv_jax.methods.base import LayerPlan, Request, State
+from clusterkv_jax.methods.base import LayerPlan, Request
 from clusterkv_jax.methods.snapkv import SnapKV, snap_scores
 
 

@@ -30,7 +30,9 @@ from clusterkv_jax.cache import (
     KVCache,
     Layer,
     LayerCache,
+    NewTokens,
     PagedHeads,
+    State,
     append,
     from_tokens,
     group_heads,
@@ -39,7 +41,7 @@ from clusterkv_jax.cache import (
     select_heads,
 )
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
+from clusterkv_jax.methods.request import LayerPlan, Request
 
 Held = TypeVar("Held", LayerCache, PagedHeads)
 

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import LayerCache, head_by_head
+from clusterkv_jax.cache import LayerCache, State, head_by_head
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request, State
+from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from clusterkv_jax import host_store
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, LayerCache, groups, resize
+from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups, resize
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
@@ -19,7 +19,7 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import one_by_one, with_groups
 from clusterkv_jax.methods.recall import Index, Recall, by_kv_head, unless_over
-from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
+from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.sharding import over_heads
 
 

@@ -8,20 +8,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.attention import query_heads
-from clusterkv_jax.cache import KVCache, Layer, LayerCache, groups
+from clusterkv_jax.cache import KVCache, Layer, LayerCache, NewTokens, State, groups
 from clusterkv_jax.errors import check_fields
 from clusterkv_jax.methods.adakv import AdaKV
-from clusterkv_jax.methods.base import (
-    Budgeted,
-    LayerPlan,
-    Method,
-    NewTokens,
-    Request,
-    State,
-    aligned,
-    append_and_attend,
-    with_groups,
-)
+from clusterkv_jax.methods.base import Budgeted, LayerPlan, Method, Request, aligned, append_and_attend, with_groups
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.recall import Recall
 from clusterkv_jax.methods.streamingllm import StreamingLLM, moved_back

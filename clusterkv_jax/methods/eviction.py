@@ -12,9 +12,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, LayerCache, head_by_head, kept_slots, put_row, row_at, take_rows, take_slots
+from clusterkv_jax.cache import (
+    KVCache,
+    LayerCache,
+    NewTokens,
+    State,
+    head_by_head,
+    kept_slots,
+    put_row,
+    row_at,
+    take_rows,
+    take_slots,
+)
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.methods.base import Budgeted, LayerPlan, NewTokens, Request, State, append_and_attend
+from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request, append_and_attend
 from clusterkv_jax.scores import last_queries
 from clusterkv_jax.sharding import over_heads
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import KVCache, LayerCache, groups
+from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods.base import Budgeted, append_new, one_by_one
-from clusterkv_jax.methods.request import LayerPlan, NewTokens, Request, State
+from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.sharding import over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.

@@ -1,15 +1,10 @@
-"""What a method is told: of a request before its prompt is read, of a layer, and of the tokens that enter it."""
+"""What a method is told of a request before its prompt is read, and of a layer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.models.config import Rope
-
-# What a method keeps of a group of heads between steps, by name; None where tokens are only ever appended.
-State = dict[str, Array] | None
 
 
 @dataclass(frozen=True)
@@ -54,21 +49,3 @@ class Request:
     def longest(self) -> int:
         """The longest prompt that may occur."""
         return int(np.max(self.lengths))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class NewTokens:
-    """T tokens that enter a layer: the first `count` of each row are real, the others padding.
-
-    `ahead` are the queries that this layer makes of what the previous layer read, for methods that look one layer
-    ahead; None in the first layer and for all others.
-    """
-
-    q: Float[Array, "B T H D"]
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
-    positions: Int[Array, "B T"]
-    real: Bool[Array, "B T"]
-    ahead: Float[Array, "B T H D"] | None = None
-    rope: Rope | None = field(default=None, metadata={"static": True})
