@@ -4,7 +4,6 @@ from clusterkv_jax.attention import attend
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
 from clusterkv_jax.checkpoints import CheckpointError, Model, load
-from clusterkv_jax.compression import compress
 from clusterkv_jax.decoding import decode_step, prefill
 from clusterkv_jax.generation import Result, Stats, generate
 from clusterkv_jax.methods import (
@@ -24,10 +23,10 @@ from clusterkv_jax.methods import (
     SnapKV,
     StreamingLLM,
 )
-from clusterkv_jax.recall import build_index, select
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.saving import load as load_cache
 from clusterkv_jax.saving import save as save_cache
+from clusterkv_jax.tensors import build_index, compress, select
 
 __all__ = [
     "H2O",

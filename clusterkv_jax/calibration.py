@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import groups
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.compression import compress
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.methods import AdaKV, Chelsea, Method
 from clusterkv_jax.methods.base import Budgeted
@@ -32,6 +31,7 @@ from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.tensors import compress
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25

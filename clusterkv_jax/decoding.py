@@ -23,11 +23,11 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, NewTokens, overflowed
-from clusterkv_jax.compression import request_rows
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import LayerPlan, Method, Request
+from clusterkv_jax.methods.request import request_rows
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig

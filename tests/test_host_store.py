@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax import host_store
 from clusterkv_jax.cache import gather_rows
-from clusterkv_jax.compression import request_rows
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.evaluation import engine, runner
 from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.methods.recall import recalled_rows
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
 from tests.tiny import VOCAB, prompt, tiny

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.compression import request_rows
 from clusterkv_jax.decoding import decode_loop, extend
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
 from tests.golden_files import golden, names

@@ -20,7 +20,7 @@ from clusterkv_jax.evaluation.inspection_page import by_layer
 from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.report import page
 from clusterkv_jax.methods import Recall
-from clusterkv_jax.recall import build_index, select
+from clusterkv_jax.tensors import build_index, select
 
 Rates = Float[np.ndarray, "L H S"]
 

@@ -1,10 +1,17 @@
 """What a method is told of a request before its prompt is read, and of a layer."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
+from clusterkv_jax.budget import MOST_ROWS, concrete, look_up
 from clusterkv_jax.models.config import Rope
+
+if TYPE_CHECKING:
+    from clusterkv_jax.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,17 @@ class Request:
     def longest(self) -> int:
         """The longest prompt that may occur."""
         return int(np.max(self.lengths))
+
+
+def request_rows(
+    method: "Method", lengths: Int[Array, " B"] | np.ndarray, layer: int, request: Request
+) -> Int[Array, "B groups"]:
+    """B of each prompt and group of the layer's heads, as device numbers that were computed on the host."""
+    known = concrete(lengths)
+    at = np.arange(request.longest + 1) if known is None else known
+    table = [method.rows(at, request, layer, heads[0]) for heads in method.head_groups(layer, request)]
+    rows = np.minimum(np.stack(table, axis=1), MOST_ROWS)  # beyond any cache, with room to add an interval
+    if known is not None:
+        return jnp.asarray(rows, jnp.int32)
+    # Lengths that are traced cannot be checked: every head keeps at least what it must.
+    return look_up(np.maximum(rows, method.fewest_rows), lengths)
