@@ -7,7 +7,6 @@ a device receives its own slice only.
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.models import llama, registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import token_ids
@@ -135,11 +135,11 @@ def save_huggingface(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses files that do not say which framework's layout they follow.
-    _write(folder / _SINGLE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    with replacing(folder / _SINGLE) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
     if tokenizer_json is not None:
-        tokenizer = Path(tokenizer_json).read_bytes()
-        _write(folder / "tokenizer.json", lambda path: path.write_bytes(tokenizer))
-    _write(folder / "config.json", lambda path: path.write_text(described, encoding="utf-8"))
+        write_whole(folder / "tokenizer.json", Path(tokenizer_json).read_text(encoding="utf-8"))
+    write_whole(folder / "config.json", described)
 
 
 # --- where the files are ---
@@ -340,9 +340,3 @@ def _tokenizer(folder: Path) -> Any:
             del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
         else:
             os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        write(Path(scratch) / path.name)
-        os.replace(Path(scratch) / path.name, path)

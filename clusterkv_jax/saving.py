@@ -6,8 +6,6 @@ configuration and the method, all of which must be those of whoever loads it.
 
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from safetensors.flax import save_file
 
 from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, groups
 from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import with_groups
@@ -49,14 +48,8 @@ def save(path: str | Path, cache: KVCache, config: ModelConfig, method: Method) 
         "method": repr(method),
         "heads": json.dumps(heads),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         save_file(_flat(cache), temporary, metadata)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:

@@ -62,7 +62,7 @@ def calibrate(
 
         import clusterkv_jax as ckv
         from clusterkv_jax import calibration
-        from clusterkv_jax.evaluation import runner
+        from clusterkv_jax.files import write_whole
 
         loaded = ckv.load(model)
         if tokens > loaded.config.max_positions:
@@ -81,7 +81,7 @@ def calibrate(
             )
         if plot:
             draw(found, output.with_suffix(".png"))
-        runner.write_whole(output, calibration.to_yaml(found))
+        write_whole(output, calibration.to_yaml(found))
         _report(found, output, plot)
 
 

@@ -106,14 +106,15 @@ def join(
     """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
     with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import runner
+        from clusterkv_jax.files import write_whole
 
         if output.exists():
             raise ValueError(f"{output} exists; name a new folder.")
         run, lines = runner.join(folders)
         output.mkdir(parents=True)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        runner.write_whole(output / runner.RESULTS, text)
-        runner.write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+        write_whole(output / runner.RESULTS, text)
+        write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
         config = run["config"]
         _write(output, config["suite"], config["model"], lines, None if published is None else _split(published))
 
@@ -155,12 +156,13 @@ def inspect_keys(
     """Draw what a model's keys look like and what methods do to them, layer by layer."""
     with one_sentence_errors(debug):
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import inspection_page, runner, sources
+        from clusterkv_jax.evaluation import inspection_page, sources
+        from clusterkv_jax.files import write_whole
 
         loaded = ckv.load(model)
         ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
         chosen = {entry.name: entry.method for entry in parse_entries(_split(methods), (budget,))}
-        runner.write_whole(output, inspection_page.page_of(loaded, ids, chosen))
+        write_whole(output, inspection_page.page_of(loaded, ids, chosen))
         Console().print(f"Written to {output}", highlight=False)
 
 
@@ -178,7 +180,8 @@ def inspect_recall(
     """Measure how many of the rows with the largest attention each recall method selects."""
     with one_sentence_errors(debug):
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import inspection, recall, runner, sources
+        from clusterkv_jax.evaluation import inspection, recall, sources
+        from clusterkv_jax.files import write_whole
         from clusterkv_jax.methods import Recall
 
         entries = parse_entries(_split(methods), tuple(str(_whole(part, "--budgets")) for part in _split(budgets)))
@@ -195,7 +198,7 @@ def inspect_recall(
         found = {}
         for entry in entries:
             found[entry.name, int(entry.budget)] = recall.recall_rates(layers, entry.method, steps)
-        runner.write_whole(output, recall.recall_page(loaded, tokens, steps, found))
+        write_whole(output, recall.recall_page(loaded, tokens, steps, found))
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method")
         rows = sorted({budget for _, budget in found})
@@ -225,12 +228,13 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tuple[str, ...] | None) -> None:
     """table.md and report.html from the lines, and the table on the screen."""
     from clusterkv_jax.evaluation import report, runner, table
+    from clusterkv_jax.files import write_whole
 
     chosen = table.matching(suite, model) if names is None else names
     summary = table.beside(table.summarize(lines), [table.published(name) for name in chosen])
     run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
-    runner.write_whole(output / "table.md", table.markdown(summary))
-    runner.write_whole(output / "report.html", report.report(summary, lines, run))
+    write_whole(output / "table.md", table.markdown(summary))
+    write_whole(output / "report.html", report.report(summary, lines, run))
     console = Console()
     console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))

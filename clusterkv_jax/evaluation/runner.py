@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from clusterkv_jax.evaluation.cases import Case, Prompt
 from clusterkv_jax.evaluation.engine import Answer, Respond
 from clusterkv_jax.evaluation.scoring import score
+from clusterkv_jax.files import write_whole
 from clusterkv_jax.generation import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
@@ -215,16 +216,6 @@ def parse_lines(raw: bytes, file: Path) -> list[Line]:
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number} of {file} is damaged ({error}); remove it and run again.") from error
     return lines
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Replace a file at once: whoever reads it sees the old or the new text."""
-    temporary = file.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(file)
 
 
 def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
