@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.evaluation import haystack, synthetic
+from clusterkv_jax.evaluation.tasks import haystack, synthetic
 from clusterkv_jax.generation import bucket
 from clusterkv_jax.pages import unpaged
 

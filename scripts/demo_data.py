@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import UInt8, UInt16
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from clusterkv_jax.evaluation import synthetic
-from clusterkv_jax.evaluation.haystack import Book, Count, book
-from clusterkv_jax.evaluation.synthetic import Example, Needles
+from clusterkv_jax.evaluation.tasks import synthetic
+from clusterkv_jax.evaluation.tasks.haystack import Book, Count, book
+from clusterkv_jax.evaluation.tasks.synthetic import Example, Needles
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 # Llama-3's split: digits in groups of one to three from the left, so that a 7-digit number is three tokens.

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from clusterkv_jax import Budget, CentroidKV, generate
 from clusterkv_jax.checkpoints import load
-from clusterkv_jax.evaluation import synthetic
-from clusterkv_jax.evaluation.haystack import Book
+from clusterkv_jax.evaluation.tasks import synthetic
+from clusterkv_jax.evaluation.tasks.haystack import Book
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, forward_hidden, unembed
 

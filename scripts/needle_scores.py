@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import haystack, synthetic
+from clusterkv_jax.evaluation.tasks import haystack, synthetic
 from clusterkv_jax.presets import preset
 
 ROOT = Path(__file__).parent.parent

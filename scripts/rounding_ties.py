@@ -22,7 +22,7 @@ from rich.table import Table
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups
-from clusterkv_jax.evaluation.synthetic import NOISE
+from clusterkv_jax.evaluation.tasks.synthetic import NOISE
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.presets import preset
 from clusterkv_jax.terminal import one_sentence_errors

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
-from clusterkv_jax.evaluation import documents, engine, longbench, reading, ruler, sources, suites, synthetic
-from clusterkv_jax.evaluation.cases import Case, Prompt, build_prompt, counter, query_aware
+from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.command import parse_entries
-from clusterkv_jax.evaluation.suites import Options
+from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt, build_prompt, counter, query_aware
+from clusterkv_jax.evaluation.tasks.suites import Options
 from clusterkv_jax.models import transformer
 from tests.shared_data import shared
 from tests.tiny import prompt, tiny
@@ -295,7 +296,7 @@ def test_likelihoods_are_those_of_the_whole_text():
     pairs = [Prompt(tuple(prompt(i, 84 + 3 * i)), (), tuple(prompt(90 + i, 5 + i))) for i in range(3)]
     likeliest = reference(pairs)[0, len(pairs[0].context) - 1].argmax()
     pairs.append(Prompt(pairs[0].context, (), (int(likeliest),)))
-    answers = engine.likelihoods(tiny(), ckv.Full(), pairs)
+    answers = responses.likelihoods(tiny(), ckv.Full(), pairs)
     assert [answer.greedy for answer in answers] == [False, False, False, True]
     for pair, answer, scores in zip(pairs, answers, reference(pairs), strict=True):
         places = len(pair.context) - 1 + np.arange(len(pair.continuation))
@@ -306,14 +307,14 @@ def test_likelihoods_are_those_of_the_whole_text():
 def test_a_compressed_context_is_read_differently_and_counted():
     method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
     pair = Prompt(tuple(prompt(3, 90)), (), tuple(prompt(4, 6)))
-    (answer,) = engine.likelihoods(tiny(), method, [pair])
+    (answer,) = responses.likelihoods(tiny(), method, [pair])
     assert answer.rows == 40
     assert np.isfinite(answer.logprobs).all()
     places = 89 + np.arange(6)
     full = reference([pair])[0][places, np.asarray(pair.continuation)]
     assert not np.allclose(answer.logprobs, full, rtol=1e-3)
-    assert engine.possible(tiny(), method, pair, 8)
-    assert not engine.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
+    assert responses.possible(tiny(), method, pair, 8)
+    assert not responses.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
 
 
 # --- the command ---

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import inspection, inspection_page, recall
-from clusterkv_jax.evaluation.inspection import Observed
+from clusterkv_jax.evaluation.inspection import observations, recall_rates
+from clusterkv_jax.evaluation.inspection import page as inspection_page
+from clusterkv_jax.evaluation.inspection.observations import Observed
 from tests.tiny import prompt, tiny
 
 METHOD = ckv.CentroidKV(ckv.Budget(tokens=60), sinks=4, recent=8, chunk=32, interval=8)
@@ -16,7 +17,7 @@ METHOD = ckv.CentroidKV(ckv.Budget(tokens=60), sinks=4, recent=8, chunk=32, inte
 
 @pytest.fixture(scope="module")
 def layers():
-    return inspection.observe(tiny(), prompt(0, 160))
+    return observations.observe(tiny(), prompt(0, 160))
 
 
 def circling(turn, tokens=80):
@@ -27,31 +28,31 @@ def circling(turn, tokens=80):
 
 
 def test_similarity_is_that_of_known_keys():
-    slow = inspection.similarity_over_distance(circling(0.01))
+    slow = observations.similarity_over_distance(circling(0.01))
     np.testing.assert_allclose(slow[0], np.cos(0.01 * np.arange(1, 65)), atol=1e-5)
-    assert inspection.convex_share(slow) < 0.2  # a cosine falls ever faster at first
-    assert inspection.convex_share(np.exp(-np.arange(20))[None]) == 1
-    found = inspection.cosine_maps(circling(0.1))
+    assert observations.convex_share(slow) < 0.2  # a cosine falls ever faster at first
+    assert observations.convex_share(np.exp(-np.arange(20))[None]) == 1
+    found = observations.cosine_maps(circling(0.1))
     np.testing.assert_allclose(found[0, 0], np.cos(0.1 * np.arange(80)), atol=1e-5)
 
 
 def test_outlier_heads_are_those_without_similar_keys():
     similar, far = circling(0.01), circling(2.0)
-    np.testing.assert_array_equal(inspection.outlier_map([similar, far], chunk=2), [[0], [1]])
+    np.testing.assert_array_equal(observations.outlier_map([similar, far], chunk=2), [[0], [1]])
 
 
 def test_kept_positions_and_their_likeness(layers):
-    kept = inspection.kept_positions(layers, METHOD)
+    kept = observations.kept_positions(layers, METHOD)
     assert [[len(head) for head in layer] for layer in kept] == [[60, 60], [60, 60]]
     assert all({0, 1, 2, 3, *range(152, 160)} <= head for layer in kept for head in layer)
-    (likeness,) = inspection.neighbour_similarity(kept)
+    (likeness,) = observations.neighbour_similarity(kept)
     assert 12 / 108 < likeness < 1
-    np.testing.assert_allclose(inspection.neighbour_similarity([[{1, 2, 3}], [{2, 3, 4}], [{2, 3, 4}]]), [0.5, 1])
+    np.testing.assert_allclose(observations.neighbour_similarity([[{1, 2, 3}], [{2, 3, 4}], [{2, 3, 4}]]), [0.5, 1])
 
 
 def test_the_full_cache_has_no_error_and_a_small_one_has(layers):
-    np.testing.assert_allclose(inspection.output_errors(layers, ckv.Full()), [[1, 0], [1, 0]], atol=1e-6)
-    errors = inspection.output_errors(layers, METHOD)
+    np.testing.assert_allclose(observations.output_errors(layers, ckv.Full()), [[1, 0], [1, 0]], atol=1e-6)
+    errors = observations.output_errors(layers, METHOD)
     assert (errors[:, 0] < 0.999).all()
     assert (errors[:, 1] > 0.01).all()
 
@@ -59,12 +60,12 @@ def test_the_full_cache_has_no_error_and_a_small_one_has(layers):
 @pytest.mark.parametrize("method", [ckv.ClusterKV, ckv.Quest, ckv.InfiniGen])
 def test_recall_has_the_error_of_the_rows_that_it_selects(layers, method):
     few, all_rows = (method(ckv.Budget(tokens=n), dense_layers=1) for n in (48, 96))
-    errors = inspection.output_errors(layers, few)
+    errors = observations.output_errors(layers, few)
     np.testing.assert_allclose(errors[0], [1, 0], atol=1e-6)  # a dense layer
     assert errors[1, 0] < 0.999
     assert errors[1, 1] > 0.01
     # 160 tokens less the 64 that ask.
-    np.testing.assert_allclose(inspection.output_errors(layers, all_rows), [[1, 0], [1, 0]], atol=1e-5)
+    np.testing.assert_allclose(observations.output_errors(layers, all_rows), [[1, 0], [1, 0]], atol=1e-5)
 
 
 def test_the_page_compares_kept_positions_of_methods_that_forget(layers, monkeypatch):
@@ -79,7 +80,7 @@ def test_the_page_compares_kept_positions_of_methods_that_forget(layers, monkeyp
 
 def test_the_recall_rate_counts_the_best_rows(layers):
     method = ckv.ClusterKV(ckv.Budget(tokens=40), sinks=2, tokens_per_cluster=8, dense_layers=1)
-    rates = recall.recall_rates(layers, method, 20)
+    rates = recall_rates.recall_rates(layers, method, 20)
     assert rates.shape == (2, 4, 20)
     assert np.isnan(rates[0]).all()
     # By hand, for one head and step.
@@ -91,10 +92,10 @@ def test_the_recall_rate_counts_the_best_rows(layers):
     best = np.argsort(-(np.asarray(layer.keys[0, head // 2, :cut]) @ query[head]))[:40]
     assert rates[1, head, step] == pytest.approx(len(chosen & set(best.tolist())) / 40)
     # Every row of its own cluster: what scores best is what attends best.
-    single = recall.recall_rates(layers, dataclasses.replace(method, sinks=0, tokens_per_cluster=1), 20)
-    assert np.nanmin(single) > 0.95 > recall.mean_rate(rates) > 40 / cut
+    single = recall_rates.recall_rates(layers, dataclasses.replace(method, sinks=0, tokens_per_cluster=1), 20)
+    assert np.nanmin(single) > 0.95 > recall_rates.mean_rate(rates) > 40 / cut
     with pytest.raises(ValueError, match="got 140 tokens and 150 rows"):
-        recall.recall_rates(layers, dataclasses.replace(method, budget=ckv.Budget(tokens=150)), 20)
+        recall_rates.recall_rates(layers, dataclasses.replace(method, budget=ckv.Budget(tokens=150)), 20)
 
 
 def test_the_page_of_recall_holds_every_picture(layers):
@@ -102,7 +103,7 @@ def test_the_page_of_recall_holds_every_picture(layers):
     rates = np.full((2, 4, 20), 0.5)
     rates[0] = np.nan
     found = {("clusterkv", 40): rates, ("quest", 40): rates / 2, ("quest", 80): rates}
-    page = recall.recall_page(tiny(), 160, 20, found)
+    page = recall_rates.recall_page(tiny(), 160, 20, found)
     assert page.count("<svg") == 4
     assert "140 tokens" in page
 

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import longbench, plots, report, runner, table
-from clusterkv_jax.evaluation.cases import Case, Prompt
-from clusterkv_jax.evaluation.engine import Answer
+from clusterkv_jax.evaluation import runner
+from clusterkv_jax.evaluation.report import plots, report, table
+from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.runner import Entry, Job
+from clusterkv_jax.evaluation.tasks import longbench
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 
 ROOT = Path(__file__).parent.parent
 BARE = {"method": "full", "budget": "1.0", "metric": "nll", "compressed": True, "cut": 0}
@@ -282,7 +284,7 @@ def test_needles_stand_at_the_nearest_tenth_of_the_depth():
 
 @pytest.mark.parametrize("name", table.published_names())
 def test_published_tables_are_whole(name):
-    from clusterkv_jax.evaluation.suites import SUITES
+    from clusterkv_jax.evaluation.tasks.suites import SUITES
 
     found = table.published(name)
     assert found.suite in SUITES

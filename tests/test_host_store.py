@@ -14,8 +14,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax import host_store
 from clusterkv_jax.cache import gather_rows
 from clusterkv_jax.decoding import extend
-from clusterkv_jax.evaluation import engine, runner
-from clusterkv_jax.evaluation.cases import Case, Prompt
+from clusterkv_jax.evaluation import responses, runner
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods.recall import recalled_rows
 from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
@@ -238,7 +238,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
         runner.Job(i, Case(f"nll/{i}", "nll", metric="nll"), Prompt(context, (), tuple(prompt(9 + i, 6))))
         for i, context in enumerate(made)
     ]
-    answer, calls = engine.responder(tiny()), []
+    answer, calls = responses.responder(tiny()), []
 
     def broken(*given):
         calls.append(given)
@@ -247,7 +247,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
         return answer(*given)
 
     def go(name, respond, method=HOST):
-        entries, possible = [runner.Entry("clusterkv", "0.5", method)], partial(engine.possible, tiny())
+        entries, possible = [runner.Entry("clusterkv", "0.5", method)], partial(responses.possible, tiny())
         folder, config = tmp_path / name, {"methods": {"clusterkv@0.5": repr(method)}}
         return runner.run(folder, config, {}, jobs, entries, respond, batch_size=1, possible=possible)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from clusterkv_jax.evaluation import scoring
-from clusterkv_jax.evaluation.longbench import TASKS, by_length
+from clusterkv_jax.evaluation.tasks.longbench import TASKS, by_length
 from tests.shared_data import shared
 
 CASES = 15

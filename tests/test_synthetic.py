@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from clusterkv_jax.evaluation import synthetic
-from clusterkv_jax.evaluation.haystack import Book, book
-from clusterkv_jax.evaluation.synthetic import TASKS, Needles
+from clusterkv_jax.evaluation.tasks import synthetic
+from clusterkv_jax.evaluation.tasks.haystack import Book, book
+from clusterkv_jax.evaluation.tasks.synthetic import TASKS, Needles
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import synthetic
-from clusterkv_jax.evaluation.haystack import book
+from clusterkv_jax.evaluation.tasks import synthetic
+from clusterkv_jax.evaluation.tasks.haystack import book
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")

@@ -96,14 +96,14 @@ def _check(output: Path, plot: bool, chunk: int, ratio: float) -> None:
     if not output.parent.is_dir():
         raise ValueError(f"the folder {output.parent} does not exist; make it before a calibration is written there.")
     if plot:
-        from clusterkv_jax.evaluation.scoring import library
+        from clusterkv_jax.evaluation.extras import library
 
         library("matplotlib", "Drawing the map (leave it out with --no-plot)")
 
 
 def read_texts(data: str) -> list[str]:
     """Texts of a file, a folder, or a hub data set `ID[:CONFIG[:SPLIT]]` with a column "text"."""
-    from clusterkv_jax.evaluation import sources
+    from clusterkv_jax.evaluation.tasks import sources
 
     place = Path(data)
     if place.exists():
@@ -143,7 +143,7 @@ def draw(found: Any, file: Path) -> None:
     """The share of rows without a similar neighbour by layer and head, outlier heads framed (Chelsea Figures 6, 7)."""
     import numpy as np
 
-    from clusterkv_jax.evaluation.plots import new_figure
+    from clusterkv_jax.evaluation.report.plots import new_figure
 
     shares = np.asarray(found.outlier_share)
     layers, heads = shares.shape

@@ -55,8 +55,9 @@ def evaluate(
             _list_suites()
             return
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import cases as building
-        from clusterkv_jax.evaluation import engine, runner, suites
+        from clusterkv_jax.evaluation import responses, runner
+        from clusterkv_jax.evaluation.tasks import cases as building
+        from clusterkv_jax.evaluation.tasks import suites
 
         entries = parse_entries(_split(methods), _split(budgets))
         loaded = ckv.load(model, dtype=dtype)
@@ -87,9 +88,9 @@ def evaluate(
                 about(),
                 jobs,
                 entries,
-                engine.responder(loaded),
+                responses.responder(loaded),
                 batch_size=batch_size,
-                possible=partial(engine.possible, loaded),
+                possible=partial(responses.possible, loaded),
                 on_lines=on_lines,
             )
         _write(output, suite, model, lines, None if published is None else _split(published))
@@ -121,13 +122,13 @@ def join(
 
 def lm_eval(context: typer.Context) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
-    from clusterkv_jax.evaluation.scoring import library
+    from clusterkv_jax.evaluation.extras import library
 
     with one_sentence_errors(False):
         library("lm_eval", "clusterkv lm-eval")
-        from clusterkv_jax.evaluation import harness
+        from clusterkv_jax.evaluation import lm_eval
 
-        harness.main(context.args)
+        lm_eval.main(context.args)
 
 
 class KeysByDefault(typer.core.TyperGroup):
@@ -156,7 +157,8 @@ def inspect_keys(
     """Draw what a model's keys look like and what methods do to them, layer by layer."""
     with one_sentence_errors(debug):
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import inspection_page, sources
+        from clusterkv_jax.evaluation.inspection import page as inspection_page
+        from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
 
         loaded = ckv.load(model)
@@ -180,7 +182,8 @@ def inspect_recall(
     """Measure how many of the rows with the largest attention each recall method selects."""
     with one_sentence_errors(debug):
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import inspection, recall, sources
+        from clusterkv_jax.evaluation.inspection import observations, recall_rates
+        from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
         from clusterkv_jax.methods import Recall
 
@@ -194,18 +197,18 @@ def inspect_recall(
         ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
         if not 1 <= steps < tokens:
             raise ValueError(f"--steps must be between 1 and {tokens - 1}, got {steps}.")
-        layers = inspection.observe(loaded, ids)
+        layers = observations.observe(loaded, ids)
         found = {}
         for entry in entries:
-            found[entry.name, int(entry.budget)] = recall.recall_rates(layers, entry.method, steps)
-        write_whole(output, recall.recall_page(loaded, tokens, steps, found))
+            found[entry.name, int(entry.budget)] = recall_rates.recall_rates(layers, entry.method, steps)
+        write_whole(output, recall_rates.recall_page(loaded, tokens, steps, found))
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method")
         rows = sorted({budget for _, budget in found})
         for budget in rows:
             table.add_column(f"B = {budget:,}", justify="right")
         for name in dict.fromkeys(name for name, _ in found):
-            table.add_row(name, *(f"{recall.mean_rate(found[name, budget]):.3f}" for budget in rows))
+            table.add_row(name, *(f"{recall_rates.mean_rate(found[name, budget]):.3f}" for budget in rows))
         Console().print(table)
         Console().print(f"Written to {output}", highlight=False)
 
@@ -227,7 +230,8 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tuple[str, ...] | None) -> None:
     """table.md and report.html from the lines, and the table on the screen."""
-    from clusterkv_jax.evaluation import report, runner, table
+    from clusterkv_jax.evaluation import runner
+    from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
     chosen = table.matching(suite, model) if names is None else names
@@ -309,7 +313,7 @@ def _commit() -> str | None:
 
 def _screen(summary: Any) -> Table:
     """The table without the intervals of single tasks, which table.md has."""
-    from clusterkv_jax.evaluation.table import budget_name, cell_text
+    from clusterkv_jax.evaluation.report.table import budget_name, cell_text
 
     found = Table(box=SIMPLE_HEAD)
     for name in ("method", "kept", *summary.columns, "average"):
@@ -326,7 +330,7 @@ def _screen(summary: Any) -> Table:
 
 
 def _list_suites() -> None:
-    from clusterkv_jax.evaluation.suites import SUITES
+    from clusterkv_jax.evaluation.tasks.suites import SUITES
 
     listed = Table(box=None, pad_edge=False)
     for name in ("suite", "what it is", "tasks"):

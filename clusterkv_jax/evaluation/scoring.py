@@ -8,14 +8,14 @@ the official scorers use, from the extra `eval`.
 import contextlib
 import difflib
 import functools
-import importlib
 import re
 import string
 import unicodedata
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
+
+from clusterkv_jax.evaluation.extras import library
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 Pair = Callable[[str, str], float]
@@ -193,19 +193,7 @@ METRICS: dict[str, Metric] = {
 }
 
 
-# --- libraries of the extra `eval` ---
-
-
-def library(name: str, why: str) -> ModuleType:
-    """A module of the extra `eval`, imported when it is needed; a ValueError in one sentence where it is missing."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old code inside them
-            return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.split(".")[0]:
-            raise
-        raise ValueError(f"{why} needs the package {name!r}: pip install 'clusterkv-jax[eval]'.") from error
+# --- libraries ---
 
 
 @functools.cache

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.evaluation.scoring import library
-from clusterkv_jax.evaluation.table import Cell, Row, Summary, budget_name
+from clusterkv_jax.evaluation.extras import library
+from clusterkv_jax.evaluation.report.table import Cell, Row, Summary, budget_name
 
 # Okabe and Ito's colours, told apart by everybody, in an order that keeps neighbours distinct.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255", "#44AA99")

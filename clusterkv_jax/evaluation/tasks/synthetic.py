@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from clusterkv_jax.evaluation.haystack import Book, Count, cut, fit, insert, longest, passage
+from clusterkv_jax.evaluation.tasks.haystack import Book, Count, cut, fit, insert, longest, passage
 
 Split = Literal["all", "train", "valid"]
 KINDS = ("numbers", "words", "uuids")
@@ -206,7 +206,9 @@ def _uuid(rng: np.random.Generator) -> str:
 @cache
 def words(kind: Literal["adjectives", "nouns"], split: Split = "all") -> tuple[str, ...]:
     """The packaged word lists; the train and valid splits are disjoint and together all."""
-    listed = resources.files("clusterkv_jax.evaluation").joinpath(f"{kind}.txt").read_text(encoding="utf-8").split()
+    listed = (
+        resources.files("clusterkv_jax.evaluation.tasks").joinpath(f"{kind}.txt").read_text(encoding="utf-8").split()
+    )
     held_out = {"all": (False, True), "train": (False,), "valid": (True,)}[split]
     return tuple(word for i, word in enumerate(listed) if (i % HELD_OUT == HELD_OUT - 1) in held_out)
 

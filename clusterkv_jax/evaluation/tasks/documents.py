@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.evaluation.haystack import Count, longest
-from clusterkv_jax.evaluation.synthetic import Example
+from clusterkv_jax.evaluation.tasks.haystack import Count, longest
+from clusterkv_jax.evaluation.tasks.synthetic import Example
 
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from clusterkv_jax.evaluation import longbench, ruler
+from clusterkv_jax.evaluation.tasks import longbench, ruler
 
 Z95 = 1.959964
 Line = Mapping[str, Any]

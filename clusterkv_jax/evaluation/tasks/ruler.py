@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.evaluation import documents, synthetic
-from clusterkv_jax.evaluation.cases import Case
-from clusterkv_jax.evaluation.haystack import Book, Count
-from clusterkv_jax.evaluation.synthetic import Example
+from clusterkv_jax.evaluation.tasks import documents, synthetic
+from clusterkv_jax.evaluation.tasks.cases import Case
+from clusterkv_jax.evaluation.tasks.haystack import Book, Count
+from clusterkv_jax.evaluation.tasks.synthetic import Example
 
 QUESTIONS = ("qa_1", "qa_2")
 TASKS = (*synthetic.TASKS, *QUESTIONS)

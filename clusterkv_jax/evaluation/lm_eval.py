@@ -19,10 +19,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import engine
-from clusterkv_jax.evaluation.cases import Case, Prompt
-from clusterkv_jax.evaluation.engine import Answer
+from clusterkv_jax.evaluation import responses
+from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.runner import Job, batches
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import preset
 
@@ -171,8 +171,8 @@ class CompressedLM(TemplateLM):
 
     def _answers(self, jobs: Sequence[Job]) -> list[Answer]:
         """Answers in the order of the jobs; prompts that are too short for the budget get the full cache."""
-        respond = engine.responder(self.loaded)
-        fits = [engine.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
+        respond = responses.responder(self.loaded)
+        fits = [responses.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
         if not all(fits):
             _log.warning(
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)

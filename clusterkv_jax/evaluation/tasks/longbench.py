@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from clusterkv_jax.evaluation.cases import Case, middle_cut
+from clusterkv_jax.evaluation.tasks.cases import Case, middle_cut
 
 ENGLISH = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.evaluation import documents, gsm8k, longbench, reading, retrieval, ruler, sources
-from clusterkv_jax.evaluation.cases import Case, counter
-from clusterkv_jax.evaluation.haystack import Book, book
+from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources
+from clusterkv_jax.evaluation.tasks.cases import Case, counter
+from clusterkv_jax.evaluation.tasks.haystack import Book, book
 
 
 @dataclass(frozen=True)

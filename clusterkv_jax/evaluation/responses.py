@@ -15,7 +15,7 @@ from clusterkv_jax.cache import KVCache, gather_rows, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend, prefill
 from clusterkv_jax.errors import out_of_memory_explained
-from clusterkv_jax.evaluation.cases import Prompt
+from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation import bucket, compile_seconds, generate
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.base import Request

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from clusterkv_jax.evaluation.cases import Case, Tokens
+from clusterkv_jax.evaluation.tasks.cases import Case, Tokens
 
 BLOCK = 256
 

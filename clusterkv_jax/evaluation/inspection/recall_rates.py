@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.evaluation.inspection import Observed, seen_by
-from clusterkv_jax.evaluation.inspection_page import by_layer
-from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.evaluation.report import page
+from clusterkv_jax.evaluation.inspection.observations import Observed, seen_by
+from clusterkv_jax.evaluation.inspection.page import by_layer
+from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
+from clusterkv_jax.evaluation.report.report import page
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.tensors import build_index, select
 

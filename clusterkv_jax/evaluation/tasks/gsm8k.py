@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from clusterkv_jax.evaluation.cases import Case
-from clusterkv_jax.evaluation.scoring import library
-from clusterkv_jax.evaluation.sources import read_rows, rows
+from clusterkv_jax.evaluation.extras import library
+from clusterkv_jax.evaluation.tasks.cases import Case
+from clusterkv_jax.evaluation.tasks.sources import read_rows, rows
 
 MAX_NEW_TOKENS = 256
 

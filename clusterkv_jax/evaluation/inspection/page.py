@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Float
 
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.evaluation import inspection
-from clusterkv_jax.evaluation.inspection import Observed
-from clusterkv_jax.evaluation.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.evaluation.report import page
+from clusterkv_jax.evaluation.inspection import observations
+from clusterkv_jax.evaluation.inspection.observations import Observed
+from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
+from clusterkv_jax.evaluation.report.report import page
 from clusterkv_jax.methods import Full, Method, Recall
 
 MOST_MAPS = 8  # layers, and heads, of the cosine maps
@@ -21,10 +21,10 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
 
     Methods that recall keep everything too, so that there are no kept positions of theirs to compare.
     """
-    layers = inspection.observe(model, tokens)
+    layers = observations.observe(model, tokens)
     less = {name: method for name, method in methods.items() if not isinstance(method, Full)}
-    curves = [inspection.similarity_over_distance(layer) for layer in layers]
-    convex = np.mean([inspection.convex_share(curve) for curve in curves])
+    curves = [observations.similarity_over_distance(layer) for layer in layers]
+    convex = np.mean([observations.convex_share(curve) for curve in curves])
     parts = [
         f"<h1>{html.escape(model.name)}, {len(tokens):,} tokens</h1>",
         "<h2>Cosines of neighbouring keys, by layer (down) and head (across)</h2>",
@@ -33,18 +33,18 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
         f"<p>{convex:.0%} of the second differences are not negative: the share of the curves that is convex.</p>",
         f"<figure>{_curves(curves)}</figure>",
         "<h2>Rows without a similar neighbour</h2>",
-        f"<figure>{_outliers(inspection.outlier_map(layers))}</figure>",
+        f"<figure>{_outliers(observations.outlier_map(layers))}</figure>",
     ]
     forgetting = {name: method for name, method in less.items() if not isinstance(method, Recall)}
     if forgetting:
-        kept = {name: inspection.kept_positions(layers, method) for name, method in forgetting.items()}
-        likeness = {name: inspection.neighbour_similarity(found) for name, found in kept.items()}
+        kept = {name: observations.kept_positions(layers, method) for name, method in forgetting.items()}
+        likeness = {name: observations.neighbour_similarity(found) for name, found in kept.items()}
         parts += [
             "<h2>Positions kept by successive layers (Jaccard similarity)</h2>",
             f"<figure>{by_layer(likeness, 'similarity to the next layer')}</figure>",
         ]
     if less:
-        errors = {name: inspection.output_errors(layers, method) for name, method in less.items()}
+        errors = {name: observations.output_errors(layers, method) for name, method in less.items()}
         parts += [
             "<h2>Attention output of the last queries against the full cache</h2>",
             f"<figure>{by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
@@ -64,7 +64,7 @@ def _maps(layers: Sequence[Observed]) -> str:
     axes.remove()
     grid = figure.subplots(len(rows), len(heads), squeeze=False)
     for line, number in zip(grid, rows, strict=True):
-        maps = inspection.cosine_maps(layers[number])
+        maps = observations.cosine_maps(layers[number])
         for place, head in zip(line, heads, strict=True):
             image = place.imshow(maps[head], vmin=-1, vmax=1, cmap="RdBu_r")
             place.set_xticks([])

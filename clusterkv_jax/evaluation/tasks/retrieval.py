@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from clusterkv_jax.evaluation import synthetic
-from clusterkv_jax.evaluation.cases import Case
-from clusterkv_jax.evaluation.haystack import Book, Count
-from clusterkv_jax.evaluation.ruler import QUESTION_ROOM, from_example
-from clusterkv_jax.evaluation.synthetic import Needles
+from clusterkv_jax.evaluation.tasks import synthetic
+from clusterkv_jax.evaluation.tasks.cases import Case
+from clusterkv_jax.evaluation.tasks.haystack import Book, Count
+from clusterkv_jax.evaluation.tasks.ruler import QUESTION_ROOM, from_example
+from clusterkv_jax.evaluation.tasks.synthetic import Needles
 
 DEPTHS = tuple(round(i / 10, 1) for i in range(11))
 _LINES_BEFORE = (

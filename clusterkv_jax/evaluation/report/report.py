@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkv_jax.evaluation import plots
-from clusterkv_jax.evaluation.table import Summary, budget_name, cell_text, notes
+from clusterkv_jax.evaluation.report import plots
+from clusterkv_jax.evaluation.report.table import Summary, budget_name, cell_text, notes
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff }

@@ -1,0 +1,1 @@
+"""What a model's keys look like, and what methods find in them."""

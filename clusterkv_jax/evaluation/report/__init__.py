@@ -1,0 +1,1 @@
+"""From result lines to tables, plots and one page."""

@@ -1,0 +1,1 @@
+"""The suites: what is asked, of which texts."""
