@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.cli.terminal import one_sentence_errors
 from clusterkv_jax.evaluation.runner import parse_lines
-from clusterkv_jax.terminal import one_sentence_errors
 
 Key = tuple[str, str, str]  # method, budget, example
 FIELDS = ("method", "budget", "id", "task", "prompt", "output", "score")

@@ -22,10 +22,10 @@ from rich.table import Table
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups
+from clusterkv_jax.cli.terminal import one_sentence_errors
 from clusterkv_jax.evaluation.tasks.synthetic import NOISE
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.presets import preset
-from clusterkv_jax.terminal import one_sentence_errors
 
 CHAPTER = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
 

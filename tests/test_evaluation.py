@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
+from clusterkv_jax.cli.options import parse_entries
 from clusterkv_jax.evaluation import responses
-from clusterkv_jax.evaluation.command import parse_entries
 from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt, build_prompt, counter, query_aware
 from clusterkv_jax.evaluation.tasks.suites import Options

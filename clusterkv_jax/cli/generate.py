@@ -1,7 +1,4 @@
-"""The `clusterkv` command: read a long text, keep a clustered cache of it, answer from it.
-
-Everything heavy (jax, tokenizers, the model) is imported by the command that needs it, so that `--help` is quick.
-"""
+"""`clusterkv generate`: read a long text, keep a clustered cache of it, answer from it; `clusterkv methods`."""
 
 import dataclasses
 import json
@@ -19,18 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.evaluation import calibrate, command
-from clusterkv_jax.terminal import one_sentence_errors
+from clusterkv_jax.cli.terminal import one_sentence_errors
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Decode from long prompts with a clustered KV cache that keeps a fraction of the rows.",
-)
-
-_EXAMPLES = """[bold]Examples[/bold]
+EXAMPLES = """[bold]Examples[/bold]
 
 Answer from a book chapter with a quarter of the cache:
 
@@ -65,7 +53,6 @@ class Run:
     stats: Any
 
 
-@app.command(epilog=_EXAMPLES)
 def generate(
     prompt_file: Annotated[str, typer.Option(help="The text to read, UTF-8; '-' reads standard input.")],
     model: Annotated[str, typer.Option(help="'demo', a folder or a hub id in Hugging Face format.")] = "demo",
@@ -152,7 +139,6 @@ def generate(
             )
 
 
-@app.command()
 def methods(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
@@ -169,18 +155,6 @@ def methods(
             table.add_row(preset.name, preset.description, preset.source)
         # A line each: cut at the edge of a terminal, whole in a file or a pipe.
         Console(width=None if Console().is_terminal else 1000).print(table)
-
-
-app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
-app.command()(command.evaluate)
-app.command("join")(command.join)
-app.add_typer(command.inspect, name="inspect")
-app.command(context_settings=command.PASS_ON)(command.lm_eval)
-
-
-def main() -> None:
-    """Entry point of the `clusterkv` command."""
-    app()
 
 
 def read_text(prompt_file: str) -> str:
@@ -328,7 +302,3 @@ def _span(nested: Any) -> str:
     """Smallest to largest number, one number where they agree."""
     low, high = min(_numbers(nested)), max(_numbers(nested))
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
-
-
-if __name__ == "__main__":
-    main()

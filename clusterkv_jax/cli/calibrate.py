@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.terminal import one_sentence_errors, progress_bar
+from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
 
 EXAMPLES = """[bold]What for[/bold]
 

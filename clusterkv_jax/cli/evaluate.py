@@ -1,0 +1,176 @@
+"""`clusterkv evaluate`: a suite through methods and budgets, as results.jsonl, run.json, table.md and report.html."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from clusterkv_jax.cli.options import parse_count, parse_entries, split
+from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
+
+_what = partial(typer.Option, rich_help_panel="What is asked")
+
+
+def evaluate(
+    suite: Annotated[str, typer.Option(help="ruler, longbench, niah, gsm8k, pg19 ...; 'list' shows all of them.")],
+    model: Annotated[str, typer.Option(help="'demo', a folder or a hub id in Hugging Face format.")] = "demo",
+    methods: Annotated[str, typer.Option(help="Methods, presets or preset files, between commas.")] = "full",
+    budgets: Annotated[str, typer.Option(help="Shares of the cache (0.25) or rows (1024), between commas.")] = "1.0",
+    output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
+        "results"
+    ),
+    tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
+    lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
+    limit: Annotated[int | None, _what(help="Most examples of each task.", show_default="the suite's")] = None,
+    query_aware: Annotated[
+        bool, _what("--query-aware", help="Let methods see the question before they compress.")
+    ] = False,
+    data: Annotated[str | None, _what(help="Local file or folder instead of the hub.")] = None,
+    books: Annotated[str | None, _what(help="Local book or folder of books.", show_default="PG19, test")] = None,
+    seed: Annotated[int, _what(help="Of everything that is generated.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Most examples read together.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
+    published: Annotated[
+        str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Answer a suite's questions with compressed caches and make a table of the scores."""
+    with one_sentence_errors(debug):
+        if suite == "list":
+            _list_suites()
+            return
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation import manifest, responses, runner
+        from clusterkv_jax.evaluation.tasks import cases as building
+        from clusterkv_jax.evaluation.tasks import suites
+
+        entries = parse_entries(split(methods), split(budgets))
+        loaded = ckv.load(model, dtype=dtype)
+        if loaded.tokenizer is None:
+            raise ValueError(f"model {model} has no tokenizer, which evaluation needs.")
+        options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
+        positions = loaded.config.max_positions
+        with Console(stderr=True).status(f"Building the cases of {suite} ..."):
+            found = suites.cases(suite, options, loaded.tokenizer, positions)
+            found = [building.query_aware(case) for case in found] if query_aware else found
+            jobs = [
+                runner.Job(i, case, building.build_prompt(case, loaded.tokenizer, positions))
+                for i, case in enumerate(found)
+            ]
+        config = {
+            "suite": suite,
+            "model": model,
+            "parameters": manifest.fingerprint(loaded.params),
+            "dtype": str(loaded.params["embed"].dtype),
+            "methods": {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries},
+            "query_aware": query_aware,
+            "batch_size": batch_size,
+        }
+        with progress_bar(len(jobs) * len(entries), "examples") as on_lines:
+            lines = runner.run(
+                output,
+                config,
+                manifest.about(),
+                jobs,
+                entries,
+                responses.responder(loaded),
+                batch_size=batch_size,
+                possible=partial(responses.possible, loaded),
+                on_lines=on_lines,
+            )
+        _write(output, suite, model, lines, None if published is None else split(published))
+
+
+def join(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `clusterkv evaluate` wrote.")],
+    output: Annotated[Path, typer.Option(help="Folder of the joint results; new.")],
+    published: Annotated[
+        str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
+    with one_sentence_errors(debug):
+        from clusterkv_jax.evaluation import runner
+        from clusterkv_jax.files import write_whole
+
+        if output.exists():
+            raise ValueError(f"{output} exists; name a new folder.")
+        run, lines = runner.join(folders)
+        output.mkdir(parents=True)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_whole(output / runner.RESULTS, text)
+        write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+        config = run["config"]
+        _write(output, config["suite"], config["model"], lines, None if published is None else split(published))
+
+
+def lm_eval(context: typer.Context) -> None:
+    """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
+    from clusterkv_jax.evaluation.extras import library
+
+    with one_sentence_errors(False):
+        library("lm_eval", "clusterkv lm-eval")
+        from clusterkv_jax.evaluation import lm_eval
+
+        lm_eval.main(context.args)
+
+
+# What the harness's command is told goes to it as it is, --help too.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tuple[str, ...] | None) -> None:
+    """table.md and report.html from the lines, and the table on the screen."""
+    from clusterkv_jax.evaluation import runner
+    from clusterkv_jax.evaluation.report import report, table
+    from clusterkv_jax.files import write_whole
+
+    chosen = table.matching(suite, model) if names is None else names
+    summary = table.beside(table.summarize(lines), [table.published(name) for name in chosen])
+    run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
+    write_whole(output / "table.md", table.markdown(summary))
+    write_whole(output / "report.html", report.report(summary, lines, run))
+    console = Console()
+    console = console if console.is_terminal else Console(width=240)
+    console.print(_screen(summary))
+    for note in table.notes(summary):
+        console.print(note, style="dim")
+    console.print(f"Written to {output}: results.jsonl, run.json, table.md, report.html", highlight=False)
+
+
+def _screen(summary: Any) -> Table:
+    """The table without the intervals of single tasks, which table.md has."""
+    from clusterkv_jax.evaluation.report.table import budget_name, cell_text
+
+    found = Table(box=SIMPLE_HEAD)
+    for name in ("method", "kept", *summary.columns, "average"):
+        left = name in ("method", "kept")
+        found.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=left or name == "average")
+    for row in summary.rows:
+        measured = row.source == "measured"
+        cells = [row.cells.get(name) for name in summary.columns]
+        values = [cell_text(cell, summary.perplexity).split(" ")[0] for cell in cells]
+        name = row.method if measured else f"{row.method}, {row.source}"
+        average = cell_text(row.average, summary.perplexity)
+        found.add_row(name, budget_name(row.budget), *values, average, style=None if measured else "dim italic")
+    return found
+
+
+def _list_suites() -> None:
+    from clusterkv_jax.evaluation.tasks.suites import SUITES
+
+    listed = Table(box=None, pad_edge=False)
+    for name in ("suite", "what it is", "tasks"):
+        listed.add_column(name)
+    for name, suite in SUITES.items():
+        listed.add_row(name, suite.description, ", ".join(suite.tasks) or "a book each")
+    Console().print(listed)

@@ -1,0 +1,106 @@
+"""`clusterkv inspect`: pictures of a model's keys, and of what methods find in them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from clusterkv_jax.cli.options import parse_count, parse_entries, split
+from clusterkv_jax.cli.terminal import one_sentence_errors
+
+
+class KeysByDefault(typer.core.TyperGroup):
+    """`inspect MODEL` is `inspect keys MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Arguments that begin with no command's name are those of `keys`."""
+        if args and args[0] not in {*self.commands, "--help"}:
+            args = ["keys", *args]
+        return super().parse_args(ctx, args)
+
+
+inspect = typer.Typer(cls=KeysByDefault, help="Draw what a model's keys look like, and what methods find in them.")
+
+
+@inspect.command("keys")
+def inspect_keys(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
+    methods: Annotated[str, typer.Option(help="Methods to compare, between commas.")] = "centroidkv",
+    budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Draw what a model's keys look like and what methods do to them, layer by layer."""
+    with one_sentence_errors(debug):
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation.inspection import page as inspection_page
+        from clusterkv_jax.evaluation.tasks import sources
+        from clusterkv_jax.files import write_whole
+
+        loaded = ckv.load(model)
+        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
+        chosen = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
+        write_whole(output, inspection_page.page_of(loaded, ids, chosen))
+        Console().print(f"Written to {output}", highlight=False)
+
+
+@inspect.command("recall")
+def inspect_recall(
+    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
+    text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
+    methods: Annotated[str, typer.Option(help="Recall methods, between commas.")] = "clusterkv,quest",
+    budgets: Annotated[str, typer.Option(help="Rows to recall, between commas.")] = "256,512,768,1024",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 4096,
+    steps: Annotated[int, typer.Option(help="The last of them, whose queries are compared.")] = 64,
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("recall.html"),
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Measure how many of the rows with the largest attention each recall method selects."""
+    with one_sentence_errors(debug):
+        import clusterkv_jax as ckv
+        from clusterkv_jax.evaluation.inspection import observations, recall_rates
+        from clusterkv_jax.evaluation.tasks import sources
+        from clusterkv_jax.files import write_whole
+        from clusterkv_jax.methods import Recall
+
+        entries = parse_entries(split(methods), tuple(str(parse_count(part, "--budgets")) for part in split(budgets)))
+        for entry in entries:
+            if not isinstance(entry.method, Recall):
+                raise ValueError(
+                    f"--methods must be methods that recall, and {entry.name} keeps no more than it reads."
+                )
+        loaded = ckv.load(model)
+        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
+        if not 1 <= steps < tokens:
+            raise ValueError(f"--steps must be between 1 and {tokens - 1}, got {steps}.")
+        layers = observations.observe(loaded, ids)
+        found = {}
+        for entry in entries:
+            found[entry.name, int(entry.budget)] = recall_rates.recall_rates(layers, entry.method, steps)
+        write_whole(output, recall_rates.recall_page(loaded, tokens, steps, found))
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("method")
+        rows = sorted({budget for _, budget in found})
+        for budget in rows:
+            table.add_column(f"B = {budget:,}", justify="right")
+        for name in dict.fromkeys(name for name, _ in found):
+            table.add_row(name, *(f"{recall_rates.mean_rate(found[name, budget]):.3f}" for budget in rows))
+        Console().print(table)
+        Console().print(f"Written to {output}", highlight=False)
+
+
+def _tokens_of(loaded: Any, text: str, tokens: int) -> list[int]:
+    """The first `tokens` tokens of a text."""
+    if loaded.tokenizer is None:
+        raise ValueError(f"model {loaded.name} has no tokenizer, which inspection needs.")
+    ids = loaded.tokenizer.encode(text, verbose=False)
+    most = min(len(ids), loaded.config.max_positions)
+    if not 256 <= tokens <= most:
+        raise ValueError(f"--tokens must be between 256 and {most}, what text and model have, got {tokens}.")
+    return ids[:tokens]
