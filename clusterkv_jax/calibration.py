@@ -7,31 +7,22 @@ All come from plain text, and are written as a small YAML file.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import groups
-from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.methods import AdaKV, Chelsea, Method
+from clusterkv_jax.methods import Chelsea, Method
 from clusterkv_jax.methods.base import Budgeted
 from clusterkv_jax.methods.clustering import Clustering
-from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.sharding import over_heads
-from clusterkv_jax.tensors import compress
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
@@ -77,7 +68,7 @@ class Calibration:
         proportion to CLUSTER_FLOOR + `outlier_share`.
         """
         wanted = CLUSTER_FLOOR + np.asarray(self.outlier_share)
-        return _in_steps(wanted / wanted.mean())
+        return in_steps(wanted / wanted.mean())
 
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if the model has other layers or heads than what was measured."""
@@ -102,57 +93,6 @@ class Calibration:
         return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=shares))
 
 
-def calibrate(
-    model: Model,
-    sequences: Sequence[Sequence[int]],
-    *,
-    outliers: float = 0.04,
-    whole_layers: tuple[int, ...] = (),
-    chunk: int = 256,
-    threshold: float = 0.8,
-    ratio: float = 0.25,
-    progress: Callable[[int, int], None] | None = None,
-) -> Calibration:
-    """Run the statistics over token sequences of equal length, one sequence and layer at a time.
-
-    Args:
-        model: from `load`.
-        sequences: token ids, some thousand each.
-        outliers: share of all heads that become outlier heads, those of `whole_layers` first.
-        whole_layers: layers all of whose heads are outliers (Chelsea keeps Llama-2's layer 0).
-        chunk, threshold: of the outlier statistic.
-        ratio: the share of the cache that AdaKV spreads over a layer's heads.
-        progress: called as progress(layers done, layers of all sequences).
-    """
-    config = model.config
-    method = AdaKV(Budget(ratio=ratio))
-    total = len(sequences) * config.num_layers
-    shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
-    for i, tokens in enumerate(sequences):
-        for number, layer in enumerate(observe_layers(model, tokens)):
-            shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
-            kept = compress(method, layer.queries, layer.keys, layer.values)
-            rows[number] += np.asarray(groups(kept)[0].length[0]) / int(ratio * len(tokens))
-            if progress is not None:
-                progress(i * config.num_layers + number + 1, total)
-    shares, rows = shares / len(sequences), rows / len(sequences)
-    return Calibration(
-        model.name,
-        _table(np.round(shares, 4)),
-        choose_outliers(shares, outliers, whole_layers),
-        _in_steps(rows),
-        {
-            "sequences": len(sequences),
-            "tokens": len(sequences[0]),
-            "chunk": chunk,
-            "threshold": threshold,
-            "outliers": outliers,
-            "whole_layers": list(whole_layers),
-            "ratio": ratio,
-        },
-    )
-
-
 def choose_outliers(
     shares: Float[np.ndarray, "L K"], outliers: float, whole_layers: tuple[int, ...] = ()
 ) -> tuple[tuple[int, int], ...]:
@@ -173,48 +113,6 @@ def choose_outliers(
         )
     order = np.argsort(-np.where(first, np.inf, shares), axis=None, kind="stable")[:count]
     return tuple(sorted((int(i) // heads, int(i) % heads) for i in order))
-
-
-# --- one layer after the other ---
-
-
-@dataclass(frozen=True)
-class Observed:
-    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D].
-
-    `ahead` are the queries that the layer makes of what the layer before it read; None in the first.
-    """
-
-    queries: Float[Array, "1 H N D"]
-    keys: Float[Array, "1 K N D"]
-    values: Float[Array, "1 K N D"]
-    ahead: Float[Array, "1 H N D"] | None = None
-
-
-def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
-    """Queries, keys and values of every layer in turn."""
-    ids = jnp.asarray([tokens], jnp.int32)
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    hidden = transformer.embed(model.params, model.config, ids, positions)
-    before, ahead = hidden, None
-    for number, weights in enumerate(model.params["layers"]):
-        if number:
-            ahead = jnp.swapaxes(_queries(weights, model.config, before, positions), 1, 2)
-        before = hidden
-        hidden, *qkv = _layer(weights, model.config, hidden, positions)
-        queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
-        yield Observed(queries, keys, values, ahead)
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
-    q, k, v = transformer.qkv(weights, config, hidden, positions)
-    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _queries(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
-    return transformer.qkv(weights, config, hidden, positions)[0]
 
 
 # --- files ---
@@ -239,18 +137,20 @@ def read(file: str | Path) -> Calibration:
     if not isinstance(content, dict) or set(content) != set(names):
         raise ValueError(f"Calibration file {file} must hold exactly the keys {', '.join(names)}.")
     try:
-        tables = {name: _table(np.asarray(content[name], np.float64)) for name in ("outlier_share", "head_shares")}
+        tables = {name: as_table(np.asarray(content[name], np.float64)) for name in ("outlier_share", "head_shares")}
         heads = tuple((int(layer), int(head)) for layer, head in content["outlier_heads"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"Calibration file {file} is damaged: {error}.") from error
     return Calibration(str(content["model"]), outlier_heads=heads, settings=content["settings"], **tables)
 
 
-def _in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
-    return _table(SHARE_STEP * np.maximum(np.rint(shares / SHARE_STEP), 1))
+def in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
+    """Shares rounded to steps of `SHARE_STEP`, at least one step each."""
+    return as_table(SHARE_STEP * np.maximum(np.rint(shares / SHARE_STEP), 1))
 
 
-def _table(numbers: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
+def as_table(numbers: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
+    """Numbers by layer and head as nested tuples. Raises ValueError for any other shape."""
     if numbers.ndim != 2:
         raise ValueError(f"a number per layer and head was expected, got shape {numbers.shape}")
     return tuple(tuple(map(float, row)) for row in numbers)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import calibration, cli
+from clusterkv_jax import calibration, cli, observation
 from clusterkv_jax.presets import preset
 from tests.tiny import prompt, tiny
 
@@ -34,8 +34,8 @@ def test_outliers_are_the_largest_shares_and_whole_layers():
 
 def test_a_calibration_is_the_mean_over_sequences():
     pieces, done = [prompt(1, 160), prompt(2, 160)], []
-    both = calibration.calibrate(tiny(), pieces, ratio=0.5, progress=lambda *now: done.append(now))
-    each = [calibration.calibrate(tiny(), [piece], ratio=0.5) for piece in pieces]
+    both = observation.calibrate(tiny(), pieces, ratio=0.5, progress=lambda *now: done.append(now))
+    each = [observation.calibrate(tiny(), [piece], ratio=0.5) for piece in pieces]
     mean = np.mean([one.outlier_share for one in each], axis=0)
     np.testing.assert_allclose(both.outlier_share, mean, atol=1e-4)
     assert np.ptp(both.outlier_share) > 0

@@ -61,7 +61,7 @@ def calibrate(
         texts = read_texts(data)
 
         import clusterkv_jax as ckv
-        from clusterkv_jax import calibration
+        from clusterkv_jax import calibration, observation
         from clusterkv_jax.files import write_whole
 
         loaded = ckv.load(model)
@@ -69,7 +69,7 @@ def calibrate(
             raise ValueError(f"--tokens {tokens} exceed the model's {loaded.config.max_positions} positions.")
         pieces = cut(loaded.tokenizer, texts, tokens, sequences, seed)
         with progress_bar(len(pieces) * loaded.config.num_layers, "layers") as on_layers:
-            found = calibration.calibrate(
+            found = observation.calibrate(
                 loaded,
                 pieces,
                 outliers=outliers,

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.cache import group_heads, groups
-from clusterkv_jax.calibration import Observed, observe_layers, outlier_share
+from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods import Full, InfiniGen, Method, Recall
+from clusterkv_jax.observation import Observed, observe_layers
 from clusterkv_jax.tensors import build_index, compress, select
 
 MAP_ROWS = 128  # keys of a cosine map

@@ -1,0 +1,111 @@
+"""A model on a plain text, layer by layer: what calibration measures and inspection draws."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import groups
+from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, outlier_share
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.methods import AdaKV
+from clusterkv_jax.models import transformer
+from clusterkv_jax.models.causal_attention import causal_attention
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.tensors import compress
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D].
+
+    `ahead` are the queries that the layer makes of what the layer before it read; None in the first.
+    """
+
+    queries: Float[Array, "1 H N D"]
+    keys: Float[Array, "1 K N D"]
+    values: Float[Array, "1 K N D"]
+    ahead: Float[Array, "1 H N D"] | None = None
+
+
+def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
+    """Queries, keys and values of every layer in turn."""
+    ids = jnp.asarray([tokens], jnp.int32)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    hidden = transformer.embed(model.params, model.config, ids, positions)
+    before, ahead = hidden, None
+    for number, weights in enumerate(model.params["layers"]):
+        if number:
+            ahead = jnp.swapaxes(_queries(weights, model.config, before, positions), 1, 2)
+        before = hidden
+        hidden, *qkv = _layer(weights, model.config, hidden, positions)
+        queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
+        yield Observed(queries, keys, values, ahead)
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
+    q, k, v = transformer.qkv(weights, config, hidden, positions)
+    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _queries(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
+    return transformer.qkv(weights, config, hidden, positions)[0]
+
+
+def calibrate(
+    model: Model,
+    sequences: Sequence[Sequence[int]],
+    *,
+    outliers: float = 0.04,
+    whole_layers: tuple[int, ...] = (),
+    chunk: int = 256,
+    threshold: float = 0.8,
+    ratio: float = 0.25,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Run the statistics over token sequences of equal length, one sequence and layer at a time.
+
+    Args:
+        model: from `load`.
+        sequences: token ids, some thousand each.
+        outliers: share of all heads that become outlier heads, those of `whole_layers` first.
+        whole_layers: layers all of whose heads are outliers (Chelsea keeps Llama-2's layer 0).
+        chunk, threshold: of the outlier statistic.
+        ratio: the share of the cache that AdaKV spreads over a layer's heads.
+        progress: called as progress(layers done, layers of all sequences).
+    """
+    config = model.config
+    method = AdaKV(Budget(ratio=ratio))
+    total = len(sequences) * config.num_layers
+    shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
+    for i, tokens in enumerate(sequences):
+        for number, layer in enumerate(observe_layers(model, tokens)):
+            shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
+            kept = compress(method, layer.queries, layer.keys, layer.values)
+            rows[number] += np.asarray(groups(kept)[0].length[0]) / int(ratio * len(tokens))
+            if progress is not None:
+                progress(i * config.num_layers + number + 1, total)
+    shares, rows = shares / len(sequences), rows / len(sequences)
+    return Calibration(
+        model.name,
+        as_table(np.round(shares, 4)),
+        choose_outliers(shares, outliers, whole_layers),
+        in_steps(rows),
+        {
+            "sequences": len(sequences),
+            "tokens": len(sequences[0]),
+            "chunk": chunk,
+            "threshold": threshold,
+            "outliers": outliers,
+            "whole_layers": list(whole_layers),
+            "ratio": ratio,
+        },
+    )
