@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.methods import Chelsea, Method
 from clusterkv_jax.methods.base import Budgeted
-from clusterkv_jax.methods.clustering import Clustering
+from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import over_heads
 

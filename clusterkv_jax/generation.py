@@ -15,7 +15,7 @@ from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, reco
 from clusterkv_jax.errors import is_count, out_of_memory_explained
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
-from clusterkv_jax.methods.recall import recalled_rows
+from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.sampling import Sampling
 
 Tokens = list[int]

@@ -13,8 +13,8 @@ from clusterkv_jax.budget import MOST_ROWS, concrete
 from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.clusterkv import ClusterKV
+from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.infinigen import InfiniGen
-from clusterkv_jax.methods.recall import Index, Recall
 from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.pages import unpaged

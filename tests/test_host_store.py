@@ -16,7 +16,7 @@ from clusterkv_jax.cache import gather_rows
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.evaluation import responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
-from clusterkv_jax.methods.recall import recalled_rows
+from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings

@@ -8,13 +8,13 @@ from clusterkv_jax.methods.chelsea import Chelsea
 from clusterkv_jax.methods.chunkkv import ChunkKV
 from clusterkv_jax.methods.clusterkv import ClusterKV
 from clusterkv_jax.methods.composed import Composed
+from clusterkv_jax.methods.families.recall import Recall
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.gravitykv import GravityKV
 from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
-from clusterkv_jax.methods.recall import Recall
 from clusterkv_jax.methods.snapkv import SnapKV
 from clusterkv_jax.methods.streamingllm import StreamingLLM
 

@@ -14,7 +14,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens, State, take_rows
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.methods.base import LayerPlan, append_new, one_by_one
-from clusterkv_jax.methods.eviction import needed, replace_row
+from clusterkv_jax.methods.families.eviction import needed, replace_row
 from clusterkv_jax.methods.streamingllm import Streaming
 from clusterkv_jax.scores import group_mean, over_query_blocks
 

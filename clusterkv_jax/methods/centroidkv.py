@@ -5,7 +5,7 @@ from typing import Literal
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.errors import check_fields, is_number
-from clusterkv_jax.methods.clustering import Clustering
+from clusterkv_jax.methods.families.clustering import Clustering
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from clusterkv_jax.budget import MOST_ROWS, Base, Budget
 from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.methods.base import Request
-from clusterkv_jax.methods.clustering import Clustering
+from clusterkv_jax.methods.families.clustering import Clustering
 
 
 @dataclass(frozen=True)

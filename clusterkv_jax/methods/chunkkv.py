@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.methods.base import Request
-from clusterkv_jax.methods.eviction import Windowed
+from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.snapkv import snap_scores
 from clusterkv_jax.scores import chunk_sums, group_mean, window_scores
 

@@ -18,7 +18,7 @@ from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import one_by_one, with_groups
-from clusterkv_jax.methods.recall import Index, Recall, by_kv_head, unless_over
+from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.sharding import over_heads
 

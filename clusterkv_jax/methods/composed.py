@@ -12,8 +12,8 @@ from clusterkv_jax.cache import KVCache, Layer, LayerCache, NewTokens, State, gr
 from clusterkv_jax.errors import check_fields
 from clusterkv_jax.methods.adakv import AdaKV
 from clusterkv_jax.methods.base import Budgeted, LayerPlan, Method, Request, aligned, append_and_attend, with_groups
+from clusterkv_jax.methods.families.recall import Recall
 from clusterkv_jax.methods.full import Full
-from clusterkv_jax.methods.recall import Recall
 from clusterkv_jax.methods.streamingllm import StreamingLLM, moved_back
 
 

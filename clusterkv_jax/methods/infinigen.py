@@ -13,7 +13,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.kernels.index_scores import index_scores
-from clusterkv_jax.methods.recall import Index, Recall, unless_over
+from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.sharding import over_heads
 
 

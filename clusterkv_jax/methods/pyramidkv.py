@@ -13,7 +13,7 @@ from clusterkv_jax.budget import Budget, rows_for
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.base import Request
-from clusterkv_jax.methods.eviction import Windowed
+from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.snapkv import best_before_window, check_pooling, snap_scores
 from clusterkv_jax.scores import Pooling
 

@@ -14,7 +14,7 @@ from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.methods.recall import Index, Recall, unless_over
+from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.sharding import over_heads
 
 

@@ -12,7 +12,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.row_merge import best_edges
-from clusterkv_jax.methods.eviction import Windowed
+from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.scores import Pooling, group_mean, pooled, window_scores
 
 

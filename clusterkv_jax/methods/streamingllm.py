@@ -15,7 +15,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens, State, put_row, take_rows
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.methods.base import LayerPlan, Request, one_by_one
-from clusterkv_jax.methods.eviction import EveryStep
+from clusterkv_jax.methods.families.eviction import EveryStep
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import rotate
 
