@@ -39,7 +39,7 @@ test: $(STAMPS)/test
 
 # Apart from `make test`: what compiles for a GPU takes half a gigabyte.
 gpu-compile: $(STAMPS)/gpu-compile
-	$(BIN)/python -m pytest $(ARGS) tests/test_gpu_compile.py
+	$(BIN)/python -m pytest $(ARGS) tests/compile/test_gpu_compile.py
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

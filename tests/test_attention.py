@@ -8,7 +8,7 @@ from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.biased_attention import biased_attention, reference
 from clusterkv_jax.sharding import auto_mesh
-from tests.kernel_base import near, normal
+from tests.kernels.base import near, normal
 
 
 def layer(batch, heads, slots, dim, length):

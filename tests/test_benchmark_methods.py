@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_methods.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks" / "benchmark_methods.py"
 
 
 def test_the_benchmark_prints_its_table_and_claims(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_recall.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks" / "benchmark_recall.py"
 
 
 def test_no_time_is_counted_twice():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, cli, observation
 from clusterkv_jax.presets import preset
-from tests.tiny import prompt, tiny
+from tests.support.tiny import prompt, tiny
 
 TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
 HALF = ckv.Budget(ratio=0.5)

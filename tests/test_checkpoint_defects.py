@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clusterkv_jax.checkpoints import CheckpointError, load
-from tests.checkpoint_files import INDEX, LLAMA, SINGLE, random_tensors, write
+from tests.support.checkpoint_files import INDEX, LLAMA, SINGLE, random_tensors, write
 
 
 def _without(folder: Path, name: str) -> None:

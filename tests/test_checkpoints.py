@@ -17,7 +17,7 @@ from clusterkv_jax import checkpoints
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_huggingface
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract
-from tests.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
+from tests.support.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
 
 # --- forms of files ---
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from clusterkv_jax import checkpoints, cli
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
-from tests.tiny import random_params
+from tests.support.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
 TINY = {

@@ -16,8 +16,8 @@ from clusterkv_jax.decoding import decode_loop, extend
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
+from tests.support.tiny import VOCAB, prompt, tiny
 from tests.test_methods import every_method, named
-from tests.tiny import VOCAB, prompt, tiny
 
 # One interval, step count and set of prompts, so that tests share their programs. The interval is short enough to
 # cluster several times and too long for a question of 7 tokens to end it.

@@ -19,8 +19,8 @@ from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler,
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt, build_prompt, counter, query_aware
 from clusterkv_jax.evaluation.tasks.suites import Options
 from clusterkv_jax.models import transformer
-from tests.shared_data import shared
-from tests.tiny import prompt, tiny
+from tests.support.shared_data import shared
+from tests.support.tiny import prompt, tiny
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<bot>"
 MARK = "*** {} OF THE PROJECT GUTENBERG EBOOK X ***"

@@ -10,7 +10,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.evaluation.inspection import observations, recall_rates
 from clusterkv_jax.evaluation.inspection import page as inspection_page
 from clusterkv_jax.evaluation.inspection.observations import Observed
-from tests.tiny import prompt, tiny
+from tests.support.tiny import prompt, tiny
 
 METHOD = ckv.CentroidKV(ckv.Budget(tokens=60), sinks=4, recent=8, chunk=32, interval=8)
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.methods.base import Method, Request
-from tests.golden_files import golden
+from tests.support.golden_files import golden
 
 Budget = ckv.Budget
 

@@ -11,7 +11,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.generation import bucket
 from clusterkv_jax.sampling import filtered, sample
-from tests.tiny import prompt, tiny
+from tests.support.tiny import prompt, tiny
 
 NEEDLE = "One of the special magic numbers for amber-lantern is: 4821057."
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -20,7 +20,7 @@ from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
-from tests.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import VOCAB, prompt, tiny
 
 INTERVAL, SINKS, STEPS = 8, 2, 20
 DEVICE = ckv.ClusterKV(

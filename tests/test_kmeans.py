@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kmeans import cluster
-from tests.golden_files import golden, names
-from tests.kernel_base import near, normal
+from tests.kernels.base import near, normal
+from tests.support.golden_files import golden, names
 
 
 @pytest.mark.parametrize("name", names("clusterkv_case*"))

@@ -120,7 +120,11 @@ with jax.set_mesh(mesh):
 def test_splash_compiles_for_a_tpu():
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install libtpu")
     done = subprocess.run(
-        [sys.executable, "-c", _SPLASH], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _SPLASH],
+        cwd=Path(__file__).parent / "compile",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

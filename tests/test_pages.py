@@ -15,7 +15,7 @@ from clusterkv_jax import cache, pages
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.methods.request import Request
-from tests.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import VOCAB, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5
 METHOD = ckv.AdaKV(ckv.Budget(ratio=0.5), window=4, kernel=3)

@@ -17,8 +17,8 @@ from clusterkv_jax.methods.quest import page_scores
 from clusterkv_jax.methods.request import Request, request_rows
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
-from tests.golden_files import golden, names
-from tests.tiny import VOCAB, prompt, tiny
+from tests.support.golden_files import golden, names
+from tests.support.tiny import VOCAB, prompt, tiny
 
 
 def attended(query, keys, values, rows):

@@ -11,7 +11,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
 from clusterkv_jax.decoding import extend
-from tests.tiny import prompt, tiny
+from tests.support.tiny import prompt, tiny
 
 METHOD = ckv.Chelsea(
     ckv.Budget(ratio=0.5, base="prompt"), sinks=2, recent=4, chunk=16, interval=4, outlier_heads=((1, 0),)

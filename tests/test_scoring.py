@@ -7,7 +7,7 @@ import pytest
 
 from clusterkv_jax.evaluation import scoring
 from clusterkv_jax.evaluation.tasks.longbench import TASKS, by_length
-from tests.shared_data import shared
+from tests.support.shared_data import shared
 
 CASES = 15
 EACH = {0: 100, 1: 5000, 2: 9000}  # lengths of the first, second and third answer of a task in the file

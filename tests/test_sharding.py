@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, whole_axes
-from tests.tiny import prompt, tiny
+from tests.support.tiny import prompt, tiny
 
 HALF = ckv.Budget(ratio=0.5)
 CENTROID = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4)

@@ -15,7 +15,7 @@ from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.kernels.row_merge import best_edges
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.soft_matching import cluster, count_rounds, edge_counts, merge_round, merge_schedule
-from tests.golden_files import golden, names
+from tests.support.golden_files import golden, names
 
 # Few shapes: every one of them compiles.
 CASES = {"seed": st.integers(0, 10**6), "rows": st.sampled_from([3, 33, 80]), "chunk": st.sampled_from([4, 16])}

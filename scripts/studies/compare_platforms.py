@@ -1,7 +1,7 @@
 """Greedy tokens of the demo model for every preset, on one device and then on another: are they the same?
 
-    JAX_PLATFORMS=cpu python scripts/compare_platforms.py tokens.json    writes what this device makes
-    python scripts/compare_platforms.py tokens.json                      compares, where the file is there
+    JAX_PLATFORMS=cpu python scripts/studies/compare_platforms.py tokens.json    writes what this device makes
+    python scripts/studies/compare_platforms.py tokens.json                      compares, where the file is there
 
 Two texts of unequal length are compressed to a half and continued beyond the next clustering, in float32. Where two
 scores are equal but for rounding, either token is right: the first run also makes the tokens with all weights changed
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from clusterkv_jax import Budget, Model, generate, load
 from clusterkv_jax.presets import list_presets, preset
 
-TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
+TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 WORDS = (450, 600)
 NEW_TOKENS = 136  # the cache is clustered again after 128
 KEPT = 0.5

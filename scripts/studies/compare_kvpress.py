@@ -26,7 +26,7 @@ from clusterkv_jax.evaluation.tasks import haystack, synthetic
 from clusterkv_jax.generation import bucket
 from clusterkv_jax.pages import unpaged
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
 NEW_TOKENS = 24
 # Two rows compete for the last place, and float32 sums in another order may rank them otherwise.

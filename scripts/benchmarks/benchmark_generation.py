@@ -1,6 +1,6 @@
 """Times reading a long prompt and decoding behind it, with Llama-3.1-8B's shapes and random weights.
 
-    python scripts/benchmark_generation.py [prompt tokens, default 65536]    about two minutes on an H200
+    python scripts/benchmarks/benchmark_generation.py [prompt tokens, default 65536]    about two minutes on an H200
 
 Each line is a method: the time to the first token, the time per token after it, and what compiling took. A request is
 made once to compile and then REPEATS times; the median is printed.

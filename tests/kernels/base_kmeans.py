@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.kernel_base import F32, drawn, lengths, near, normal, poisoned
+from tests.kernels.base import F32, drawn, lengths, near, normal, poisoned
 
 # batch, heads, keys, centroids, head dim, dtype
 KMEANS_SHAPES = [

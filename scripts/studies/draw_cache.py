@@ -10,7 +10,7 @@ import typer
 
 import clusterkv_jax as ckv
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def kept_rows(layer: int, ratio: float) -> tuple[np.ndarray, np.ndarray, int]:

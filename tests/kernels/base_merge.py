@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.kernel_base import drawn, lengths, near, normal, tolerance
+from tests.kernels.base import drawn, lengths, near, normal, tolerance
 
 # batch, heads, slots, entries of the list, head dim, chunk, dtype
 MERGE_SHAPES = [(2, 2, 160, 149, 20, 32, jnp.float32), (1, 2, 70, 70, 64, 64, jnp.bfloat16)]

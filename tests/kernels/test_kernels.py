@@ -42,10 +42,10 @@ from clusterkv_jax.kernels.row_merge import pallas_gpu as merge_gpu
 from clusterkv_jax.kernels.row_merge import reference as merge_reference
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import reference as select_reference
-from tests import hopper_interpreter
-from tests import kernel_base as base
-from tests import kernel_base_kmeans as kmeans_base
-from tests.kernel_checks import CHECKS
+from tests.kernels import base
+from tests.kernels import base_kmeans as kmeans_base
+from tests.kernels.checks import CHECKS
+from tests.support import hopper_interpreter
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
 STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)

@@ -4,7 +4,7 @@ Prints as JSON what each program holds: Triton and Mosaic GPU kernels, loops, by
 results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
-Usage: python tests/gpu_programs.py
+Usage: python tests/compile/gpu_programs.py
 """
 
 import json

@@ -1,10 +1,10 @@
 """Times decoding with ClusterKV beside the full cache, with Llama-3.1-8B's shapes and random weights.
 
-    python scripts/benchmark_recall.py 32768 65536 131072        batch 1, a context after the other
-    python scripts/benchmark_recall.py 32768 --batch 16          one context, copied for every row of the batch
-    python scripts/benchmark_recall.py 131072 --store host       rows in host memory, and what is moved of them
-    python scripts/benchmark_recall.py 262144 --store host --alone    without the full cache: what memory it takes
-    python scripts/benchmark_recall.py 512 --tiny                a toy, for a CPU
+    python scripts/benchmarks/benchmark_recall.py 32768 65536 131072       batch 1, a context after the other
+    python scripts/benchmarks/benchmark_recall.py 32768 --batch 16         one context, copied for each row
+    python scripts/benchmarks/benchmark_recall.py 131072 --store host      rows in host memory, and their traffic
+    python scripts/benchmarks/benchmark_recall.py 262144 --store host --alone  without the full cache: its memory
+    python scripts/benchmarks/benchmark_recall.py 512 --tiny               a toy, for a CPU
 
 Both methods read the same random tokens with the same program sizes. TPOT is that of the decode loop, compiled and
 warmed up before, over --steps steps. Clustering's share is what prefill takes longer than with the full cache, without

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def golden(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-_BESIDE = Path(__file__).resolve().parents[2] / "shared"
+_BESIDE = Path(__file__).resolve().parents[3] / "shared"
 
 
 def shared(path: str) -> Path:

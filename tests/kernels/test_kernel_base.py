@@ -17,11 +17,11 @@ from clusterkv_jax.kernels.kmeans import reference as kmeans_reference
 from clusterkv_jax.kernels.recalled_attention import reference as recalled_reference
 from clusterkv_jax.kernels.row_merge import reference as merge_reference
 from clusterkv_jax.kernels.select_rows import reference as select_reference
-from tests import kernel_base as base
-from tests import kernel_base_kmeans as kmeans_base
-from tests import kernel_base_merge as merge_base
-from tests import kernel_base_recall as recall_base
-from tests.hopper_interpreter import INTERPRETED
+from tests.kernels import base
+from tests.kernels import base_kmeans as kmeans_base
+from tests.kernels import base_merge as merge_base
+from tests.kernels import base_recall as recall_base
+from tests.support.hopper_interpreter import INTERPRETED
 
 
 def without_log_degree(q, keys, values, degree, length, **options):

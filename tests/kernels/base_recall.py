@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.kernel_base import F32, drawn, near, normal, poisoned, tolerance
+from tests.kernels.base import F32, drawn, near, normal, poisoned, tolerance
 
 # --- scores of an index
 

@@ -1,6 +1,6 @@
 """Measures block sizes of the GPU kernels on this device and writes them to kernels/<op>/<device kind>.json.
 
-    python scripts/tune_kernels.py    about a minute on an H200
+    python scripts/benchmarks/tune_kernels.py    about a minute on an H200
 
 Sizes are tried one kind after the other, each with the best so far of the others. How an entry is found: `tuning.py`.
 """

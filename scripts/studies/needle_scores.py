@@ -19,7 +19,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.evaluation.tasks import haystack, synthetic
 from clusterkv_jax.presets import preset
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NEEDLES = synthetic.Needles(keys=4)
 REPLY = 32  # tokens: a uuid and the end of the sentence
 

@@ -3,10 +3,10 @@
 `check(implementation, examples=n)` draws n cases for each shape, and every shape compiles.
 """
 
-from tests import kernel_base as base
-from tests import kernel_base_kmeans as kmeans_base
-from tests import kernel_base_merge as merge_base
-from tests import kernel_base_recall as recall_base
+from tests.kernels import base
+from tests.kernels import base_kmeans as kmeans_base
+from tests.kernels import base_merge as merge_base
+from tests.kernels import base_recall as recall_base
 
 CHECKS = {
     "biased_attention": [base.check_attention],

@@ -1,9 +1,9 @@
 """Checks and times every kernel on this device: a table with the share of the bandwidth measured in the same run.
 
-    python scripts/benchmark_kernels.py              all of it
-    python scripts/benchmark_kernels.py attention    one section: checks, attention, sums, clustering, kmeans, gather
+    python scripts/benchmarks/benchmark_kernels.py            all of it
+    python scripts/benchmarks/benchmark_kernels.py attention  one section: checks, attention, sums, clustering ...
 
-The checks are those of the tests (tests/kernel_checks.py) with the kernels as they are compiled for this device; what
+The checks are those of the tests (tests/kernels/checks.py) with the kernels as they are compiled for this device; what
 fails is printed, the rest goes on, and the exit status is 1. The other sections take about two minutes on an H200.
 
 Every number is the median of 20 timings after a warm-up, over several sets of inputs that together exceed the caches;
@@ -54,7 +54,7 @@ CASES = 3  # of every shape that is checked; it is the compilation of each that 
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels to be checked, as tests/kernel_checks.py names them before a comma."""
+    """The kernels to be checked, as tests/kernels/checks.py names them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge]
     found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
@@ -71,8 +71,8 @@ def checks(bandwidth: float) -> bool:
     """Every kernel through the shared base of the tests; whether all are right."""
     del bandwidth
     # A script's own folder is on the path, not the one that holds `tests`.
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.kernel_checks import CHECKS
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.kernels.checks import CHECKS
 
     return all([check(op, kernel, CHECKS[op.partition(",")[0]]) for op, kernel in kernels().items()])
 

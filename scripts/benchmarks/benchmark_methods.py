@@ -1,7 +1,7 @@
 """Times what each method adds to a prompt's prefill, at Llama-3.1-8B's shapes with random weights and keys.
 
-    python scripts/benchmark_methods.py                    32k tokens, batch 1, a fifth kept
-    python scripts/benchmark_methods.py --tokens 65536
+    python scripts/benchmarks/benchmark_methods.py                    32k tokens, batch 1, a fifth kept
+    python scripts/benchmarks/benchmark_methods.py --tokens 65536
 
 One layer's attention alone, and one layer's compression alone, each the median of several timings after a warm-up, a
 timing being that of programs in a row until the last one's results are there. A program compresses the keys of four

@@ -1,7 +1,7 @@
 """What of a compressed cache hangs on rounding: rows that change when the model's parameters change by an ulp.
 
-    python scripts/rounding_ties.py
-    python scripts/rounding_ties.py --methods h2o,chunkkv --budget 0.5 --noise 1e-6
+    python scripts/studies/rounding_ties.py
+    python scripts/studies/rounding_ties.py --methods h2o,chunkkv --budget 0.5 --noise 1e-6
 
 Reads the demo's chapter, and sentences that repeat themselves as in RULER's vt, in float32 twice, the second time with
 parameters that differ by noise relative to them, and prints the share of each layer's rows (position and degree) that
@@ -27,7 +27,7 @@ from clusterkv_jax.evaluation.tasks.synthetic import NOISE
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.presets import preset
 
-CHAPTER = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
+CHAPTER = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 
 
 def kept(model: ckv.Model, method: Any, tokens: jax.Array) -> list[set[tuple[int, int, int, int]]]:

@@ -308,7 +308,7 @@ def main(
     depends on the seed and the step alone: kill the run at any time, start it again, and it ends with the same model.
 
     One H200 takes about 5 minutes with --workers 14. Try the path first:
-    python scripts/train_demo.py --tiny --work runs/tiny --out runs/tiny/model
+    python scripts/demo_model/train_demo.py --tiny --work runs/tiny --out runs/tiny/model
     """
     console = Console()
     if evaluate:
