@@ -19,8 +19,7 @@ from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.rope import frequencies, rotate
 from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
-
-from .shared_data import shared
+from tests.support.shared_data import shared
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ModelConfig(
