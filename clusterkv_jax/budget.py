@@ -59,7 +59,6 @@ def rows_for(
     budget: Budget,
     lengths: np.ndarray,
     max_new_tokens: int,
-    default_base: Base = "prompt",
     *,
     bytes_per_row: int = 0,
     layer: int = 0,
@@ -73,12 +72,12 @@ def rows_for(
     """
     if budget.ratio is not None and budget.ratio >= 1:
         return np.full(np.shape(lengths), MOST_ROWS, np.int64)
-    new = max_new_tokens if (budget.base or default_base) == "prompt+new" else 0
+    new = max_new_tokens if budget.base == "prompt+new" else 0
     base = np.asarray(lengths, np.int64) + new
     if budget.ratio is not None:
         rows = np.floor(budget.ratio * base.astype(np.float64))
     else:
-        rows = np.full(base.shape, float(budget.tokens or (budget.bytes or 0) // bytes_per_row))
+        rows = np.full(base.shape, float(budget.tokens or _rows_in(budget.bytes or 0, bytes_per_row)))
     if budget.shares is not None:
         table = share_table(budget, num_layers, num_heads)
         whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio
@@ -88,6 +87,12 @@ def rows_for(
         rest = rows * table.size - base * whole.sum()
         rows = np.round(rest * (table[layer, head] / table[~whole].sum()), 6)
     return np.floor(rows).astype(np.int64)
+
+
+def _rows_in(bytes_: int, bytes_per_row: int) -> int:
+    if bytes_per_row < 1:
+        raise ValueError(f"a budget of {bytes_} bytes needs the bytes of a row, at least 1, got {bytes_per_row}.")
+    return bytes_ // bytes_per_row
 
 
 def share_table(budget: Budget, num_layers: int, num_heads: int) -> np.ndarray:

@@ -99,8 +99,8 @@ class KVCache:
 class NewTokens:
     """T tokens that enter a layer: the first `count` of each row are real, the others padding.
 
-    `ahead` are the queries that this layer makes of what the previous layer read, for methods that look one layer
-    ahead; None in the first layer and for all others.
+    `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
+    read, for methods that look ahead; None is `q`.
     """
 
     q: Float[Array, "B T H D"]
@@ -108,7 +108,7 @@ class NewTokens:
     v: Float[Array, "B T K D"]
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
-    ahead: Float[Array, "B T H D"] | None = None
+    lookup: Float[Array, "B T H D"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
 
 

@@ -18,9 +18,6 @@ import yaml
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.methods import Chelsea, Method
-from clusterkv_jax.methods.base import Budgeted
-from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import over_heads
 
@@ -79,17 +76,17 @@ class Calibration:
                 f"this model has {config.num_layers} of {config.num_kv_heads}."
             )
 
-    def applied(self, method: Method) -> Method:
+    def applied(self, method: Any) -> Any:
         """The method with outlier heads where it has such, with the heads' shares of its budget otherwise: by how well
         they cluster for clustering methods, as AdaKV spreads rows for all others.
 
         Raises ValueError for a method that can take neither.
         """
-        if isinstance(method, Chelsea):
+        if hasattr(method, "outlier_heads"):
             return dataclasses.replace(method, outlier_heads=self.outlier_heads)
-        if not isinstance(method, Budgeted):
+        if not hasattr(method, "budget"):
             raise ValueError(f"{type(method).__name__} has no budget, so a calibration has nothing to give it.")
-        shares = self.cluster_shares if isinstance(method, Clustering) else self.head_shares
+        shares = self.cluster_shares if method.holds == "centroids" else self.head_shares
         return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=shares))
 
 

@@ -1,9 +1,9 @@
 """Prefill, decode step and the jitted decode loop: pure functions over parameters and cache.
 
     prefill       embed -> [ one jitted layer: attention over the prompt, MLP, compression ] x L -> logits
-    feed          T more tokens at their true positions (a question)
-    extend        the same, then clustering if due
-    decode_step   one more token per row, then clustering if due
+    feed          T more tokens at their true positions (a question); the host looks whether compression is due
+    extend        the same, and compression if due, in one program
+    decode_step   one more token per sequence, and compression if due
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
 Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
@@ -26,8 +26,9 @@ from clusterkv_jax.cache import KVCache, NewTokens, overflowed
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import LayerPlan, Method, Request
-from clusterkv_jax.methods.request import request_rows
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
+from clusterkv_jax.methods.request import LayerPlan, plan_layer, request_of_model, rows_of_request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
@@ -85,42 +86,30 @@ def prefill(
         raise ValueError(f"a prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
     _check_lengths(lengths, batch, width)
     reserve = max_new_tokens if reserve is None else reserve
-    row_bytes = 2 * config.head_dim * params["embed"].dtype.itemsize + 4
-    facts = Request(
-        np.arange(1, width + 1),
-        config.num_layers,
-        config.num_kv_heads,
-        max_new_tokens=reserve,
-        reserve=reserve,
-        step_tokens=step_tokens,
-        row_bytes=row_bytes,
-        rope=config.rope,
-    )
-    exact = replace(facts, max_new_tokens=max_new_tokens)
+    counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
+    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
     known = concrete(lengths)
-    method.check([] if known is None else known.tolist(), exact)
-    asked = lengths
+    method.check(np.empty(0, np.int64) if known is None else known.astype(np.int64), request)
+    on_host, counted = method.holds == "host", lengths
     key = jax.random.key(0) if key is None else key
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
-    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=method.uses_host):
+    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=on_host):
         hidden, lengths = _embed(params, config, tokens, lengths)
-        if method.uses_host:
+        if on_host:
             hidden, lengths = commit((hidden, lengths))
-        layers, state, handed = [], [], None
-        for number, layer in enumerate(params["layers"]):
-            plan = method.plan(number, facts)
-            if known is not None:
-                plan = replace(plan, rounds=method.rounds(number, replace(exact, lengths=known)))
-            rows = request_rows(method, asked, number, exact)
+        layers, state, selection = [], [], None
+        for number, weights in enumerate(params["layers"]):
+            plan = plan_layer(method, number, request)
+            budgets = rows_of_request(method, plan, counted, number, request)
             draw = jax.random.fold_in(key, number)
-            hand = None if plan.scores else handed
-            hidden, made, kept, over = _prefill_layer(
-                layer, config, method, plan, prefill_chunk, hidden, lengths, rows, draw, hand
+            before = None if plan.selects else selection
+            hidden, layer, memory, selected = _prefill_layer(
+                weights, config, method, plan, prefill_chunk, hidden, lengths, budgets, draw, before
             )
-            handed = over if plan.scores else handed
-            layers.append(made)
-            state.append(kept)
+            selection = selected if plan.selects else selection
+            layers.append(layer)
+            state.append(memory)
             if on_layer is not None:
                 on_layer(number, hidden)
         logits = _last_logits(params, config, hidden, lengths)
@@ -148,8 +137,8 @@ def extend(
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
     cache, logits = feed(params, config, method, cache, tokens, counts)
-    if (due := method.due(cache)) is not None:
-        cache = _where_due(due, method.recompress, cache)
+    if (late := due(method, cache)) is not None:
+        cache = _where_due(late, partial(recompress, method), cache)
     return cache, logits
 
 
@@ -167,15 +156,15 @@ def feed(
     positions = cache.position[:, None] + jnp.arange(width, dtype=jnp.int32)
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
-    for weights, layer, kept in zip(params["layers"], cache.layers, cache.state, strict=True):
-        ahead = None
-        if method.looks_ahead and before is not None:
-            ahead = transformer.qkv(weights, config, before, positions)[0]
-        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, ahead, config.rope)
-        attended, layer, kept = method.step(layer, kept, new)
+    for number, weights in enumerate(params["layers"]):
+        lookup = None
+        if "lookahead" in method.needs(number) and before is not None:
+            lookup = transformer.qkv(weights, config, before, positions)[0]
+        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, lookup, config.rope)
+        attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
         before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
         layers.append(layer)
-        state.append(kept)
+        state.append(memory)
     cache = replace(cache, layers=constrain_cache(tuple(layers)), state=tuple(state), position=cache.position + counts)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)
@@ -240,10 +229,8 @@ def decode_loop(
 
 
 feed_jit = jax.jit(feed, static_argnames=("config", "method"), donate_argnames=("cache",))
-due_jit = jax.jit(lambda method, cache: method.due(cache), static_argnames=("method",))
-recompress_jit = jax.jit(
-    lambda method, cache: method.recompress(cache), static_argnames=("method",), donate_argnames=("cache",)
-)
+due_jit = jax.jit(due, static_argnames=("method",))
+recompress_jit = jax.jit(recompress, static_argnames=("method",), donate_argnames=("cache",))
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
 
 
@@ -297,22 +284,24 @@ def _prefill_layer(
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
-    rows: Int[Array, "B groups"],
+    budgets: Int[Array, "B groups stages"],
     key: Key[Array, ""],
-    handed: Any,
+    selection: Any,
 ):
     """One layer over the whole prompt, then its compression."""
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
+    entering = transformer.attention_input(weights, config, hidden)  # dropped by the compiler where no method reads it
     if chunk >= width:
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    layer, state, hand = method.compress(q, k, v, lengths, rows, plan, key, handed)
-    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), hand
+    prompt = Prompt(q, k, v, lengths, entering)
+    layer, state, selected = compress_layer(method, prompt, budgets, plan, key, selection)
+    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selected
 
 
 def _layer_in_chunks(

@@ -118,7 +118,7 @@ def generate(
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     method, sampling = method or Full(), sampling or Sampling()
-    if not isinstance(method, Method) or not isinstance(sampling, Sampling):
+    if not all(map(isinstance, (method, sampling), (Method, Sampling))):
         raise ValueError(
             f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
         )
@@ -126,7 +126,7 @@ def generate(
     asked = None if questions is None else _encode(model, questions, "question", special=False)
     _check_request(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
     doing = f"generating from {len(texts)} x {max(map(len, texts)):,} tokens"
-    explained = out_of_memory_explained(doing, uses_host=method.uses_host)
+    explained = out_of_memory_explained(doing, uses_host=method.holds == "host")
     with compile_seconds() as compiled, _mesh(model), explained:
         begin = time.perf_counter()
         key = jax.random.key(seed)

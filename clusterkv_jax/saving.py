@@ -20,7 +20,7 @@ from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.base import with_groups
+from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
 
 FORMAT = "clusterkv_jax cache 1"
@@ -63,7 +63,7 @@ def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
-    with out_of_memory_explained(f"loading {path}", uses_host=method.uses_host):
+    with out_of_memory_explained(f"loading {path}", uses_host=method.holds == "host"):
         return _read(path, config, method)
 
 
@@ -86,7 +86,7 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
         for layer, keeps in zip(layers, state, strict=True)
     )
     cache = KVCache(layers, state, arrays["position"])
-    return commit(cache) if method.uses_host else cache
+    return commit(cache) if method.holds == "host" else cache
 
 
 def _flat(cache: KVCache) -> dict[str, jax.Array]:

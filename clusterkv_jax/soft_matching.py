@@ -79,7 +79,7 @@ def cluster(
     chunk: int,
     slots: int | None = None,
     edges: Edges | None = None,
-    known_rounds: int | None = None,
+    expected_rounds: int = 0,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
 
@@ -97,8 +97,8 @@ def cluster(
         chunk: rows per chunk.
         slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
         edges: GravityKV's score instead of the cosine of keys.
-        known_rounds: what `count_rounds` says of these rows, where the host knows them; otherwise the device is asked
-            after every round, and a GPU idles until the answer is back.
+        expected_rounds: as many rounds are done without asking the device whether there is more to merge, for a GPU
+            that would idle until the answer is back; `count_rounds` tells. Rounds with nothing to merge change nothing.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -120,11 +120,10 @@ def cluster(
 
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
-    if known_rounds is None:
-        state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
-    else:
-        unroll = max(1, min(known_rounds, UNROLLED))
-        state = jax.lax.fori_loop(0, known_rounds, lambda _, state: one_round(state), state, unroll=unroll)
+    if expected_rounds:
+        unroll = min(expected_rounds, UNROLLED)
+        state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
+    state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
     layer, held, rounds, _ = state
     return pick(layer, held, sinks, layer.capacity if slots is None else slots), rounds
 

@@ -11,12 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, concrete
 from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
-from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.clusterkv import ClusterKV
+from clusterkv_jax.methods.base import Method, Rows, head_rows
+from clusterkv_jax.methods.chassis import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
-from clusterkv_jax.methods.infinigen import InfiniGen
-from clusterkv_jax.methods.request import Request, request_rows
-from clusterkv_jax.models.config import Rope
+from clusterkv_jax.methods.request import LayerPlan, plan_layer, request_of_tensors, rows_of_request
 from clusterkv_jax.pages import unpaged
 
 
@@ -30,6 +28,8 @@ def compress(
     num_layers: int = 1,
     max_new_tokens: int = 0,
     key: Array | None = None,
+    *,
+    hidden: Float[Array, "B N M"] | None = None,
 ) -> LayerCache | HeadGroups:
     """Compress one layer's prompt as `prefill` does, with room for `max_new_tokens` more tokens.
 
@@ -46,6 +46,7 @@ def compress(
         num_layers: layers of the model, for methods that treat them differently.
         max_new_tokens: tokens that will be appended; counts in budgets of base "prompt+new".
         key: PRNG key of methods that draw; that of seed 0 by default.
+        hidden: what enters the layer's attention (after its input norm), for methods whose scores are learned.
 
     Returns:
         the layer's cache with positions; HeadGroups where heads have different capacities.
@@ -53,42 +54,35 @@ def compress(
     Raises:
         ValueError: if shapes, lengths or layer do not fit, or a budget is impossible for one of the lengths.
     """
-    batch, kv_heads, tokens, _ = keys.shape
+    batch, _, tokens, _ = keys.shape
     if keys.shape != values.shape:
         raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
     if tokens == 0:
         raise ValueError("there is nothing to compress: keys have no tokens.")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
-    # Given lengths do not shape the program, so that other lengths reuse it.
+    # The lengths do not shape the program, so that other lengths reuse it.
     occurring = np.asarray([tokens]) if lengths is None else np.arange(1, tokens + 1)
     counts = np.full(batch, tokens) if lengths is None else lengths
     known = concrete(counts)
     if known is not None and (known.shape != (batch,) or known.min() < 1 or known.max() > tokens):
         raise ValueError(f"lengths must be {batch} numbers between 1 and {tokens}, got {known.tolist()}.")
-    row_bytes = keys.shape[-1] * (keys.dtype.itemsize + values.dtype.itemsize) + 4
-    request = Request(
-        occurring,
-        num_layers,
-        kv_heads,
-        max_new_tokens,
-        reserve=max_new_tokens,
-        row_bytes=row_bytes,
-        rope=Rope(1e4, keys.shape[-1]),
-    )
-    method.check(known.tolist() if known is not None else [], request)
-    plan = method.plan(layer, request)
-    if known is not None:
-        plan = replace(plan, rounds=method.rounds(layer, replace(request, lengths=known)))
-    rows = request_rows(method, counts, layer, request)
+    request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens)
+    method.check(np.empty(0, np.int64) if known is None else known.astype(np.int64), request)
+    plan = plan_layer(method, layer, request)
+    if not plan.selects:  # there is no earlier layer whose selection could be reused
+        plan = replace(plan, needs=method.needs(0))
+    budgets = rows_of_request(method, plan, counts, layer, request)
     key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
-    counts = jnp.asarray(counts, jnp.int32)
-    return _compress(method, queries, keys, values, counts, rows, plan, key, tokens + max_new_tokens)
+    prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden)
+    return _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
 
 
-@partial(jax.jit, static_argnums=(0, 6, 8))
-def _compress(method, queries, keys, values, lengths, rows, plan, key, most):
-    layer = method.compress(queries, keys, values, lengths, rows, plan, key)[0]
+@partial(jax.jit, static_argnames=("method", "plan", "most"))
+def _compress(
+    method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
+) -> LayerCache | HeadGroups:
+    layer = compress_layer(method, prompt, budgets, plan, key)[0]
     return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
 
 
@@ -120,28 +114,26 @@ def build_index(
     Raises:
         ValueError: if shapes do not fit, the budget is impossible, or an argument belongs to another method.
     """
-    _, kv_heads, tokens, dim = keys.shape
+    tokens = keys.shape[2]
     if keys.shape != values.shape:
         raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
     if tokens == 0:
         raise ValueError("there is nothing to index: keys have no tokens.")
-    if not isinstance(method, Recall):
+    if method.forgets:
         raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
-    given: dict[str, Any] = {}
-    for name, value, owner in (("initial_rows", initial_rows, ClusterKV), ("skew", skew, InfiniGen)):
-        if value is not None and not isinstance(method, owner):
-            raise ValueError(f"{type(method).__name__} takes no {name}; {owner.__name__} does.")
-        given |= {} if value is None else {name: value}
-    request = Request(
-        np.asarray([tokens]), 1, kv_heads, row_bytes=dim * (keys.dtype.itemsize + values.dtype.itemsize) + 4
-    )
-    method.check([tokens], request)
-    rows = int(method.rows(request.lengths, request)[0])
+    options: dict[str, Any] = {}
+    for name, value, owner in (("initial_rows", initial_rows, "ClusterKV"), ("skew", skew, "InfiniGen")):
+        if value is not None and name not in method.options:
+            raise ValueError(f"{type(method).__name__} takes no {name}; {owner} does.")
+        options |= {} if value is None else {name: value}
+    request = request_of_tensors(keys, values, np.asarray([tokens]), 1, 0)
+    method.check(request.lengths, request)
+    rows = int(head_rows(method.budget, request.lengths, 0, request)[0, 0])
     count = method.most_recalled(tokens if rows >= MOST_ROWS else rows)
-    return _build(method, count, keys, values, queries, rows, jax.random.key(0) if key is None else key, given)
+    return _build(method, count, keys, values, queries, rows, jax.random.key(0) if key is None else key, options)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnames=("method", "count"))
 def _build(
     method: Recall,
     count: int,
@@ -150,11 +142,13 @@ def _build(
     queries: Float[Array, "B H N D"] | None,
     rows: Int[Array, ""],
     key: Array,
-    given: dict[str, Array],
+    options: dict[str, Array],
 ) -> Index:
     batch, _, tokens, _ = keys.shape
-    prompt = from_tokens(keys, values, jnp.full(batch, tokens, jnp.int32))
-    return method.index(prompt, queries, jnp.full(batch, rows, jnp.int32), count, 0, key, **given)
+    lengths = jnp.full(batch, tokens, jnp.int32)
+    prompt = from_tokens(keys, values, lengths)
+    shown = Rows(prompt, jnp.full(batch, rows, jnp.int32), lengths, {}, queries, key=key)
+    return method.index(shown, count, 0, **options)
 
 
 @partial(jax.jit, static_argnums=0)

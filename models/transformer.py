@@ -140,6 +140,11 @@ def embed(
     return hidden
 
 
+def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What enters a layer's attention: the hidden states after the layer's input norm."""
+    return _norm(layer["attention_norm"], config, hidden)
+
+
 def qkv(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
@@ -148,7 +153,7 @@ def qkv(
     Keys come out rotated: that is what a cache stores.
     """
     weights = layer["attention"]
-    x = _norm(layer["attention_norm"], config, hidden)
+    x = attention_input(layer, config, hidden)
     q, k, v = (_with_bias(_einsum("btm,hdm->bthd", x, weights[name]), weights, name) for name in ("q", "k", "v"))
     if config.qk_norm:
         q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)

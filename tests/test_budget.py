@@ -7,7 +7,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.budget import MOST_ROWS, rows_for, share_table
 from clusterkv_jax.cache import groups
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.request import Request, plan_layer
 
 
 def test_rows_are_those_of_exact_arithmetic():
@@ -67,7 +67,7 @@ def test_heads_with_smaller_shares_take_less_memory(method):
     assert isinstance(even, ckv.LayerCache)
     assert even.capacity == 24
     # The larger head keeps what it would keep with that budget of its own.
-    plan = made.plan(0, Request(np.asarray([96]), 2, 2))
+    plan = plan_layer(made, 0, Request(np.asarray([96]), 2, 2))
     assert plan.capacities == (32, 16)
     alone = ckv.compress(method(ckv.Budget(tokens=32), **sizes), queries[:, 2:], keys[:, 1:], values[:, 1:])
     np.testing.assert_array_equal(groups(layer)[0].positions, alone.positions)

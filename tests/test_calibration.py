@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
         progress(1, 12)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "calibrate", stopped)
+    monkeypatch.setattr(observation, "calibrate", stopped)
     done = run("calibrate", "demo", "--data", TEXT, "--tokens", 256, "--output", tmp_path / "x.yaml")
     assert done.exit_code == 130
     assert list(tmp_path.iterdir()) == []

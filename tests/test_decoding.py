@@ -13,7 +13,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import decode_loop, extend
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.chassis import due
+from clusterkv_jax.methods.request import Request, plan_layer
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.tiny import VOCAB, prompt, tiny
@@ -102,9 +103,9 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     def inner(tokens):
         facts = Request(np.arange(1, tokens + 1), config.num_layers, config.num_kv_heads)
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
-        lengths, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 1)))
+        lengths, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 1, 1)))
         given = (hidden, lengths, rows, jax.eval_shape(lambda: jax.random.key(0)), None)
-        lowered = decoding._prefill_layer.lower(weights, config, method, method.plan(0, facts), None, *given)
+        lowered = decoding._prefill_layer.lower(weights, config, method, plan_layer(method, 0, facts), None, *given)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
     most = decoding.TOKENS_AT_ONCE // batch
@@ -192,7 +193,7 @@ def test_every_method_keeps_its_budget_at_every_step(method):
     cache, _ = prefill(method, prompt(1, 48), prompt(2, 36))
     other, _ = prefill(method, prompt(3, 45), prompt(2, 36))  # the second row must not notice
     shapes = [x.shape for x in jax.tree.leaves(cache)]
-    every = 4 if method.due(cache) is not None else 1
+    every = 4 if due(method, cache) is not None else 1
     for i in range(9):
         cache, logits = step(method, cache, [i, i + 1])
         other, expected = step(method, other, [i + 2, i + 1])

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def model(folder, **options):
-    from clusterkv_jax.evaluation.lm_eval import CompressedLM
+    from clusterkv_jax.evaluation.lm_eval_model import CompressedLM
 
     return CompressedLM(model=str(folder), **{"batch_size": 4, **options})
 
@@ -85,9 +85,9 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from clusterkv_jax.evaluation import lm_eval
+    from clusterkv_jax.evaluation import lm_eval_model
 
-    lm_eval.register()
+    lm_eval_model.register()
     rows = [{"q": TEXT + f" Number {i}.", "a": i % 2} for i in range(4)]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "whales.yaml").write_text(
@@ -108,8 +108,9 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
 
 
 def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):
+    from clusterkv_jax.evaluation import lm_eval_model
 
-    monkeypatch.setattr(harness, "BLOCK", 100)
+    monkeypatch.setattr(lm_eval_model, "BLOCK", 100)
     compressed = model(folder, method="centroidkv", cache_tokens=90)
     full = model(folder)
     text = asked((TEXT[:90],), (TEXT + TEXT[:90],))

@@ -69,7 +69,7 @@ def test_recall_has_the_error_of_the_rows_that_it_selects(layers, method):
 
 
 def test_the_page_compares_kept_positions_of_methods_that_forget(layers, monkeypatch):
-    monkeypatch.setattr(inspection, "observe", lambda *_: layers)
+    monkeypatch.setattr(observations, "observe", lambda *_: layers)
     pictures = {}
     for name, method in (("recalls", ckv.Quest(ckv.Budget(tokens=48), dense_layers=1)), ("forgets", METHOD)):
         pictures[name] = inspection_page.page_of(SimpleNamespace(name="tiny"), [0] * 160, {name: method})

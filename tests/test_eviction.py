@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ from safetensors.numpy import save_file
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import NewTokens
-from clusterkv_jax.methods.base import Method, Request
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import step_layer
+from clusterkv_jax.methods.request import Request, plan_layer
 from tests.support.golden_files import golden
+from tests.support.layers import compress as compress_layer
 
 Budget = ckv.Budget
 
@@ -101,7 +105,7 @@ def test_adakv_in_the_authors_counts():
 
 def layer_rows(method, tokens, layers):
     request = Request(np.asarray([tokens]), layers, 2)
-    return [int(method.rows(np.asarray([tokens]), request, layer)[0]) for layer in range(layers)]
+    return [int(method.budget_rows(np.asarray([tokens]), layer, request)[0, 0]) for layer in range(layers)]
 
 
 @pytest.mark.parametrize("name", ["pyramidkv_case0", "pyramidkv_case4"])
@@ -198,13 +202,9 @@ def steps(method: Method, q, k, v, prompt: int):
     """Compress the first `prompt` tokens and feed the others one by one: attention and layer after each step."""
     total = k.shape[2]
     request = Request(np.asarray([prompt]), 1, k.shape[1], reserve=total - prompt)
-    rows = jnp.asarray([[int(method.rows(request.lengths, request)[0])]])
-    key = jax.random.key(0)
-    layer, state, _ = method.compress(
-        q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], jnp.asarray([prompt]), rows, method.plan(0, request), key
-    )
+    layer, state, _ = compress_layer(method, [x[:, :, :prompt] for x in (q, k, v)], np.asarray([prompt]), request)
     yield None, layer
-    step = jax.jit(method.step)
+    step = jax.jit(partial(step_layer, method))
     for t in range(prompt, total):
         token = (jnp.swapaxes(x[:, :, t : t + 1], 1, 2) for x in (q, k, v))
         attended, layer, state = step(layer, state, NewTokens(*token, jnp.asarray([[t]]), jnp.asarray([[True]])))
@@ -351,15 +351,14 @@ def test_rerotated_sinks_stay_near_while_decoding():
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (*turned, plain[2]))
     method = ckv.StreamingLLM(Budget(tokens=12), 4, rerotate=True)
     request = Request(np.asarray([20]), 1, 1, reserve=20, rope=rope)
-    rows, lengths = jnp.asarray([[12]]), jnp.asarray([20])
-    layer, state, _ = method.compress(None, k[:, :, :20], v[:, :, :20], lengths, rows, method.plan(0, request), None)
+    layer, state, _ = compress_layer(method, (None, k[:, :, :20], v[:, :, :20]), np.asarray([20]), request)
     new = NewTokens(
         *(jnp.swapaxes(x[:, :, 20:], 1, 2) for x in (q, k, v)),
         20 + jnp.arange(20)[None],
         jnp.ones((1, 20), bool),
         rope=rope,
     )
-    attended, layer, _ = jax.jit(method.step)(layer, state, new)
+    attended, layer, _ = jax.jit(partial(step_layer, method))(layer, state, new)
     assert int(layer.length[0, 0]) == 12 == layer.capacity
     for t in (20, 27, 39):
         window = np.r_[0:4, t - 7 : t + 1]
@@ -374,23 +373,21 @@ def test_rerotated_sinks_stay_near_while_decoding():
 def test_chunkkv_layers_that_reuse_compute_no_scores():
     method = ckv.ChunkKV(Budget(tokens=45), 8, 10, reuse_layers=2)
     request = Request(np.asarray([107]), 4, 2)
-    plans = [method.plan(layer, request) for layer in range(4)]
-    assert [plan.scores for plan in plans] == [True, False, True, False]
+    assert [plan_layer(method, layer, request).selects for layer in range(4)] == [True, False, True, False]
     rng = np.random.default_rng(4)
     first, second = ([jnp.asarray(rng.normal(size=(1, h, 107, 8)), jnp.float32) for h in (4, 2, 2)] for _ in range(2))
-    rest = (jnp.asarray([107]), jnp.asarray([[45]]))
 
-    def compressed(tensors, plan, handed):
-        layer, _, handed = method.compress(*tensors, *rest, plan, None, handed)
-        return layer.positions, handed
+    def compressed(tensors, number, selection):
+        layer, _, selection = compress_layer(method, tensors, np.asarray([107]), request, number, selection)
+        return layer.positions, selection
 
-    chosen, handed = compressed(first, plans[0], None)
-    reused, _ = compressed(second, plans[1], handed)
-    own, _ = compressed(second, plans[2], None)
+    chosen, selection = compressed(first, 0, None)
+    reused, _ = compressed(second, 1, selection)
+    own, _ = compressed(second, 2, None)
     np.testing.assert_array_equal(reused, chosen)
     assert not np.array_equal(own, chosen)
     programs = [
-        str(jax.make_jaxpr(lambda x, h, plan=plan: compressed(x, plan, h))(second, given))
-        for plan, given in ((plans[2], None), (plans[1], handed))
+        str(jax.make_jaxpr(lambda x, h, number=number: compressed(x, number, h))(second, before))
+        for number, before in ((2, None), (1, selection))
     ]
     assert ["dot_general" in program for program in programs] == [True, False]

@@ -17,9 +17,10 @@ from clusterkv_jax.decoding import extend
 from clusterkv_jax.evaluation import responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.methods.request import Request, request_rows
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
+from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 
 INTERVAL, SINKS, STEPS = 8, 2, 20
@@ -141,12 +142,11 @@ def test_padding_never_reaches_the_store():
     queries, keys, values = (jnp.asarray(rng.normal(size=(2, h, 64, 8)), jnp.float32) for h in (4, 2, 2))
     real = (np.arange(64) < np.asarray([64, 37])[:, None])[:, None, :, None]
     request = Request(np.arange(1, 65), 2, 2, max_new_tokens=16, reserve=16)
-    plan, lengths = HOST.plan(1, request), np.asarray([64, 37])
-    rows = request_rows(HOST, lengths, 1, request)
+    lengths = np.asarray([64, 37])
 
     def compressed(fill):
-        arrays = (jnp.where(real, x, fill) for x in (queries, keys, values))
-        return HOST.compress(*arrays, jnp.asarray(lengths), rows, plan, jax.random.key(1))[:2]
+        arrays = [jnp.where(real, x, fill) for x in (queries, keys, values)]
+        return compress_layer(HOST, arrays, lengths, request, layer=1)[:2]
 
     for found, expected in zip(*(jax.tree.leaves(compressed(fill)) for fill in (jnp.nan, 0.0)), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -276,4 +276,4 @@ def test_where_there_is_no_host_store_one_sentence_says_so(monkeypatch, platform
         jax.set_mesh(auto_mesh(jax.make_mesh((mesh,), ("model",), devices=jax.devices()[:mesh]))),
         pytest.raises(ValueError, match=r'^store="host" must run on .*; take store="device" there\.$'),
     ):
-        HOST.plan(1, Request(np.asarray([48]), 2, 2, reserve=8))
+        HOST.check(np.asarray([48]), Request(np.asarray([48]), 2, 2, reserve=8))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import append, group_heads, groups
-from clusterkv_jax.methods.base import Request, with_groups
+from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.request import Request, plan_layer
 
 SHAPE = {"sinks": 2, "recent": 4, "chunk": 16}
 
@@ -199,13 +200,13 @@ def test_a_layer_may_be_all_outliers():
 
 def test_capacity_is_the_most_rows_there_can_be():
     request = Request(np.arange(1, 101), 4, 2, max_new_tokens=50, reserve=50)
-    assert centroid(ratio=0.4).plan(0, request).capacities == (100 + 50,)  # never more than there are tokens
-    assert dataclasses.replace(centroid(ratio=0.4), interval=8).plan(0, request).capacities == (40 + 8,)
+    assert plan_layer(centroid(ratio=0.4), 0, request).capacities == (100 + 50,)  # never more than there are tokens
+    assert plan_layer(dataclasses.replace(centroid(ratio=0.4), interval=8), 0, request).capacities == (40 + 8,)
     long = dataclasses.replace(request, reserve=500, max_new_tokens=500)
-    assert centroid(ratio=0.4).plan(0, long).capacities == (40 + 128,)
-    assert ckv.Full().plan(0, request).capacities == (150,)
+    assert plan_layer(centroid(ratio=0.4), 0, long).capacities == (40 + 128,)
+    assert plan_layer(ckv.Full(), 0, request).capacities == (150,)
     # Chelsea's budget counts the new tokens, and a prompt just below B + g stays whole.
-    assert chelsea(ratio=0.5).plan(0, request).capacities == (75 + 8,)
+    assert plan_layer(chelsea(ratio=0.5), 0, request).capacities == (75 + 8,)
 
 
 @given(seed=st.integers(0, 10**6), new=st.integers(1, 20))

@@ -14,7 +14,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import cache, pages
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.decoding import extend
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, plan_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5
@@ -150,7 +150,7 @@ def test_bytes_of_a_large_model():
     """Llama-3.1-8B, 32,768 tokens, a fifth kept."""
     request = Request(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)
     method = ckv.AdaKV(ckv.Budget(ratio=0.2))
-    (capacity,) = method.plan(0, request).capacities
+    (capacity,) = plan_layer(method, 0, request).capacities
     prompt = jax.eval_shape(cache.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))
     layer = jax.eval_shape(lambda p: pages.paged(p, p.degree > 0, capacity), prompt)
     assert 6553 + 128 <= math.prod(layer.degree.shape) / 8 <= 6553 + 128 + 128

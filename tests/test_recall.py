@@ -14,10 +14,11 @@ from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
-from clusterkv_jax.methods.request import Request, request_rows
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings
 from tests.support.golden_files import golden, names
+from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 
 
@@ -261,9 +262,7 @@ def test_padding_never_reaches_an_index(method):
     def compressed(lengths, *arrays):
         tokens = arrays[1].shape[2]
         request = Request(np.arange(1, tokens + 1), 4, 2, max_new_tokens=16, reserve=16)
-        plan, rows = method.plan(3, request), request_rows(method, lengths, 3, request)
-        run = jax.jit(lambda *x: method.compress(*x, jnp.asarray(lengths), rows, plan, jax.random.key(1)))
-        return run(*arrays)[1][0]
+        return jax.jit(lambda *x: compress_layer(method, x, lengths, request, layer=3)[1][0])(*arrays)
 
     real = (np.arange(64) < np.asarray([64, 37])[:, None])[:, None, :, None]
     both = compressed(np.asarray([64, 37]), *(jnp.where(real, x, jnp.nan) for x in (queries, keys, values)))

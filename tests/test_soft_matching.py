@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import from_tokens
 from clusterkv_jax.calibration import outlier_share
-from clusterkv_jax.kernels.row_merge import best_edges
+from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import Request
 from clusterkv_jax.soft_matching import cluster, count_rounds, edge_counts, merge_round, merge_schedule
 from tests.support.golden_files import golden, names
@@ -148,7 +148,7 @@ def test_best_edges_are_those_of_a_stable_sort(seed, rows, count, levels):
     rng = np.random.default_rng(seed)
     score = rng.choice(rng.normal(size=levels), size=(2, 3, rows)).astype(np.float32)
     score[rng.random(score.shape) < 0.2] = -np.inf
-    mask = best_edges(jnp.asarray(score), jnp.asarray([count, count // 2]))
+    mask = top_rows(jnp.asarray(score), jnp.asarray([count, count // 2]))
     for b, wanted in ((0, count), (1, count // 2)):
         for head in range(3):
             first = np.argsort(-score[b, head], kind="stable")[:wanted]
@@ -201,12 +201,12 @@ def test_rounds_are_known_on_the_host(method):
     keys, values, _ = random_rows(5, 90)
     keys, values = (jnp.tile(x[:1], (4, 1, 1, 1)) for x in (keys, values))
     request = Request(lengths, 1, keys.shape[1])
-    rows = method.rows(lengths, request)
-    target = np.where(lengths >= rows + method.prefill_slack, rows, lengths)
+    rows = method.budget_rows(lengths, 0, request)[:, 0]
+    target = np.where(lengths >= rows + method.schedule.slack, rows, lengths)
     schedule = merge_schedule(90, 16, method.ratios, method.merge_of)
     apart = {"sinks": 2, "recent": 4, "chunk": 16}
     args = (from_tokens(keys, values, jnp.asarray(lengths)), jnp.asarray(target), jnp.zeros(4, jnp.int32), schedule)
     asked, done = cluster(*args, **apart)
     known = count_rounds(lengths, target, schedule, **apart)
     assert known == int(done.max()) > 2
-    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, known_rounds=known)[0], asked)
+    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, expected_rounds=known)[0], asked)

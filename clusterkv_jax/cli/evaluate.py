@@ -119,9 +119,9 @@ def lm_eval(context: typer.Context) -> None:
 
     with one_sentence_errors(False):
         library("lm_eval", "clusterkv lm-eval")
-        from clusterkv_jax.evaluation import lm_eval
+        from clusterkv_jax.evaluation import lm_eval_model
 
-        lm_eval.main(context.args)
+        lm_eval_model.main(context.args)
 
 
 # What the harness's command is told goes to it as it is, --help too.

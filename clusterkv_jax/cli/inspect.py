@@ -67,11 +67,10 @@ def inspect_recall(
         from clusterkv_jax.evaluation.inspection import observations, recall_rates
         from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
-        from clusterkv_jax.methods import Recall
 
         entries = parse_entries(split(methods), tuple(str(parse_count(part, "--budgets")) for part in split(budgets)))
         for entry in entries:
-            if not isinstance(entry.method, Recall):
+            if entry.method.forgets:
                 raise ValueError(
                     f"--methods must be methods that recall, and {entry.name} keeps no more than it reads."
                 )

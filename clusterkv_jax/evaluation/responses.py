@@ -16,9 +16,9 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend, prefill
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.generation import bucket, compile_seconds, generate
+from clusterkv_jax.generation import QUESTION_STEP, bucket, compile_seconds, generate
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 
@@ -57,9 +57,10 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
     """Whether the method's budget is possible for a prompt; of short ones too few rows may remain."""
     config, tokens = model.config, len(prompt.context)
     reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
-    request = Request(np.asarray([tokens]), config.num_layers, config.num_kv_heads, max_new_tokens, reserve, 64)
+    counts = {"max_new_tokens": max_new_tokens, "reserve": reserve, "step_tokens": QUESTION_STEP}
+    request = request_of_model(config, model.params["embed"].dtype, np.asarray([tokens]), **counts)
     with contextlib.suppress(ValueError):
-        method.check([tokens], request)
+        method.check(request.lengths, request)
         return True
     return False
 
@@ -85,7 +86,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
     mesh = contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
-    explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.uses_host)
+    explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.holds == "host")
     with compile_seconds() as compiled, mesh, explained:
         cache, logits = prefill(
             model.params,

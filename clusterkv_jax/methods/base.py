@@ -1,390 +1,266 @@
-"""The protocol of a compression method, and what all methods share.
+"""The protocol of a compression method: ten members, of which most methods override three.
 
-A method is a frozen dataclass, budget first, hashable and so static under jit. It answers these questions:
+A method is a frozen dataclass, budget first, hashable and so static under jit.
 
-    plan       how many slots does a layer get?          host, numpy, once per prompt bucket
-    compress   what is kept of a layer's prompt?         jit, once per layer, right after that layer's attention
-    step       how do new tokens enter and attend?       jit, once per layer and step
-    due        must the cache be compressed again?       jit, a scalar for all layers, after every step
-    recompress ... and how?                              jit, under one condition, when due
+    protected, schedule, holds     values: which rows always stay, when a cache returns to its budget, what it holds
+    budget_rows, check, needs      host: B of each prompt and head, what is impossible, what a layer must be shown
+    compress                       jit: what is left of a prompt, one group of heads at a time, after its attention
+    remember                       jit: what is kept beside the rows between steps
+    step                           jit: how new tokens enter a group and attend to it
+    recompress                     jit: the way back to the budget while decoding, under one condition for all layers
 
-A layer is one group of KV heads, or several where heads have different budgets. `compress` and `step` take a layer
-apart into its groups; a method says with `compress_group`, `step_group` and `recompress_group` what happens to one.
+`families` has bases that answer nearly all of it: a method that drops rows says what a row is worth (`Eviction.score`).
+The order in which the members are called is in `chassis`, which no method overrides.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax import pages
-from clusterkv_jax.attention import attend_cache, attend_new, combine, join_heads, query_heads
-from clusterkv_jax.budget import MOST_ROWS, Base, Budget, rows_for, share_table
-from clusterkv_jax.cache import (
-    Group,
-    HeadGroups,
-    KVCache,
-    Layer,
-    LayerCache,
-    NewTokens,
-    PagedHeads,
-    State,
-    append,
-    from_tokens,
-    group_heads,
-    groups,
-    resize,
-    select_heads,
-)
-from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.attention import attend_cache, attend_new, combine
+from clusterkv_jax.budget import Budget, rows_for, share_table
+from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
+from clusterkv_jax.methods.request import GroupPlan, Request, check_budgets
 
-Held = TypeVar("Held", LayerCache, PagedHeads)
+# What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
+Memory = dict[str, Array]
+
+# What the rows of a group are: tokens as they were; centroids of several; tokens in pages that heads share; tokens
+# rotated to other positions; every token, with an index of them, on the device or in the host's memory.
+Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
+
+# What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the queries
+# that it makes of what the layer before it read, or what an earlier layer selected, instead of selecting itself.
+Need = Literal["queries", "hidden", "lookahead", "selection"]
+
+AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
 
 @dataclass(frozen=True)
-class Method:
-    """Base of all methods: keeps every token, compresses nothing.
+class Protected:
+    """Rows that are never dropped or merged: the first `sinks` and the last `recent` or `window`, by these names.
 
-    A method overrides what it does differently. `default_base` is what the paper takes its ratio of, `looks_ahead` says
-    whether `NewTokens.ahead` is wanted.
+    A budget must leave `spare` rows beside them.
     """
 
-    default_base: ClassVar[Base] = "prompt"
-    looks_ahead: ClassVar[bool] = False
+    sinks: int | None = None
+    recent: int | None = None
+    window: int | None = None
+    spare: int = 1
 
     @property
-    def fewest_rows(self) -> int:
+    def first(self) -> int:
+        """Rows at the start."""
+        return self.sinks or 0
+
+    @property
+    def last(self) -> int:
+        """Rows at the end."""
+        return (self.recent or 0) + (self.window or 0)
+
+    @property
+    def fewest(self) -> int:
         """The fewest rows that a budget must leave."""
-        return 0
+        return self.first + self.last + self.spare
 
-    @property
-    def uses_host(self) -> bool:
-        """Whether rows may be in the host's memory."""
-        return False
-
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
-        """B, the rows each prompt may keep for this head, [lengths]; MOST_ROWS where nothing is ever compressed."""
-        del request, layer, head
-        return np.full(np.shape(lengths), MOST_ROWS, np.int64)
-
-    def check(self, lengths: Iterable[int], request: Request) -> None:
-        """Raise ValueError, naming the numbers, if a prompt of one of these lengths has an impossible budget."""
-
-    def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
-        """KV heads of this layer that have equal budgets stand together."""
-        del layer
-        return (tuple(range(request.num_kv_heads)),)
-
-    def plan(self, layer: int, request: Request) -> LayerPlan:
-        """Slots of layer `layer`: the most rows that a head can come to hold."""
-        heads = self.head_groups(layer, request)
-        lengths = np.asarray(request.lengths)
-        rows = [np.maximum(self.rows(lengths, request, layer, group[0]), self.fewest_rows) for group in heads]
-        slots = (np.minimum(self.slots(lengths, b, request), lengths + request.reserve) for b in rows)
-        return LayerPlan(
-            heads,
-            tuple(aligned(int(np.max(most))) for most in slots),
-            tuple(bool(np.min(b) >= MOST_ROWS) for b in rows),
-            self.makes_scores(layer),
-        )
-
-    def rounds(self, layer: int, request: Request) -> int | None:
-        """Rounds that compressing exactly these prompts takes, for a program that is not to ask the device; None for
-        methods without rounds, and where asking is cheap.
-        """
-        del layer, request
-        return None
-
-    def makes_scores(self, layer: int) -> bool:
-        """Whether this layer decides for itself; otherwise it does what the last one did that decided."""
-        del layer
-        return True
-
-    def slots(self, lengths: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
-        """The most rows a head can come to hold, by prompt length; more than there are tokens means all."""
-        del rows
-        return lengths + request.reserve
-
-    def compress(
-        self,
-        queries: Float[Array, "B H N D"] | None,
-        keys: Float[Array, "B K N D"],
-        values: Float[Array, "B K N D"],
-        lengths: Int[Array, " B"],
-        rows: Int[Array, "B groups"],
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any = None,
-    ) -> tuple[Layer, tuple[State, ...], Any]:
-        """A layer's cache after its prompt.
-
-        Args:
-            queries, keys, values, lengths: of the prompt, padded.
-            rows: B of each prompt and group of heads.
-            plan: static.
-            key: PRNG key of this layer.
-            handed: what the previous layer's `compress` returned last; None unless the plan says not to score.
-
-        Returns:
-            the layer, the state of each group of heads, and what the next layer may use.
-        """
-        prompt = from_tokens(keys, values, lengths)
-        made, states, hand = [], [], []
-        for i, (heads, capacity, keep_all) in enumerate(zip(plan.heads, plan.capacities, plan.keep_all, strict=True)):
-            group = prompt if len(plan.heads) == 1 else select_heads(prompt, heads)
-            state = over = None
-            if not keep_all:
-                asked = None if queries is None else query_heads(queries, heads, keys.shape[1], axis=1)
-                given = None if handed is None else handed[i]
-                group, state, over = self.compress_group(group, asked, rows[:, i], capacity, plan, key, given)
-            made.append(group if isinstance(group, PagedHeads) else resize(group, capacity))
-            states.append(state)
-            hand.append(over)
-        layer = made[0] if len(made) == 1 else HeadGroups(tuple(made), plan.heads)
-        return layer, tuple(states), None if all(over is None for over in hand) else tuple(hand)
-
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, Any]:
-        """What is kept of one group of heads, in at least as many slots as it holds rows."""
-        raise NotImplementedError
-
-    def step(
-        self, layer: Layer, state: tuple[State, ...], new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
-        """New tokens enter the layer and attend to it; heads without a state append and attend to all they hold."""
-        parts = []
-        for group, heads, kept in zip(groups(layer), group_heads(layer), state, strict=True):
-            mine = _of_heads(new, heads) if isinstance(layer, HeadGroups) else new
-            enter = append_and_attend if kept is None else self.step_group
-            parts.append(enter(group, kept, mine))
-        attended, made, states = zip(*parts, strict=True)
-        out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
-        return out, with_groups(layer, made), states
-
-    def step_group(
-        self, group: LayerCache, state: State, new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
-        """Tokens enter one group of heads that has a state."""
-        return append_and_attend(group, state, new)
-
-    def due(self, cache: KVCache) -> Bool[Array, ""] | None:
-        """Scalar: must the cache be compressed now? None, statically, for methods that never do it while decoding."""
-        del cache
-        return None
-
-    def recompress(self, cache: KVCache) -> KVCache:
-        """Bring every batch row that is due back to its budget; the others stay as they are, bit for bit."""
-        return cache
+    def __str__(self) -> str:
+        """As error messages name them: "sinks + recent = 16 + 64"."""
+        named = {"sinks": self.sinks, "recent": self.recent, "window": self.window}
+        counts = {name: count for name, count in named.items() if count is not None} or {"protected rows": 0}
+        return f"{' + '.join(counts)} = {' + '.join(map(str, counts.values()))}"
 
 
-class Budgeted(Method):
-    """What methods with a budget share: its arithmetic, its checks, and compressing again while decoding.
+@dataclass(frozen=True)
+class Schedule:
+    """When a group of heads returns to its budget B while decoding; `every` makes the usual one.
 
-    The dataclasses below it have a field `budget`.
+    Attributes:
+        kind: "append": never. "interval": when it holds B + `interval` rows. "token": each token beyond B drops a row.
+            "ring": each token beyond B takes the slot of another row.
+        interval: rows beyond B.
+        slack: a prompt of n tokens is compressed if n >= B + slack.
+        rounding: rows beyond B that rounding may leave.
     """
+
+    kind: Literal["append", "interval", "token", "ring"] = "append"
+    interval: int = 0
+    slack: int = 0
+    rounding: int = 0
+
+
+def every(interval: int | None, slack: int = 0, rounding: int = 0) -> Schedule:
+    """Back to B at B + `interval` rows; None appends for ever."""
+    if interval is None:
+        return Schedule(slack=slack, rounding=rounding)
+    return Schedule("interval", interval, slack, rounding)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """One group of KV heads that is to be brought to its budget, after the prompt or while decoding.
+
+    Attributes:
+        cache: the rows; after the prompt one for each token, C = N.
+        budget: rows to keep, B. A batch row that holds no more stays as it is, bit for bit.
+        position: tokens seen.
+        memory: what `remember` made, as the steps left it.
+        queries: of the prompt, padded; None while decoding, and for bare tensors without them.
+        hidden: what enters the attention of the layer, as `queries`.
+        key: PRNG key of the layer, after the prompt.
+        selection: what an earlier layer selected, for methods that need it.
+        plan: static.
+    """
+
+    cache: Group
+    budget: Int[Array, " B"]
+    position: Int[Array, " B"]
+    memory: Memory
+    queries: Float[Array, "B H N D"] | None = None
+    hidden: Float[Array, "B N M"] | None = None
+    key: Array | None = None
+    selection: Any = None
+    plan: GroupPlan = field(default=GroupPlan((), 0), metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Compressed:
+    """What `compress` and `recompress` leave: rows, memory (None: as it was), and what later layers may reuse."""
+
+    cache: Group
+    memory: Memory | None = None
+    selection: Any = None
+
+
+class Method(ABC):
+    """Base of all methods. The dataclasses below it have a field `budget`, except where they answer `budget_rows`."""
 
     budget: Budget
+    holds: ClassVar[Holding] = "tokens"
 
     @property
-    def always_kept(self) -> dict[str, int]:
-        """Rows that are never dropped or merged, by the names of their fields."""
-        raise NotImplementedError
+    def forgets(self) -> bool:
+        """Whether rows beyond the budget are gone; otherwise all stay, and a step attends to a budget of them."""
+        return self.holds not in ("index", "host")
+
+    # --- values ---
 
     @property
-    def fewest_rows(self) -> int:
-        """One row more than those that are always kept."""
-        return sum(self.always_kept.values()) + 1
+    def protected(self) -> Protected:
+        """Rows that are never dropped or merged."""
+        return Protected()
 
     @property
-    def prefill_slack(self) -> int:
-        """A prompt of n tokens is compressed if n >= B + prefill_slack."""
-        return 0
+    def schedule(self) -> Schedule:
+        """When a cache returns to its budget while decoding."""
+        return Schedule()
 
-    @property
-    def decode_rows(self) -> int | None:
-        """While decoding the cache is brought back to B when it holds B + decode_rows rows; None: never."""
-        return None
+    # --- on the host ---
 
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
-        """B of each prompt (see `Budget`)."""
-        return rows_for(
-            self.budget,
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+        """B of each prompt and KV head of a layer, i64 [lengths, K]; MOST_ROWS where nothing is ever compressed.
+
+        Heads with equal columns stand together in one group of the layer's cache.
+        """
+        return head_rows(self.budget, lengths, layer, request)
+
+    def check(self, lengths: np.ndarray, request: Request) -> None:
+        """Raise ValueError, naming the numbers, if a prompt of one of these lengths has an impossible budget."""
+        check_budgets(self, lengths, request, self.budget_rows)
+
+    def needs(self, layer: int) -> frozenset[Need]:
+        """What the method must be shown of a layer."""
+        del layer
+        return frozenset()
+
+    # --- under jit ---
+
+    def remember(self, rows: Rows) -> Memory:
+        """What is kept beside the rows of a group between steps. Without any, tokens are appended and attend to all."""
+        del rows
+        return {}
+
+    @abstractmethod
+    def compress(self, rows: Rows) -> Compressed:
+        """What is left of a prompt, in at least as many slots as there are rows."""
+
+    def recompress(self, rows: Rows) -> Compressed:
+        """The rows brought back to their budget, in the same slots."""
+        return self.compress(rows)
+
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+        """New tokens enter a group of heads that has a memory, and attend."""
+        return append_and_attend(group, memory, tokens)
+
+
+def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K] (see `Budget`)."""
+    shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
+    first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
+    columns = [
+        rows_for(
+            budget,
             lengths,
             request.max_new_tokens,
-            self.default_base,
-            bytes_per_row=request.row_bytes * request.num_layers * request.num_kv_heads,
+            bytes_per_row=request.bytes_per_row,
             layer=layer,
-            head=head,
+            head=int(head),
             num_layers=request.num_layers,
             num_heads=request.num_kv_heads,
         )
-
-    def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
-        """KV heads by equal shares, the largest first."""
-        shares = share_table(self.budget, request.num_layers, request.num_kv_heads)[layer]
-        return tuple(
-            tuple(np.flatnonzero(shares == share).tolist()) for share in sorted(set(shares.tolist()), reverse=True)
-        )
-
-    def check(self, lengths: Iterable[int], request: Request) -> None:
-        """Raise ValueError if a prompt that is or will be compressed has no room for more than what is always kept."""
-        lengths = np.asarray(tuple(lengths))
-        for layer in range(request.num_layers):
-            for heads in self.head_groups(layer, request):
-                for n, b in zip(lengths, self.rows(lengths, request, layer, heads[0]), strict=True):
-                    again = self.decode_rows is not None and n + request.reserve >= b + self.decode_rows
-                    if (b < n or again) and b < self.fewest_rows:
-                        names, counts = " + ".join(self.always_kept), " + ".join(map(str, self.always_kept.values()))
-                        raise ValueError(
-                            f"{type(self).__name__}: a prompt of {n} tokens has a budget of {b} rows, "
-                            f"which must be more than {names} = {counts}."
-                        )
-
-    def kept(self, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Rows that the compression of each prompt leaves."""
-        return np.where((lengths > rows) & (lengths >= rows + self.prefill_slack), rows, lengths)
-
-    def slots(self, lengths: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
-        """What the prompt leaves and what may be appended to it."""
-        return self.slots_after(self.kept(lengths, rows), rows, request)
-
-    def slots_after(self, kept: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
-        """The most rows a head that starts with `kept` of them can come to hold."""
-        if request.reserve == 0 or self.decode_rows is None:
-            return kept + request.reserve
-        # A step begins with at most B + decode_rows - 1 rows, or with what the prompt left, and appends step_tokens.
-        return np.maximum(kept, rows + self.decode_rows - 1) + request.step_tokens
-
-    def start(
-        self,
-        group: LayerCache,
-        rows: Int[Array, " B"],
-        queries: Float[Array, "B H N D"] | None,
-        plan: LayerPlan,
-        key: Any,
-    ) -> State:
-        """State of a group of heads that this method takes over after the prompt, whoever compressed it."""
-        del group, queries, plan, key
-        return None if self.decode_rows is None else {"budget": rows}
-
-    def hold(self, group: LayerCache, capacity: int) -> Group:
-        """A group of heads that this method takes over after the prompt, as it holds its own, in `capacity` slots."""
-        del capacity
-        return group
-
-    def held(self, group: LayerCache) -> Int[Array, " B"]:
-        """Rows per head, as they count against the budget; most methods keep equally many of every head of a group."""
-        return group.length[:, 0]
-
-    def due(self, cache: KVCache) -> Bool[Array, ""] | None:
-        """True when a batch row holds `decode_rows` rows more than its budget in some group of heads."""
-        if self.decode_rows is None:
-            return None
-        full = [
-            jnp.any(self.held(group) >= kept["budget"] + self.decode_rows)
-            for layer, state in zip(cache.layers, cache.state, strict=True)
-            for group, kept in zip(groups(layer), state, strict=True)
-            if kept is not None
-        ]
-        return jnp.any(jnp.stack(full)) if full else None
-
-    def recompress(self, cache: KVCache) -> KVCache:
-        """Compress the batch rows that are due, layer by layer; what a layer hands on goes to the next one."""
-        layers, states, handed = [], [], None
-        for number, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
-            given = None if self.makes_scores(number) else handed
-            made, over = self._recompress_layer(layer, state, cache.position, given)
-            handed = over if given is None else given
-            layers.append(with_groups(layer, [group for group, _ in made]))
-            states.append(tuple(kept for _, kept in made))
-        return replace(cache, layers=tuple(layers), state=tuple(states))
-
-    def _recompress_layer(self, layer: Layer, state: tuple[State, ...], position: Array, handed: Any):
-        made, hand = [], []
-        assert self.decode_rows is not None
-        for i, (group, kept) in enumerate(zip(groups(layer), state, strict=True)):
-            over = None
-            if kept is not None:
-                held = self.held(group)
-                target = jnp.where(held >= kept["budget"] + self.decode_rows, kept["budget"], held)
-                given = None if handed is None else handed[i]
-                group, kept, over = self.recompress_group(group, kept, target, position, given)
-            made.append((group, kept))
-            hand.append(over)
-        return made, tuple(hand)
-
-    def recompress_group(
-        self,
-        group: LayerCache,
-        state: Any,
-        target: Int[Array, " B"],
-        position: Int[Array, " B"],
-        handed: Any,
-    ) -> tuple[LayerCache, State, Any]:
-        """Bring a group of heads to `target` rows, in the same slots."""
-        raise NotImplementedError
+        for head in first
+    ]
+    return np.stack(columns, axis=1)[:, of]
 
 
-def append_and_attend(group: Held, state: State, new: NewTokens) -> tuple[Float[Array, "B T H D"], Held, State]:
+def rows_held(group: Group) -> Int[Array, " B"]:
+    """Rows per head, as they count against the budget: all heads hold equally many, those in pages on the average."""
+    if isinstance(group, PagedHeads):
+        return jnp.sum(group.length, axis=1) // group.length.shape[1]
+    return group.length[:, 0]
+
+
+# --- how tokens enter ---
+
+
+def append_and_attend(group: AnyGroup, memory: Any, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
-    longer = append_new(group, new)
-    if new.q.shape[1] == 1:
-        return attend_cache(longer, new.q)[0], longer, state
-    return combine(attend_cache(group, new.q), attend_new(new.q, new.k, new.v, new.real)), longer, state
+    longer = append_tokens(group, tokens)
+    if tokens.q.shape[1] == 1:
+        return attend_cache(longer, tokens.q)[0], longer, memory
+    attended = combine(attend_cache(group, tokens.q), attend_new(tokens.q, tokens.k, tokens.v, tokens.real))
+    return attended, longer, memory
 
 
-def append_new(group: Held, new: NewTokens) -> Held:
+def append_tokens(group: AnyGroup, tokens: NewTokens) -> AnyGroup:
     """The new tokens behind the rows there are."""
-    tokens = jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), new.positions, new.real
-    return pages.append(group, *tokens) if isinstance(group, PagedHeads) else append(group, *tokens)
+    new = jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
+    return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new)
 
 
 def one_by_one(
-    step: Callable[[LayerCache, State, NewTokens], tuple[Array, LayerCache, State]],
+    step: Callable[[LayerCache, Memory, NewTokens], tuple[Array, LayerCache, Memory]],
     group: LayerCache,
-    state: State,
-    new: NewTokens,
-) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+    memory: Memory,
+    tokens: NewTokens,
+) -> tuple[Float[Array, "B T H D"], LayerCache, Memory]:
     """T tokens through a step that takes one: for methods that drop rows at every token."""
-    if new.q.shape[1] == 1:
-        return step(group, state, new)
+    if tokens.q.shape[1] == 1:
+        return step(group, memory, tokens)
 
     def body(carry, token):
-        group, state = carry
-        attended, group, state = step(group, state, token)
-        return (group, state), attended[:, 0]
+        group, memory = carry
+        attended, group, memory = step(group, memory, token)
+        return (group, memory), attended[:, 0]
 
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], new)
-    (group, state), attended = jax.lax.scan(body, (group, state), tokens)
-    return jnp.moveaxis(attended, 0, 1), group, state
-
-
-def aligned(slots: int) -> int:
-    """`slots`, on a TPU rounded up to its tile of 16 rows: of another size, XLA would lay the cache out by batch rows
-    and copy all of it into and out of the decode loop.
-    """
-    return -(-slots // 16) * 16 if platform() == "tpu" else slots
-
-
-def _of_heads(new: NewTokens, heads: tuple[int, ...]) -> NewTokens:
-    index = jnp.asarray(heads)
-    q, ahead = (None if x is None else query_heads(x, heads, new.k.shape[2], axis=2) for x in (new.q, new.ahead))
-    return replace(new, q=q, ahead=ahead, k=new.k[:, :, index], v=new.v[:, :, index])
-
-
-def with_groups(layer: Layer, made: Sequence[Any]) -> Layer:
-    """The layer with other groups in the place of its own."""
-    return replace(layer, groups=tuple(made)) if isinstance(layer, HeadGroups) else made[0]
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], tokens)
+    (group, memory), attended = jax.lax.scan(body, (group, memory), by_token)
+    return jnp.moveaxis(attended, 0, 1), group, memory

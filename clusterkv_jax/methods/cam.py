@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from clusterkv_jax.attention import attend_with_probabilities
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, NewTokens, State, take_rows
+from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.methods.base import LayerPlan, append_new, one_by_one
-from clusterkv_jax.methods.families.eviction import needed, replace_row
-from clusterkv_jax.methods.streamingllm import Streaming
+from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
+from clusterkv_jax.methods.families.streaming import Streaming, replace_row
 from clusterkv_jax.scores import group_mean, over_query_blocks
 
 
@@ -29,8 +28,6 @@ class CaM(Streaming):
     as if they had been decoded.
     """
 
-    budget: Budget
-    sinks: int = 4
     merge_budget: int = 32
     stochastic: bool = True
 
@@ -42,55 +39,56 @@ class CaM(Streaming):
             ("stochastic", isinstance(self.stochastic, bool), "True or False"),
         )
 
-    def start(self, group: LayerCache, rows: Array, queries: Array | None, plan: LayerPlan, key: Any) -> State:
-        """The budget, and the key: every batch row's own copy, so that a row draws alike in any batch."""
-        del group, queries, plan
-        if not self.stochastic:
-            return {"budget": rows}
-        data = jax.random.key_data(key)
-        return {"budget": rows, "key": jnp.broadcast_to(data, (*rows.shape, *data.shape))}
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        return Schedule("token")
 
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, None]:
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"queries"})
+
+    @override
+    def remember(self, rows: Rows) -> Memory:
+        """The key: every batch row's own copy, so that a row draws alike in any batch."""
+        if not self.stochastic:
+            return {}
+        assert rows.key is not None
+        data = jax.random.key_data(rows.key)
+        return {"key": jnp.broadcast_to(data, (*rows.budget.shape, *data.shape))}
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
         """Let the prompt's rows leave one after the other."""
-        del handed
-        ring = rows - self.sinks
+        prompt: Any = rows.cache
+        assert rows.queries is not None
+        ring = rows.budget - self.sinks
         number = jnp.arange(prompt.capacity)
-        chance = _chances(needed(self, queries), prompt, ring, self.sinks)
+        chance = _chances(rows.queries, prompt, ring, self.sinks)
         if self.stochastic:
-            assert key is not None
+            key: Any = rows.key
             draw = jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n), (chance.shape[1],)))
             chance = (chance > draw(number).T).astype(jnp.float32)
         leaves = (number >= self.sinks) & (number < prompt.length[..., None] - ring[:, None, None])
         weight = jnp.where(leaves, chance, 0.0) / self.merge_budget
         values = _pass_on(prompt.values.astype(jnp.float32), weight, ring, self.merge_budget)
-        values = jnp.where(
-            (prompt.length[:, 0] > rows)[:, None, None, None], values.astype(prompt.values.dtype), prompt.values
-        )
-        layer, _ = take_rows(replace(prompt, values=values), self.stay(prompt, rows), capacity)
-        return layer, self.start(layer, rows, queries, plan, key), None
+        over = (rows.position > rows.budget)[:, None, None, None]
+        values = jnp.where(over, values.astype(prompt.values.dtype), prompt.values)
+        stay = self.stay(prompt, rows.budget)
+        return Compressed(take_rows(replace(prompt, values=values), stay, rows.plan.capacity)[0])
 
-    def step_group(
-        self, group: LayerCache, state: Any, new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, merge the oldest row's value into the next and drop it, token after token."""
-        return one_by_one(self._step, group, state, new)
+        return one_by_one(self._step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, state: Any, new: NewTokens) -> tuple[Array, LayerCache, State]:
-        group = append_new(group, new)
-        attended, attention = attend_with_probabilities(group, new.q)
+    def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
+        group = append_tokens(group, token)
+        attended, attention = attend_with_probabilities(group, token.q)
         slot, slots = self.oldest(group), group.capacity
-        weight = self._weight(attention, group, slot, state)
+        weight = self._weight(attention, group, slot, memory)
         gone = jnp.take_along_axis(group.values, slot[..., None, None], axis=2).astype(jnp.float32)
-        drop = new.real[:, 0] & (group.length[:, 0] > state["budget"])
+        drop = token.real[:, 0] & (group.length[:, 0] > memory["budget"])
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
 
         ring = jnp.maximum(group.length - self.sinks, 1)[..., None]
@@ -100,10 +98,10 @@ class CaM(Streaming):
         values = jnp.take_along_axis(group.values, jnp.minimum(place, slots - 1)[..., None], axis=2)
         values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
         put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
-        return attended, replace(group, values=put(group.values, place, values)), state
+        return attended, replace(group, values=put(group.values, place, values)), memory
 
     def _weight(
-        self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], state: Any
+        self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], memory: Memory
     ) -> Float[Array, "B K"]:
         """What share of the leaving row's value is passed on: 0 or 1, or the probability of 1."""
         number = jnp.arange(group.capacity)
@@ -119,7 +117,7 @@ class CaM(Streaming):
         def draw(data: Array, position: Int[Array, ""]) -> Array:
             return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), position), (slot.shape[1],))
 
-        return (jax.vmap(draw)(state["key"], position) < chance).astype(jnp.float32)
+        return (jax.vmap(draw)(memory["key"], position) < chance).astype(jnp.float32)
 
 
 def _ratio(leaving: Array, mean: Array) -> Array:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from clusterkv_jax.budget import Budget
+from typing_extensions import override
+
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.families.clustering import Clustering
 
@@ -17,10 +18,6 @@ class CentroidKV(Clustering):
     rows.
     """
 
-    budget: Budget
-    sinks: int = 16
-    recent: int = 64
-    chunk: int = 256
     merge_ratio: float = 0.8
     merge_of: Literal["A", "middle"] = "A"
     interval: int = 128
@@ -32,6 +29,6 @@ class CentroidKV(Clustering):
         )
 
     @property
+    @override
     def ratios(self) -> tuple[float, ...]:
-        """The same ratio in every round."""
         return (self.merge_ratio,)

@@ -1,15 +1,16 @@
 """Chelsea: chunked soft matching with a decaying ratio, and outlier heads that keep all their tokens (section 5)."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
-from clusterkv_jax.budget import MOST_ROWS, Base, Budget
+from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.errors import check_fields, is_count, is_number
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.base import Schedule, every, head_rows
 from clusterkv_jax.methods.families.clustering import Clustering
+from clusterkv_jax.methods.request import Request
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,6 @@ class Chelsea(Clustering):
     is the share of outlier heads among all heads of the model, so that the whole cache stays at B rows per head.
     """
 
-    budget: Budget
-    sinks: int = 16
-    recent: int = 64
-    chunk: int = 256
     r_init: float = 0.45
     r_decay: float = 0.05
     r_steps: int = 3
@@ -32,7 +29,6 @@ class Chelsea(Clustering):
     interval: int = 128
     outlier_heads: tuple[tuple[int, int], ...] = ()
 
-    default_base: ClassVar[Base] = "prompt+new"
     merge_of: ClassVar[str] = "middle"
 
     def __post_init__(self) -> None:
@@ -51,17 +47,20 @@ class Chelsea(Clustering):
         )
 
     @property
+    @override
     def ratios(self) -> tuple[float, ...]:
         """The decaying ratio of each round; the last serves all later ones."""
         return tuple(max(self.r_init - self.r_decay * i, self.r_min) for i in range(self.r_steps + 1))
 
     @property
-    def prefill_slack(self) -> int:
+    @override
+    def schedule(self) -> Schedule:
         """A prompt is clustered if n >= B + interval."""
-        return self.interval
+        return every(self.interval, slack=self.interval)
 
-    def check(self, lengths: Iterable[int], request: Request) -> None:
-        """As for all clustering methods; and every outlier head must exist."""
+    @override
+    def check(self, lengths: np.ndarray, request: Request) -> None:
+        """As for all methods; and every outlier head must exist."""
         for where in self.outlier_heads:
             if where[0] >= request.num_layers or where[1] >= request.num_kv_heads:
                 raise ValueError(
@@ -70,21 +69,17 @@ class Chelsea(Clustering):
                 )
         super().check(lengths, request)
 
-    def head_groups(self, layer: int, request: Request) -> tuple[tuple[int, ...], ...]:
-        """The outlier heads of this layer first."""
-        full = tuple(sorted(head for where, head in self.outlier_heads if where == layer))
-        rest = (tuple(h for h in heads if h not in full) for heads in super().head_groups(layer, request))
-        return tuple(heads for heads in (full, *rest) if heads)
-
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
         """B' of each prompt: what the budget leaves for a head that is no outlier; those keep everything."""
-        if (layer, head) in self.outlier_heads:
-            return np.full(np.shape(lengths), MOST_ROWS, np.int64)
-        budget = super().rows(lengths, request, layer, head)
-        heads = request.num_layers * request.num_kv_heads
-        outliers = len(self.outlier_heads)
-        if not outliers:
-            return budget
-        # (B - p n) / (1 - p) with p = outliers / heads, in whole numbers; nothing is compressed where B >= n.
-        shared = (budget * heads - outliers * np.asarray(lengths)) // (heads - outliers)
-        return np.where(budget >= lengths, budget, shared)
+        budget = replace(self.budget, base=self.budget.base or "prompt+new")
+        rows = head_rows(budget, lengths, layer, request)
+        if not any(self.ratios):
+            return np.full_like(rows, MOST_ROWS)
+        heads, outliers = request.num_layers * request.num_kv_heads, len(self.outlier_heads)
+        if outliers:
+            # (B - p n) / (1 - p) with p = outliers / heads, in whole numbers; nothing is compressed where B >= n.
+            column = lengths[:, None]
+            rows = np.where(rows >= column, rows, (rows * heads - outliers * column) // max(1, heads - outliers))
+        rows[:, [head for where, head in self.outlier_heads if where == layer]] = MOST_ROWS
+        return rows

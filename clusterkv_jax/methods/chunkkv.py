@@ -2,19 +2,19 @@
 al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference").
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
-from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.methods.base import Request
-from clusterkv_jax.methods.families.eviction import Windowed
+from clusterkv_jax.methods.base import Need, Protected, Rows
+from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.methods.snapkv import snap_scores
 from clusterkv_jax.scores import chunk_sums, group_mean, window_scores
 
@@ -33,7 +33,6 @@ class ChunkKV(Windowed):
     `SnapKV`.
     """
 
-    budget: Budget
     window: int = 32
     chunk: int = 10
     mode: Literal["exact", "kvpress"] = "exact"
@@ -55,63 +54,68 @@ class ChunkKV(Windowed):
         )
 
     @property
-    def fewest_rows(self) -> int:
+    @override
+    def protected(self) -> Protected:
         """kvpress keeps a single run if it must."""
-        return 1 if self.mode == "kvpress" else super().fewest_rows
+        return Protected() if self.mode == "kvpress" else super().protected
 
-    def makes_scores(self, layer: int) -> bool:
-        """Every `reuse_layers`-th layer."""
-        return layer % self.reuse_layers == 0
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        """Every `reuse_layers`-th layer selects."""
+        return frozenset({"queries" if layer % self.reuse_layers == 0 else "selection"})
 
-    def check(self, lengths: Iterable[int], request: Request) -> None:
+    @override
+    def check(self, lengths: np.ndarray, request: Request) -> None:
         """As for all methods; kvpress needs rows before the window."""
-        lengths = np.asarray(tuple(lengths))
         if self.mode == "kvpress":
-            for n, b in zip(lengths, self.rows(lengths, request), strict=True):
+            for n, b in zip(lengths, self.budget_rows(lengths, 0, request)[:, 0], strict=True):
                 if b < n <= self.window:
                     raise ValueError(f"ChunkKV: a prompt of {n} tokens must be longer than window = {self.window}.")
         super().check(lengths, request)
 
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
         """B of each prompt; in mode "kvpress" the rows of whole runs, of which a short last one may lack some."""
-        rows = super().rows(lengths, request, layer, head)
+        rows = super().budget_rows(lengths, layer, request)
         if self.mode == "exact" or np.min(rows) >= MOST_ROWS:
             return rows
-        lengths = np.asarray(lengths)
-        runs = -(-lengths // self.chunk)
+        column = lengths[:, None]
+        runs = -(-column // self.chunk)
         ratio = self.budget.ratio
         if ratio is None:
-            kept = rows // self.chunk
+            whole = rows // self.chunk
         else:
-            # kvpress is given the share to drop, and takes 1 - that of the runs: 40 runs at 0.1 are 3, not 4.
-            share = 1 - (1 - ratio) if self.budget.base != "prompt+new" else rows / np.maximum(lengths, 1)
-            kept = np.floor(runs * share).astype(np.int64)
-        return np.maximum(kept, 1) * self.chunk
+            # kvpress takes the share to drop, and 1 - that of the runs stays: 40 runs at 0.1 are 3, not 4.
+            share = 1 - (1 - ratio) if self.budget.base != "prompt+new" else rows / np.maximum(column, 1)
+            whole = np.floor(runs * share).astype(np.int64)
+        return np.broadcast_to(np.maximum(whole, 1) * self.chunk, rows.shape)
 
-    def keep(
-        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
-    ) -> Bool[Array, "B 1 C"]:
-        """One set of rows for all heads."""
-        slot, length = jnp.arange(layer.capacity), layer.length[:, :1, None]
-        before = slot < length - self.window
+    @override
+    def score(self, rows: Rows) -> Float[Array, "B 1 C"]:
+        """One score for all heads."""
         if self.mode == "exact":
-            scores = jnp.sum(group_mean(window_scores(queries, positions, layer)), axis=1, keepdims=True)
-            sums = chunk_sums(jnp.where(before, scores, 0.0), self.chunk)
-            best = _fill(sums, length[..., 0] - self.window, rows - self.window, self.chunk, layer.capacity)
-            return best | (~before & (slot < length))
-        scores = snap_scores(layer, queries, positions, KVPRESS_KERNEL, "avg", True)
+            cache: Any = rows.cache
+            return jnp.sum(group_mean(window_scores(*window_of(rows, self.window), cache)), axis=1, keepdims=True)
+        scores = snap_scores(rows, self.window, KVPRESS_KERNEL, "avg", True)
+        before = unprotected(scores, rows.cache.length, super().protected)
         top = jnp.max(jnp.where(before, scores, 0.0), axis=(1, 2), keepdims=True) + 1
-        scores = jnp.where(before, scores, jnp.where(slot < length, top, 0.0))
-        sums = chunk_sums(jnp.sum(scores, axis=1, keepdims=True), self.chunk)
-        sizes = _sizes(length[..., 0], self.chunk, sums.shape[-1])
-        return _fill(
-            sums / jnp.maximum(sizes, 1).astype(jnp.float32),
-            length[..., 0],
-            rows,
-            self.chunk,
-            layer.capacity,
-            whole=True,
-        )
+        return jnp.sum(jnp.where(before, scores, top), axis=1, keepdims=True)
+
+    @override
+    def choose(
+        self, scores: Float[Array, "B 1 C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
+    ) -> Bool[Array, "B 1 C"]:
+        """Whole runs, one set for all heads."""
+        slot, length = jnp.arange(capacity), length[:, :1]
+        if self.mode == "exact":
+            before = slot < length[..., None] - self.window
+            sums = chunk_sums(jnp.where(before, scores, 0.0), self.chunk)
+            best = _fill(sums, length - self.window, budget - self.window, self.chunk, capacity)
+            return best | (~before & (slot < length[..., None]))
+        sums = chunk_sums(jnp.where(slot < length[..., None], scores, 0.0), self.chunk)
+        sizes = _sizes(length, self.chunk, sums.shape[-1])
+        means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)
+        return _fill(means, length, budget, self.chunk, capacity, whole=True)
 
 
 def _sizes(rows: Int[Array, "B 1"], chunk: int, count: int) -> Int[Array, "B 1 count"]:

@@ -2,24 +2,25 @@
 Recallable Compression").
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
+from typing_extensions import override
 
 from clusterkv_jax import host_store
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups, resize
+from clusterkv_jax.cache import LayerCache, NewTokens, resize
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
-from clusterkv_jax.methods.base import one_by_one, with_groups
+from clusterkv_jax.methods.base import Compressed, Holding, Memory, Protected, Rows, Schedule, every, one_by_one
 from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
-from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.sharding import over_heads
 
 
@@ -37,7 +38,6 @@ class ClusterKV(Recall):
     `cached_steps` steps recalled; a step moves the others (see `clusterkv_jax.host_store`).
     """
 
-    budget: Budget
     sinks: int = 16
     tokens_per_cluster: int = 80
     interval: int = 320
@@ -48,12 +48,14 @@ class ClusterKV(Recall):
     store: Literal["device", "host"] = "device"
     cached_steps: int = 1
 
+    options: ClassVar[tuple[str, ...]] = ("initial_rows",)
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         counts = {"sinks": 0, "tokens_per_cluster": 1, "interval": 1, "interval_clusters": 1, "max_iterations": 0}
-        counts |= {"dense_layers": 0, "cached_steps": 0}
+        counts |= {"cached_steps": 0}
         check_fields(
             self,
-            ("budget", isinstance(self.budget, Budget), "a Budget"),
             *(
                 (name, is_count(getattr(self, name), least), f"a whole number of at least {least}")
                 for name, least in counts.items()
@@ -64,45 +66,47 @@ class ClusterKV(Recall):
         )
 
     @property
-    def always_kept(self) -> dict[str, int]:
-        """The sinks, which are part of the budget."""
-        return {"sinks": self.sinks}
+    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Every row, on the device or in the host's memory."""
+        return "host" if self.store == "host" else "index"
 
     @property
-    def uses_host(self) -> bool:
-        """With a host store."""
-        return self.store == "host"
+    @override
+    def protected(self) -> Protected:
+        """The sinks, which are part of the budget."""
+        return Protected(sinks=self.sinks)
 
-    def plan(self, layer: int, request: Request) -> LayerPlan:
-        """With a host store, also how many rows are on the device because they are not clustered yet."""
-        plan = super().plan(layer, request)
-        if self.store == "device":
-            return plan
-        host_store.check_platform()
-        return replace(plan, unindexed=min(request.reserve, self.unknown(request.step_tokens)))
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        """Generated tokens are clustered an interval at a time."""
+        return every(self.interval)
 
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, None]:
-        """The prompt, where it is to be kept, and its index."""
-        group, state, _ = super().compress_group(prompt, queries, rows, capacity, plan, key, handed)
+    @override
+    def check(self, lengths: np.ndarray, request: Request) -> None:
+        """As for all methods; a host store needs a platform that has one."""
         if self.store == "host":
-            size = {"sinks": self.sinks, "unindexed": plan.unindexed, "steps": self.cached_steps}
-            group, state = host_store.move_to_host(group, state, capacity, **size)
-        return group, state, None
+            host_store.check_platform()
+        super().check(lengths, request)
 
+    @override
+    def compress(self, rows: Rows) -> Compressed:
+        """The prompt, where it is to be kept, and its index."""
+        made, plan = super().compress(rows), rows.plan
+        if self.store == "device":
+            return made
+        unindexed = min(plan.reserve, self.unindexed(plan.step_tokens))
+        size = {"sinks": self.sinks, "unindexed": unindexed, "steps": self.cached_steps}
+        group: Any = made.cache
+        return Compressed(*host_store.move_to_host(group, made.memory, plan.capacity, **size))
+
+    @override
     def selections(self, queries: int) -> int:
         """One for each query head, or one for all of a KV head."""
         return queries if self.per_query_head else 1
 
-    def unknown(self, tokens: int) -> int:
+    @override
+    def unindexed(self, tokens: int) -> int:
         """What is not clustered yet: less than an interval, and the tokens of this step."""
         return self.interval - 1 + tokens
 
@@ -110,15 +114,15 @@ class ClusterKV(Recall):
         """C0, the clusters of a prompt of so many tokens."""
         return (lengths - self.sinks) // self.tokens_per_cluster
 
+    @override
     def build(
         self,
         prompt: LayerCache,
-        queries: Array | None,
-        rows: Int[Array, " B"],
+        rows: Rows,
         reserve: int,
-        key: Array,
         *,
         initial_rows: Int[Array, " C"] | None = None,
+        **options: Any,
     ) -> Index:
         """Cluster the keys behind the sinks, with room for the clusters of `reserve` tokens.
 
@@ -126,7 +130,7 @@ class ClusterKV(Recall):
         Clusters start from these rows of the prompt, or from random ones, of which a row of the batch draws those that
         it would draw alone.
         """
-        del queries, rows
+        key: Any = rows.key
         batch = prompt.length.shape[0]
         prompt = resize(prompt, max(prompt.capacity, self.sinks + 1))
         if initial_rows is None:
@@ -142,7 +146,8 @@ class ClusterKV(Recall):
         if reserve < self.interval:
             return index
         data = jax.random.key_data(key)
-        return index | {"clusters": count, "key": jnp.broadcast_to(data, (batch, *data.shape))}
+        copies = jnp.broadcast_to(data, (batch, *data.shape))
+        return index | {"clusters": count, "key": copies, "due": index["indexed"] + self.interval}
 
     def _cluster_prompt(self, prompt: LayerCache, seeds: Int[Array, "B C"], reserve: int) -> Index:
         """Clusters from these rows, counted behind the sinks (-1 for none)."""
@@ -170,6 +175,7 @@ class ClusterKV(Recall):
         # What is shorter than the sinks fills them before anything can be clustered.
         return over_heads(make, prompt, each) | {"indexed": jnp.maximum(prompt.length[:, 0], self.sinks)}
 
+    @override
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K J R"]:
@@ -187,44 +193,31 @@ class ClusterKV(Recall):
 
     # --- while decoding ---
 
-    def step_group(
-        self, group: LayerCache, state: Any, new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, look up, attend, token after token, wherever the rows are."""
-        if not host_store.on_host(state):
-            return super().step_group(group, state, new)
-        return one_by_one(self._step_from_host, group, state, new)
+        if not host_store.on_host(memory):
+            return super().step(group, memory, tokens)
+        return one_by_one(self._step_from_host, group, memory, tokens)
 
-    def _step_from_host(self, group: LayerCache, state: Any, new: NewTokens):
-        group, state = host_store.append(group, state, new, sinks=self.sinks)
-        rows = self.choose(state, by_kv_head(new.q, group))
-        rows = jnp.where((rows < group.length[:, :, None, None]) & new.real[:, :, None, None], rows, -1)
-        attended, state = host_store.attend(group, state, new.q, rows[..., self.sinks :], sinks=self.sinks)
-        return attended, group, state | {"recalled": unless_over(new.real[:, 0], rows, state)}
+    def _step_from_host(self, group: LayerCache, memory: Memory, token: NewTokens):
+        group, memory = host_store.append(group, memory, token, sinks=self.sinks)
+        rows = self.choose(memory, by_kv_head(token.q, group))
+        rows = jnp.where((rows < group.length[:, :, None, None]) & token.real[:, :, None, None], rows, -1)
+        attended, memory = host_store.attend(group, memory, token.q, rows[..., self.sinks :], sinks=self.sinks)
+        return attended, group, memory | {"recalled": unless_over(token.real[:, 0], rows, memory)}
 
-    def due(self, cache: KVCache) -> Bool[Array, ""] | None:
-        """True when some batch row has `interval` tokens that are not clustered; all layers have the same.
-
-        None where no room was reserved for so many.
-        """
-        found = [kept for state in cache.state for kept in state if kept is not None and "clusters" in kept]
-        return jnp.any(cache.position - found[0]["indexed"] >= self.interval) if found else None
-
-    def recompress(self, cache: KVCache) -> KVCache:
+    @override
+    def recompress(self, rows: Rows) -> Compressed:
         """Cluster intervals of the batch rows that have one, until none has."""
 
-        def step(cache: KVCache) -> KVCache:
-            layers, states = [], []
-            for layer, state in zip(cache.layers, cache.state, strict=True):
-                made = [
-                    (group, kept) if kept is None else self._cluster_interval(group, kept, cache.position)
-                    for group, kept in zip(groups(layer), state, strict=True)
-                ]
-                layers.append(with_groups(layer, [group for group, _ in made]))
-                states.append(tuple(kept for _, kept in made))
-            return replace(cache, layers=tuple(layers), state=tuple(states))
+        def more(state: tuple[Any, Memory]) -> Bool[Array, ""]:
+            return jnp.any(rows.position >= state[1]["due"])
 
-        return jax.lax.while_loop(self.due, step, cache)
+        def step(state: tuple[Any, Memory]) -> tuple[Any, Memory]:
+            return self._cluster_interval(*state, rows.position)
+
+        return Compressed(*jax.lax.while_loop(more, step, (rows.cache, rows.memory)))
 
     def _cluster_interval(
         self, group: LayerCache, state: Index, position: Int[Array, " B"]
@@ -257,6 +250,7 @@ class ClusterKV(Recall):
         index = {name: state[name] for name in ("centroids", "sizes", "starts", "order")}
         made = over_heads(make, source, at, index, each, begin, state["clusters"], ready)
         made["indexed"] = begin + jnp.where(ready, self.interval, 0)
+        made["due"] = made["indexed"] + self.interval
         made["clusters"] = state["clusters"] + jnp.where(ready, most, 0)
         if not on_host:
             return group, state | made

@@ -2,9 +2,22 @@
 
 from dataclasses import dataclass
 
-from clusterkv_jax.methods.base import Method
+import numpy as np
+from typing_extensions import override
+
+from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.methods.base import Compressed, Method, Rows
+from clusterkv_jax.methods.request import Request
 
 
 @dataclass(frozen=True)
 class Full(Method):
     """Keep every token."""
+
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+        return np.full((len(lengths), request.num_kv_heads), MOST_ROWS, np.int64)
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
+        return Compressed(rows.cache)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clusterkv_jax.budget import Budget
+from typing_extensions import override
+
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.soft_matching import Edges
@@ -20,10 +21,6 @@ class GravityKV(Clustering):
     single.
     """
 
-    budget: Budget
-    sinks: int = 16
-    recent: int = 64
-    chunk: int = 256
     merge_ratio: float = 0.3
     value_weight: float = 1.0
     gravity: float = 0.05
@@ -41,11 +38,11 @@ class GravityKV(Clustering):
         )
 
     @property
+    @override
     def ratios(self) -> tuple[float, ...]:
-        """The same ratio in every round."""
         return (self.merge_ratio,)
 
     @property
+    @override
     def edges(self) -> Edges:
-        """By keys, values and weights."""
         return Edges(self.value_weight, self.gravity)

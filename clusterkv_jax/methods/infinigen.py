@@ -3,16 +3,17 @@ Generative Inference of Large Language Models with Dynamic KV Cache Management")
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
-from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.methods.base import Need, Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.sharding import over_heads
 
@@ -26,51 +27,53 @@ class InfiniGen(Recall):
     above the best one less alpha, averaged over the heads, and at most B.
     """
 
-    budget: Budget
     partial_ratio: float = 0.2
     alpha: float | None = None
     dense_layers: int = 1
 
-    looks_ahead: ClassVar[bool] = True
+    options: ClassVar[tuple[str, ...]] = ("skew",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
-            ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("partial_ratio", is_number(self.partial_ratio) and 0 < self.partial_ratio <= 1, "above 0 and at most 1"),
             ("alpha", self.alpha is None or (is_number(self.alpha) and self.alpha >= 0), "at least 0 or None"),
-            ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
         )
 
-    @property
-    def fewest_dense_layers(self) -> int:
-        """The first layer is always one of them."""
-        return max(1, self.dense_layers)
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"lookahead"})
 
-    def unknown(self, tokens: int) -> int:
+    @override
+    def is_dense(self, layer: int) -> bool:
+        """The first layer, too: nothing is before it."""
+        return layer < max(1, self.dense_layers)
+
+    @override
+    def unindexed(self, tokens: int) -> int:
         """The newest token: it is chosen for before its key exists."""
         del tokens
         return 1
 
+    @override
     def build(
         self,
         prompt: LayerCache,
-        queries: Array | None,
-        rows: Int[Array, " B"],
+        rows: Rows,
         reserve: int,
-        key: Array,
         *,
         skew: Float[Array, "B K D D"] | None = None,
+        **options: Any,
     ) -> Index:
         """The columns that matter, as a projection [B,K,D,P], and the keys in them.
 
         `skew` is that of the prompt's own queries by default, or of its keys where queries are not known.
         """
-        del rows, key
         batch, heads = prompt.length.shape
-        asked = prompt.keys if queries is None else queries
+        source = prompt.keys if rows.queries is None else rows.queries
         real = jnp.arange(prompt.capacity)[:, None] < prompt.length[:, :, None, None, None]
-        grouped = asked.reshape(batch, heads, -1, *asked.shape[2:]).astype(jnp.float32)
+        grouped = source.reshape(batch, heads, -1, *source.shape[2:]).astype(jnp.float32)
         grouped = jnp.where(real, grouped, 0.0)
         skew = skew_of(grouped) if skew is None else skew
         turned = jnp.einsum("bkgnd,bkde->bkgne", grouped, skew, precision=jax.lax.Precision.HIGHEST)
@@ -79,13 +82,15 @@ class InfiniGen(Recall):
         part = _project(prompt.keys, projection).astype(prompt.keys.dtype)
         return {"projection": projection, "partial": jnp.pad(part, [(0, 0), (0, 0), (0, reserve), (0, 0)])}
 
-    def follow(self, index: Index, group: LayerCache, new: NewTokens) -> Index:
+    @override
+    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
         """The token's key in the columns that matter; it can be chosen from the next step on."""
-        part = _project(jnp.swapaxes(new.k, 1, 2), index["projection"]).astype(new.k.dtype)
-        at = jnp.where(new.real, new.positions, index["partial"].shape[2])
+        part = _project(jnp.swapaxes(token.k, 1, 2), index["projection"]).astype(token.k.dtype)
+        at = jnp.where(token.real, token.positions, index["partial"].shape[2])
         put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
         return index | {"partial": put(index["partial"], part, at), "indexed": group.length[:, 0] - 1}
 
+    @override
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K G R"]:

@@ -2,19 +2,19 @@
 Compression based on Pyramidal Information Funneling").
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
+from typing_extensions import override
 
-from clusterkv_jax.budget import Budget, rows_for
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.budget import rows_for
 from clusterkv_jax.errors import check_fields, is_number
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
-from clusterkv_jax.methods.snapkv import best_before_window, check_pooling, snap_scores
+from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.snapkv import check_pooling, snap_scores
 from clusterkv_jax.scores import Pooling
 
 
@@ -28,7 +28,6 @@ class PyramidKV(Windowed):
     `SnapKV`.
     """
 
-    budget: Budget
     window: int = 32
     kernel: int = 7
     pooling: Pooling = "max"
@@ -47,13 +46,14 @@ class PyramidKV(Windowed):
         )
 
     @property
-    def fewest_rows(self) -> int:
+    @override
+    def protected(self) -> Protected:
         """The last layers may keep the window alone."""
-        return self.window
+        return Protected(window=self.window, spare=0)
 
-    def check(self, lengths: Iterable[int], request: Request) -> None:
+    @override
+    def check(self, lengths: np.ndarray, request: Request) -> None:
         """As for all methods; and the mean budget must be more than the window."""
-        lengths = np.asarray(tuple(lengths))
         for n, b in zip(lengths, self._mean_rows(lengths, request), strict=True):
             if b < n and b <= self.window:
                 raise ValueError(
@@ -62,33 +62,27 @@ class PyramidKV(Windowed):
                 )
         super().check(lengths, request)
 
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
-        """What this layer keeps of each prompt."""
-        del head
-        lengths = np.asarray(lengths)
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+        """What this layer keeps of each prompt, the same for all heads."""
         mean = self._mean_rows(lengths, request)
         schedule = _kvpress_rows if self.mode == "kvpress" else _factory_rows
         rows = schedule(lengths, mean, self.window, self.beta, layer, request.num_layers)
-        return np.where(mean >= lengths, mean, rows).astype(np.int64)
+        rows = np.where(mean >= lengths, mean, rows).astype(np.int64)
+        return np.repeat(rows[:, None], request.num_kv_heads, axis=1)
 
     def _mean_rows(self, lengths: np.ndarray, request: Request) -> np.ndarray:
         """b of each prompt: a fraction of a row counts in the published schedule, where the budget is a ratio."""
         budget = self.budget
-        heads = request.num_layers * request.num_kv_heads
-        whole = rows_for(
-            budget, lengths, request.max_new_tokens, self.default_base, bytes_per_row=request.row_bytes * heads
-        )
+        whole = rows_for(budget, lengths, request.max_new_tokens, bytes_per_row=request.bytes_per_row)
         if budget.ratio is None or budget.ratio >= 1 or self.mode == "factory":
             return whole
         new = request.max_new_tokens if budget.base == "prompt+new" else 0
         return budget.ratio * (np.asarray(lengths, np.float64) + new)
 
-    def keep(
-        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
-    ) -> Bool[Array, "B K C"]:
-        """The window and the best rows before it."""
-        scores = snap_scores(layer, queries, positions, self.kernel, self.pooling, False)
-        return best_before_window(scores, layer, self.window, rows)
+    @override
+    def score(self, rows: Rows) -> Float[Array, "B K C"]:
+        return snap_scores(rows, self.window, self.kernel, self.pooling, False)
 
 
 def _kvpress_rows(n: np.ndarray, b: np.ndarray, window: int, beta: float, layer: int, layers: int) -> np.ndarray:

@@ -4,16 +4,18 @@ LLM Inference").
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
-from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.sharding import over_heads
 
@@ -27,34 +29,32 @@ class Quest(Recall):
     `dense_layers` attend to everything.
     """
 
-    budget: Budget
     page: int = 16
     min_pages: int = 3
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
-            ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("page", is_count(self.page, 1), "a whole number of at least 1"),
             ("min_pages", is_count(self.min_pages, 1), "a whole number of at least 1"),
-            ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
         )
 
+    @override
     def most_recalled(self, rows: int) -> int:
         """At least those of the fewest pages."""
         return max(rows, self.min_pages * self.page)
 
-    def unknown(self, tokens: int) -> int:
+    @override
+    def unindexed(self, tokens: int) -> int:
         """The newest page."""
         del tokens
         return self.page
 
-    def build(
-        self, prompt: LayerCache, queries: Array | None, rows: Int[Array, " B"], reserve: int, key: Array
-    ) -> Index:
+    @override
+    def build(self, prompt: LayerCache, rows: Rows, reserve: int, **options: Any) -> Index:
         """The bounds of every page: the largest and the smallest entries of the keys there are."""
-        del queries, key
         pages = -(-(prompt.capacity + reserve) // self.page)
         spare = [(0, 0), (0, 0), (0, pages * self.page - prompt.capacity), (0, 0)]
         real = jnp.arange(prompt.capacity)[:, None] < prompt.length[..., None, None]
@@ -65,19 +65,20 @@ class Quest(Recall):
             keys = jnp.pad(keys, spare, constant_values=fill)
             return over(keys.reshape(*keys.shape[:2], pages, self.page, -1), axis=3)
 
-        whole = jnp.minimum(self._pages(rows), prompt.length[:, 0] // self.page)
+        whole = jnp.minimum(self._pages(rows.budget), prompt.length[:, 0] // self.page)
         return {
             "bounds": jnp.concatenate([bound(-most, jnp.max), bound(most, jnp.min)], axis=-1),
             "room": whole * self.page,
         }
 
-    def follow(self, index: Index, group: LayerCache, new: NewTokens) -> Index:
+    @override
+    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
         """The token's key widens the bounds of its page, the newest, which is read whatever its score."""
-        old, key = index["bounds"], jnp.swapaxes(new.k, 1, 2)
-        newest, length = new.positions // self.page, group.length[:, 0]
+        old, key = index["bounds"], jnp.swapaxes(token.k, 1, 2)
+        newest, length = token.positions // self.page, group.length[:, 0]
         high, low = jnp.split(jnp.take_along_axis(old, newest[:, None, :, None], axis=2, mode="clip"), 2, axis=-1)
         wider = jnp.concatenate([jnp.maximum(high, key), jnp.minimum(low, key)], axis=-1)
-        at = jnp.where(new.real, newest, old.shape[2])
+        at = jnp.where(token.real, newest, old.shape[2])
         put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
         known = (length - 1) // self.page * self.page
         others = (self._pages(index["budget"]) - 1) * self.page
@@ -87,6 +88,7 @@ class Quest(Recall):
             "room": jnp.where(length <= index["budget"], known, others),
         }
 
+    @override
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K G R"]:

@@ -5,14 +5,12 @@ Generation").
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
+from typing_extensions import override
 
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.kernels.row_merge import best_edges
-from clusterkv_jax.methods.families.eviction import Windowed
+from clusterkv_jax.methods.base import Rows
+from clusterkv_jax.methods.families.eviction import Windowed, window_of
 from clusterkv_jax.scores import Pooling, group_mean, pooled, window_scores
 
 
@@ -25,7 +23,6 @@ class SnapKV(Windowed):
     many rows more than B are held, by the last `window` queries then; None appends, as published.
     """
 
-    budget: Budget
     window: int = 32
     kernel: int = 7
     pooling: Pooling = "max"
@@ -37,12 +34,9 @@ class SnapKV(Windowed):
         check_pooling(self)
         check_fields(self, ("pool_before_group", isinstance(self.pool_before_group, bool), "True or False"))
 
-    def keep(
-        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
-    ) -> Bool[Array, "B K C"]:
-        """The window and the best rows before it."""
-        scores = snap_scores(layer, queries, positions, self.kernel, self.pooling, self.pool_before_group)
-        return best_before_window(scores, layer, self.window, rows)
+    @override
+    def score(self, rows: Rows) -> Float[Array, "B K C"]:
+        return snap_scores(rows, self.window, self.kernel, self.pooling, self.pool_before_group)
 
 
 def check_pooling(method: Any) -> None:
@@ -55,26 +49,12 @@ def check_pooling(method: Any) -> None:
 
 
 def snap_scores(
-    layer: LayerCache,
-    queries: Float[Array, "B H W D"],
-    positions: Int[Array, "B W"],
-    kernel: int,
-    pooling: Pooling,
-    pool_before_group: bool,
+    rows: Rows, window: int, kernel: int, pooling: Pooling, pool_before_group: bool
 ) -> Float[Array, "B K C"]:
     """Pooled window attention of the rows before the window; what the others hold means nothing."""
-    scores = window_scores(queries, positions, layer)
-    before = layer.length[:, :, None] - queries.shape[2]
+    cache: Any = rows.cache
+    scores = window_scores(*window_of(rows, window), cache)
+    before = cache.length[:, :, None] - window
     if pool_before_group:
         return group_mean(pooled(scores, kernel, pooling, before))
     return pooled(group_mean(scores), kernel, pooling, before[..., 0])
-
-
-def best_before_window(
-    scores: Float[Array, "B K C"], layer: LayerCache, window: int, rows: Int[Array, " B"]
-) -> Bool[Array, "B K C"]:
-    """The last `window` rows and the highest scores before them, `rows` in all; of equal scores the first."""
-    slot, length = jnp.arange(layer.capacity), layer.length[..., None]
-    before = slot < length - window
-    best = best_edges(jnp.where(before, scores, -jnp.inf), rows - window)
-    return best | (~before & (slot < length))

@@ -12,9 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
-from clusterkv_jax.kernels.row_merge.reference import best_edges
-
-__all__ = ["BACKENDS", "best_edges", "row_merge"]
 
 BACKENDS = {"gpu": pallas_gpu.row_merge, "xla": reference.row_merge}
 

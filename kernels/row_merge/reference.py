@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.kernels.top_rows import top_rows
 
 
 def row_merge(
@@ -19,7 +21,7 @@ def row_merge(
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     del chunk
-    merged = best_edges(score, merges)
+    merged = top_rows(score, merges)
     a_row = jnp.where(merged, rows[:, :, ::2], 0)
     partner = jnp.where(merged, jnp.take_along_axis(rows, jnp.maximum(match, 0), axis=2), 0)
     b_row = jnp.where(merged, partner, degree.shape[2])  # beyond the end: dropped
@@ -34,38 +36,6 @@ def row_merge(
         return (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
 
     return mean(keys), mean(values), degree, _close_gaps(rows, length, merged)
-
-
-def best_edges(score: Float[Array, "B K A"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K A"]:
-    """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
-    wanted = count.reshape(count.shape[0], -1, 1)
-    rank = _ordered_bits(score)
-    least = _kth_highest(rank, wanted)
-    edge = score > -jnp.inf
-    above = edge & (rank > least)
-    level = edge & (rank == least)
-    room = wanted - jnp.sum(above, axis=-1, keepdims=True)
-    return (above | (level & (jnp.cumsum(level, axis=-1) <= room))) & (wanted > 0)
-
-
-def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:
-    """float32 as integers of the same order: negative numbers flipped whole, the others in their sign bit; 0 = -0."""
-    # Not by adding 0, which compilers leave out.
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B #K 1"]) -> UInt32[Array, "B K 1"]:
-    """The k-th highest of every row, found bit by bit from the top: the largest t with at least k entries >= t.
-
-    A count per bit instead of a sort: no accelerator sorts fast, and a sort takes seconds to compile on a TPU.
-    """
-
-    def body(i, t):
-        trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(jnp.sum(x >= trial, axis=-1, keepdims=True) >= k, trial, t)
-
-    return jax.lax.fori_loop(0, 32, body, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
 
 
 def _close_gaps(

@@ -24,7 +24,9 @@ import typer
 from jaxtyping import Array
 
 import clusterkv_jax as ckv
-from clusterkv_jax.methods.base import Method, Request
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import Prompt, compress_layer
+from clusterkv_jax.methods.request import Request, plan_layer, rows_of_request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig, Rope
@@ -74,16 +76,16 @@ def read_layer(weights: Params, config: ModelConfig, hidden: Array) -> Array:
 
 
 def compress_layers(method: Method, plan: Any) -> Callable[..., list[tuple[Any, Any]]]:
-    """The program that makes layers' caches, and what each hands to the next."""
+    """The program that makes layers' caches, and what each selects."""
 
-    def one(tensors: Sequence[Array], rows: Array, key: Array, handed: Any) -> tuple[Any, Any]:
-        queries, keys, values = tensors
-        lengths = jnp.full(keys.shape[0], keys.shape[2], jnp.int32)
-        layer, _, hand = method.compress(queries, keys, values, lengths, rows, plan, key, handed)
-        return layer, hand
+    def one(tensors: Sequence[Array], budgets: Array, key: Array, selection: Any) -> tuple[Any, Any]:
+        keys = tensors[1]
+        prompt = Prompt(*tensors, lengths=jnp.full(keys.shape[0], keys.shape[2], jnp.int32))
+        layer, _, selected = compress_layer(method, prompt, budgets, plan, key, selection)
+        return layer, selected
 
     # Without static arguments, which the host would look at again at every call, longer than some programs take.
-    return jax.jit(lambda layers, rows, key, handed: [one(tensors, rows, key, handed) for tensors in layers])
+    return jax.jit(lambda layers, *rest: [one(tensors, *rest) for tensors in layers])
 
 
 def random_weights(config: ModelConfig) -> Params:
@@ -97,17 +99,16 @@ def random_weights(config: ModelConfig) -> Params:
 
 
 def compression_time(method: Method, config: ModelConfig, layers: Sequence[Sequence[Array]], repeats: int) -> float:
-    """Seconds per layer, mean over `REUSE` layers: the first hands on what it chose."""
+    """Seconds per layer, mean over `REUSE` layers: the others may reuse what the first selects."""
     batch, kv_heads, tokens, _ = layers[0][1].shape
     request = Request(np.asarray([tokens]), REUSE, kv_heads, reserve=128, row_bytes=516, rope=config.rope)
-    times, handed = [], None
+    times, selection = [], None
     for number in range(REUSE):
-        plan = method.plan(number, request)
-        budgets = [method.rows(request.lengths, request, number, heads[0])[0] for heads in plan.heads]
-        rows = jnp.broadcast_to(jnp.asarray(budgets, jnp.int32), (batch, len(budgets)))
-        given = None if plan.scores else handed
-        run = partial(compress_layers(method, plan), layers, rows, jax.random.key(number), given)
-        handed = run()[0][1] if plan.scores else handed
+        plan = plan_layer(method, number, request)
+        budgets = rows_of_request(method, plan, np.full(batch, tokens), number, request)
+        before = None if plan.selects else selection
+        run = partial(compress_layers(method, plan), layers, budgets, jax.random.key(number), before)
+        selection = run()[0][1] if plan.selects else selection
         times.append(seconds(run, repeats) / len(layers))
     return statistics.mean(times)
 

@@ -120,8 +120,8 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
         if whole is not None:
             line += f" TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill;"
         whole = whole or (ttft, tpot)
-        if isinstance(method, ckv.ClusterKV):
-            line += of_host(cache) if method.store == "host" else of_step(partial(loop, cache), min(16, steps), tpot)
+        if method.holds in ("index", "host"):
+            line += of_host(cache) if method.holds == "host" else of_step(partial(loop, cache), min(16, steps), tpot)
         print(f"{line} {peak_memory()}", flush=True)
         del cache  # or the next method's prefill would stand beside it
 

@@ -20,7 +20,7 @@ from tpu_topology import tpu_devices
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.base import Request, plan_layer
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import list_presets, preset
@@ -47,9 +47,9 @@ def compile_layer(name: str, tokens: int) -> dict[str, float]:
         np.asarray([tokens]), CONFIG.num_layers, CONFIG.num_kv_heads, reserve=128, row_bytes=516, rope=CONFIG.rope
     )
     with jax.set_mesh(mesh), mock.patch("jax.default_backend", return_value="tpu"):
-        plan = method.plan(0, request)
+        plan = plan_layer(method, 0, request)
         hidden = whole((1, tokens, CONFIG.hidden_size), jnp.bfloat16)
-        rows = whole((1, len(plan.heads)), jnp.int32)
+        rows = whole((1, len(plan.heads), 1), jnp.int32)
         key = jax.eval_shape(lambda: jax.random.key(0))
         arguments = (weights, CONFIG, method, plan, None, hidden, whole((1,), jnp.int32), rows)
         lowered = decoding._prefill_layer.lower(*arguments, whole(key.shape, key.dtype), None)

@@ -16,7 +16,7 @@ from clusterkv_jax.models.transformer import forward
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)
 
-from ..shared_data import shared  # noqa: E402
+from tests.support.shared_data import shared  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -8,6 +8,7 @@ error of the attention output                                ChunkKV Table 8
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from clusterkv_jax.cache import group_heads, groups
 from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
-from clusterkv_jax.methods import Full, InfiniGen, Method, Recall
+from clusterkv_jax.methods import Full, Method, Recall
 from clusterkv_jax.observation import Observed, observe_layers
 from clusterkv_jax.tensors import build_index, compress, select
 
@@ -99,8 +100,9 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
     for number, layer in enumerate(layers):
         cut = max(1, layer.keys.shape[2] - QUERIES)
         full = _outputs(layer, cut, Full(), number, len(layers))
-        if isinstance(method, Recall) and number >= method.fewest_dense_layers:
-            less = _recalled_outputs(layer, cut, method)
+        recalls: Any = method
+        if not method.forgets and not recalls.is_dense(number):
+            less = _recalled_outputs(layer, cut, recalls)
         else:
             less = _outputs(layer, cut, method, number, len(layers))
         norms = np.linalg.norm(full, axis=-1) * np.linalg.norm(less, axis=-1)
@@ -132,7 +134,7 @@ def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.nda
 
 def seen_by(layer: Observed, method: Recall) -> Float[Array, "1 H N D"]:
     """The queries by which a method selects: those of the layer, or what InfiniGen foresees of them a layer earlier."""
-    if not isinstance(method, InfiniGen):
+    if "lookahead" not in method.needs(1):
         return layer.queries
     assert layer.ahead is not None  # the first layer is dense for methods that look ahead
     return layer.ahead

@@ -11,7 +11,7 @@ from clusterkv_jax.evaluation.inspection import observations
 from clusterkv_jax.evaluation.inspection.observations import Observed
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.report.report import page
-from clusterkv_jax.methods import Full, Method, Recall
+from clusterkv_jax.methods import Full, Method
 
 MOST_MAPS = 8  # layers, and heads, of the cosine maps
 
@@ -22,7 +22,7 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
     Methods that recall keep everything too, so that there are no kept positions of theirs to compare.
     """
     layers = observations.observe(model, tokens)
-    less = {name: method for name, method in methods.items() if not isinstance(method, Full)}
+    less = {name: method for name, method in methods.items() if method != Full()}
     curves = [observations.similarity_over_distance(layer) for layer in layers]
     convex = np.mean([observations.convex_share(curve) for curve in curves])
     parts = [
@@ -35,7 +35,7 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
         "<h2>Rows without a similar neighbour</h2>",
         f"<figure>{_outliers(observations.outlier_map(layers))}</figure>",
     ]
-    forgetting = {name: method for name, method in less.items() if not isinstance(method, Recall)}
+    forgetting = {name: method for name, method in less.items() if method.forgets}
     if forgetting:
         kept = {name: observations.kept_positions(layers, method) for name, method in forgetting.items()}
         likeness = {name: observations.neighbour_similarity(found) for name, found in kept.items()}

@@ -34,7 +34,7 @@ def recall_rates(layers: Sequence[Observed], method: Recall, steps: int) -> Rate
     heads = layers[0].queries.shape[1]
     found = np.full((len(layers), heads, steps), np.nan)
     for number, layer in enumerate(layers):
-        if number >= method.fewest_dense_layers:
+        if not method.is_dense(number):
             found[number] = np.asarray(_layer_rates(layer, method, steps))
     return found
 

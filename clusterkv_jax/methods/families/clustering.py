@@ -1,55 +1,44 @@
 """What the clustering methods share: when to cluster, the slots that takes, and clustering in place while decoding."""
 
+from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
+from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import LayerCache, State, head_by_head
+from clusterkv_jax.cache import LayerCache, head_by_head
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request
+from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
 
-class Clustering(Budgeted):
+@dataclass(frozen=True)
+class Clustering(Method):
     """Chunked soft matching down to a budget, after the prompt and every `interval` generated tokens.
 
-    The dataclasses below it have these fields, each in its own order, and say with `ratios` and `merge_of` how many
-    edges a round merges, and with `prefill_slack` how far above its budget a prompt must be to be clustered at all.
+    The dataclasses below it have the field `interval`, and say with `ratios` and `merge_of` how many edges a round
+    merges, with `edges` what an edge is worth, and with `slack` how far above its budget a prompt must be.
     """
 
     budget: Budget
-    sinks: int
-    recent: int
-    chunk: int
-    merge_of: str
-    interval: int
+    sinks: int = 16
+    recent: int = 64
+    chunk: int = 256
 
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Share of the middle (or of A) merged in each round; the last serves all later rounds."""
-        raise NotImplementedError
+    holds: ClassVar[Holding] = "centroids"
 
-    @property
-    def edges(self) -> Edges | None:
-        """What edges are scored by; None is the cosine of keys."""
-        return None
-
-    @property
-    def always_kept(self) -> dict[str, int]:
-        """Sinks and recent rows are never merged."""
-        return {"sinks": self.sinks, "recent": self.recent}
-
-    @property
-    def decode_rows(self) -> int:
-        """Clustered again every `interval` tokens."""
-        return self.interval
+    if TYPE_CHECKING:  # fields or constants of the methods, each in its own place
+        interval: ClassVar[int]
+        merge_of: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_fields(
@@ -62,51 +51,59 @@ class Clustering(Budgeted):
             ("merge_of", self.merge_of in ("A", "middle"), '"A" or "middle"'),
         )
 
-    def rows(self, lengths: np.ndarray, request: Request, layer: int = 0, head: int = 0) -> np.ndarray:
-        """B of each prompt (see `Budget`); without any merging (all ratios 0) more than there can be."""
-        if not any(self.ratios):
-            return np.full(np.shape(lengths), MOST_ROWS, np.int64)
-        return super().rows(lengths, request, layer, head)
+    @property
+    @abstractmethod
+    def ratios(self) -> tuple[float, ...]:
+        """Share of the middle (or of A) merged in each round; the last serves all later rounds."""
 
-    def rounds(self, layer: int, request: Request) -> int | None:
-        """On a GPU those of the slowest head; elsewhere one program serves any number of rounds."""
-        if platform() != "gpu":
-            return None
-        lengths, counts = np.asarray(request.lengths), []
-        schedule = self._schedule(request.longest)
-        for heads in self.head_groups(layer, request):
-            rows = self.rows(lengths, request, layer, heads[0])
-            target = np.where(lengths >= rows + self.prefill_slack, rows, lengths)
-            apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
-            counts.append(soft_matching.count_rounds(lengths, target, schedule, **apart))
-        return max(counts)
+    @property
+    def edges(self) -> Edges | None:
+        """What edges are scored by; None is the cosine of keys."""
+        return None
 
-    def _schedule(self, rows: int) -> np.ndarray:
-        return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)
+    @property
+    @override
+    def protected(self) -> Protected:
+        return Protected(sinks=self.sinks, recent=self.recent)
 
-    def start(self, group: LayerCache, rows: Array, queries: Array | None, plan: LayerPlan, key: Any) -> State:
-        """The budget of each batch row, and the rounds done in its life."""
-        del group, queries, plan, key
-        return {"budget": rows, "rounds": jnp.zeros(rows.shape, jnp.int32)}
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        return every(self.interval)
 
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, None]:
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+        """B of each prompt; without any merging (all ratios 0) more than there can be."""
+        rows = super().budget_rows(lengths, layer, request)
+        return rows if any(self.ratios) else np.full_like(rows, MOST_ROWS)
+
+    @override
+    def remember(self, rows: Rows) -> Memory:
+        """The rounds done in the life of each request: Chelsea's ratio decays with them."""
+        return {"rounds": jnp.zeros(rows.budget.shape, jnp.int32)}
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
         """Cluster the prompts that exceed their budget."""
-        del handed
-        state: Any = self.start(prompt, rows, queries, plan, key)
-        lengths = prompt.length[:, 0]
-        target = jnp.where(lengths >= rows + self.prefill_slack, rows, lengths)
-        cluster = partial(self._cluster, slots=min(capacity, prompt.capacity), known_rounds=plan.rounds)
-        group, rounds = over_heads(cluster, prompt, target, state["rounds"])
-        return group, state | {"rounds": rounds}, None
+        prompt: Any = rows.cache
+        target = jnp.where(rows.position >= rows.budget + self.schedule.slack, rows.budget, rows.position)
+        slots = min(rows.plan.capacity, prompt.capacity)
+        cluster = partial(self._cluster, slots=slots, expected_rounds=self._expected_rounds(rows))
+        group, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
+        return Compressed(group, {"rounds": rounds})
+
+    def _expected_rounds(self, rows: Rows) -> int:
+        """The rounds of the longest prompt. On a GPU they run without asking the device whether it is done: it would
+        idle until the answer is back.
+        """
+        if platform() != "gpu":
+            return 0
+        longest, most = np.asarray([rows.cache.degree.shape[2]]), np.asarray([rows.plan.most_rows])
+        apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
+        return soft_matching.count_rounds(longest, most, self._merge_schedule(int(longest[0])), **apart)
+
+    def _merge_schedule(self, rows: int) -> np.ndarray:
+        return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)
 
     def _cluster(
         self,
@@ -114,28 +111,26 @@ class Clustering(Budgeted):
         target: Int[Array, " B"],
         rounds: Int[Array, " B"],
         slots: int | None = None,
-        known_rounds: int | None = None,
-    ):
+        expected_rounds: int = 0,
+    ) -> tuple[LayerCache, Int[Array, " B"]]:
         return soft_matching.cluster(
             group,
             target,
             rounds,
-            self._schedule(group.capacity),
+            self._merge_schedule(group.capacity),
             sinks=self.sinks,
             recent=self.recent,
             chunk=self.chunk,
             slots=slots,
             edges=self.edges,
-            known_rounds=known_rounds,
+            expected_rounds=expected_rounds,
         )
 
-    def recompress_group(
-        self, group: LayerCache, state: Any, target: Int[Array, " B"], position: Array, handed: Any
-    ) -> tuple[LayerCache, State, None]:
+    @override
+    def recompress(self, rows: Rows) -> Compressed:
         """The same in place. The GPU kernels merge all heads where they lie; elsewhere float32 copies are made, so one
         head of one batch row at a time.
         """
-        del position, handed
 
         def cluster(tree):
             group, target, rounds = tree
@@ -143,5 +138,6 @@ class Clustering(Budgeted):
             return group, target, rounds
 
         in_place = cluster if platform() == "gpu" else partial(head_by_head, cluster)
-        group, _, rounds = over_heads(lambda *tree: in_place(tree), group, target, state["rounds"])
-        return group, state | {"rounds": rounds}, None
+        tree = rows.cache, rows.budget, rows.memory["rounds"]
+        group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
+        return Compressed(group, {"rounds": rounds})

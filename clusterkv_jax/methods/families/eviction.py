@@ -1,49 +1,137 @@
-"""What the eviction methods share: rows are kept or dropped, never merged.
+"""Methods that keep the rows of the highest scores and drop the others.
 
-Windowed     keeps what the last queries attend to; compresses again every `decode_interval` tokens, if at all
-EveryStep    drops one row for every token beyond the budget
+Eviction    what a row is worth is all that a method must say
+Windowed    worth is the attention of the last `window` queries, which always stay
 """
 
-from dataclasses import replace
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import (
-    KVCache,
-    LayerCache,
-    NewTokens,
-    State,
-    head_by_head,
-    kept_slots,
-    put_row,
-    row_at,
-    take_rows,
-    take_slots,
-)
+from clusterkv_jax import pages
+from clusterkv_jax.budget import Budget, look_up
+from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, kept_slots, take_rows, take_slots
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.methods.base import Budgeted, LayerPlan, Request, append_and_attend
+from clusterkv_jax.kernels.top_rows import top_rows
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Memory,
+    Method,
+    Need,
+    Protected,
+    Rows,
+    Schedule,
+    append_and_attend,
+    every,
+    rows_held,
+)
 from clusterkv_jax.scores import last_queries
 from clusterkv_jax.sharding import over_heads
 
 
-class Windowed(Budgeted):
-    """Keeps the last `window` rows, and of the rows before them those that the last `window` queries attend to most.
+@dataclass(frozen=True)
+class Eviction(Method):
+    """Keeps the protected rows and, of those between them, the ones with the highest scores.
 
-    The dataclasses below it have these fields, and say with `keep` which rows that are.
+    A method says what a row is worth with `score`. It works by heads, in batches, over a mesh, and while decoding too.
+    With `holds = "pages"` the heads of a layer share its budget by their scores, as AdaKV's do.
     """
 
     budget: Budget
+
+    def __post_init__(self) -> None:
+        check_fields(self, ("budget", isinstance(self.budget, Budget), "a Budget"))
+
+    @abstractmethod
+    def score(self, rows: Rows) -> Float[Array, "B #K C"]:
+        """What each row is worth, f32, more is more; one score for all heads where the second dimension is 1.
+
+        What protected rows and empty slots get means nothing.
+        """
+
+    def choose(
+        self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
+    ) -> Bool[Array, "B #K C"]:
+        """Which rows stay, `budget` of them where there are more; of equal scores the first.
+
+        Rows compete with the rows of their head; with those of the whole layer where a method `holds` pages.
+        `capacity` is static: the most rows that a head can hold.
+        """
+        if self.holds == "pages":
+            return best_of_layer(scores, length, budget, self.protected, capacity)
+        free = unprotected(scores, length, self.protected)
+        best = top_rows(jnp.where(free, scores, -jnp.inf), budget - self.protected.first - self.protected.last)
+        return best | protected_rows(free, length)
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
+        """Take the rows that stay, or those that an earlier layer selected."""
+        assert isinstance(rows.cache, LayerCache)
+        if self.holds == "pages":
+            return Compressed(pages.paged(rows.cache, self._stay(rows), rows.plan.capacity))
+        slots = rows.selection
+        if slots is None:
+            slots = kept_slots(self._stay(rows), rows.plan.capacity)
+        return Compressed(take_slots(rows.cache, slots), selection=slots)
+
+    @override
+    def recompress(self, rows: Rows) -> Compressed:
+        """As after the prompt, over the rows there are, in place."""
+        if not isinstance(rows.cache, LayerCache):
+            return Compressed(self._recompress_pages(rows))
+        stay = self._stay(rows) if rows.selection is None else rows.selection
+
+        def take(tree: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
+            group, stay = tree
+            return take_rows(group, stay, group.capacity)[0], stay
+
+        group, _ = over_heads(lambda *tree: head_by_head(take, tree), rows.cache, stay)
+        return Compressed(group, selection=stay)
+
+    def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
+        """The rows that stay: all of them in batch rows that hold no more than their budget."""
+        cache: Any = rows.cache
+        chosen = self.choose(self.score(rows), cache.length, rows.budget, cache.capacity)
+        over = rows_held(cache) > rows.budget
+        return jnp.where(over[:, None, None], chosen, cache.degree > 0)
+
+    def _recompress_pages(self, rows: Rows) -> Any:
+        """Heads are taken out of the pages one by one to be scored, each with room for all rows of the layer."""
+        group: Any = rows.cache
+        heads, slots = group.length.shape[1], group.degree[0].size
+        by_head = {name: jnp.stack(jnp.split(x, heads, axis=1)) for name, x in rows.memory.items() if x.ndim == 4}
+
+        def score(each: tuple[Array, dict[str, Array]]) -> Float[Array, "B C"]:
+            head, memory = each
+            alone = replace(rows, cache=pages.unpaged(group, slots, head[None]), memory=rows.memory | memory)
+            return self.score(alone)[:, 0]
+
+        scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
+        chosen = self.choose(scores, group.length, rows.budget, slots // heads)
+        every_row = jnp.arange(slots) < group.length[..., None]
+        over = rows_held(group) > rows.budget
+        return pages.chosen(group, jnp.where(over[:, None, None], chosen, every_row))
+
+
+class Windowed(Eviction):
+    """Keeps the last `window` rows, and of those before them the ones that the last `window` queries attend to most.
+
+    The dataclasses below it have these fields, and score rows by `window_of` them.
+    """
+
     window: int
     decode_interval: int | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
-            ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("window", is_count(self.window, 1), "a whole number of at least 1"),
             (
                 "decode_interval",
@@ -53,121 +141,85 @@ class Windowed(Budgeted):
         )
 
     @property
-    def always_kept(self) -> dict[str, int]:
-        """The rows of the queries that choose."""
-        return {"window": self.window}
+    @override
+    def protected(self) -> Protected:
+        return Protected(window=self.window)
 
     @property
-    def decode_rows(self) -> int | None:
-        """None appends while decoding, as published."""
-        return self.decode_interval
+    @override
+    def schedule(self) -> Schedule:
+        return every(self.decode_interval)
 
-    def keep(
-        self, layer: LayerCache, queries: Float[Array, "B H W D"], positions: Int[Array, "B W"], rows: Int[Array, " B"]
-    ) -> Bool[Array, "B #K C"]:
-        """The rows that stay, `rows` of them where there are more; the last `window` are among them."""
-        raise NotImplementedError
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"queries"})
 
-    def start(self, group: LayerCache, rows: Array, queries: Array | None, plan: LayerPlan, key: Any) -> State:
-        """The budget and the window's queries, where there is compression while decoding."""
-        del plan, key
-        if self.decode_interval is None:
-            return None
-        recent = last_queries(needed(self, queries), seen(group), self.window)
-        return {"budget": rows, "queries": recent}
+    @override
+    def remember(self, rows: Rows) -> Memory:
+        """The window's queries, where there is compression while decoding."""
+        return {} if self.decode_interval is None else {"queries": window_of(rows, self.window)[0]}
 
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, Any]:
-        """Keep the rows that the window attends to, or those that an earlier layer kept."""
-        if handed is None:
-            handed = kept_slots(self.chosen(prompt, queries, rows), capacity)
-        return take_slots(prompt, handed), self.start(prompt, rows, queries, plan, key), handed
-
-    def chosen(self, prompt: LayerCache, queries: Array | None, rows: Int[Array, " B"]) -> Bool[Array, "B K N"]:
-        """The rows of a prompt that stay."""
-        lengths = prompt.length[:, 0]
-        recent = last_queries(needed(self, queries), lengths, self.window)
-        positions = lengths[:, None] - self.window + jnp.arange(self.window)
-        return _or_all(self.keep(prompt, recent, positions, rows), prompt, lengths > rows)
-
-    def step_group(
-        self, group: LayerCache, state: Any, new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, and remember the last `window` queries."""
-        attended, group, _ = append_and_attend(group, state, new)
-        count = jnp.sum(new.real, axis=1, dtype=jnp.int32)
-        queries = jnp.concatenate([state["queries"], jnp.swapaxes(new.q, 1, 2)], axis=2)
-        return attended, group, state | {"queries": last_queries(queries, self.window + count, self.window)}
-
-    def recompress_group(
-        self, group: LayerCache, state: Any, target: Int[Array, " B"], position: Array, handed: Any
-    ) -> tuple[LayerCache, State, Any]:
-        """As after the prompt, with the last `window` queries there are, over the rows there are."""
-        if handed is None:
-            positions = position[:, None] - self.window + jnp.arange(self.window)
-            handed = self.keep(group, state["queries"], positions, target)
-        keep = _or_all(handed, group, self.held(group) > target)
-
-        def take(tree):
-            group, keep = tree
-            return take_rows(group, keep, group.capacity)[0], keep
-
-        group, _ = over_heads(lambda *tree: head_by_head(take, tree), group, keep)
-        return group, state, handed
+        attended, group, _ = append_and_attend(group, memory, tokens)
+        count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)
+        queries = jnp.concatenate([memory["queries"], jnp.swapaxes(tokens.q, 1, 2)], axis=2)
+        return attended, group, memory | {"queries": last_queries(queries, self.window + count, self.window)}
 
 
-class EveryStep(Budgeted):
-    """Drops one row for every token beyond the budget, so that no step ends with more than B rows."""
-
-    @property
-    def decode_rows(self) -> int:
-        """One row too many is too many."""
-        return 1
-
-    def slots_after(self, kept: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
-        """B rows, and one slot for the token whose step decides what goes."""
-        return np.minimum(kept + request.reserve, np.maximum(kept, rows) + 1)
-
-    def due(self, cache: KVCache) -> None:
-        """Never: the steps do it."""
-        del cache
+def window_of(rows: Rows, window: int) -> tuple[Float[Array, "B H W D"], Int[Array, "B W"]]:
+    """The last `window` queries and their positions, after the prompt as while decoding."""
+    positions = rows.position[:, None] - window + jnp.arange(window)
+    if "queries" in rows.memory:
+        return rows.memory["queries"], positions
+    assert rows.queries is not None
+    return last_queries(rows.queries, rows.position, window), positions
 
 
-def needed(method: Budgeted, queries: Array | None) -> Array:
-    """The queries, which a method that scores cannot do without."""
-    if queries is None:
-        raise ValueError(f"{type(method).__name__} chooses rows by attention: queries must be [B,H,N,D], got None.")
-    return queries
+# --- by what rule rows compete ---
 
 
-def seen(group: LayerCache) -> Int[Array, " B"]:
-    """Tokens behind a group of heads that has merged or dropped none, or whose last row is its last token's."""
-    assert group.positions is not None
-    return jnp.max(group.positions[:, 0], axis=-1) + 1
+def unprotected(
+    scores: Float[Array, "B #K C"], length: Int[Array, "B K"], protected: Protected
+) -> Bool[Array, "B K C"]:
+    """The rows that compete: behind the first protected ones and before the last."""
+    slot = jnp.arange(scores.shape[2])
+    return (slot >= protected.first) & (slot < length[..., None] - protected.last)
 
 
-def replace_row(group: LayerCache, slot: Int[Array, "B K"], drop: Bool[Array, " B"]) -> LayerCache:
-    """Drop a row per head by moving the last one into its slot, in batch rows where `drop` holds."""
-    last = group.length - 1
-    group = put_row(group, slot, row_at(group, last), drop)
-    nothing = LayerCache(
-        *(jnp.zeros_like(x) for x in (group.keys[:, :, :1], group.values[:, :, :1])),
-        degree=jnp.zeros_like(group.degree[:, :, :1]),
-        length=last,
-        positions=jnp.zeros_like(last)[..., None],
-    )
-    group = put_row(group, last, nothing, drop)
-    return replace(group, length=jnp.where(drop[:, None], last, group.length))
+def protected_rows(free: Bool[Array, "B K C"], length: Int[Array, "B K"]) -> Bool[Array, "B K C"]:
+    """The rows that there are and that do not compete."""
+    return ~free & (jnp.arange(free.shape[2]) < length[..., None])
 
 
-def _or_all(keep: Bool[Array, "B #K C"], layer: LayerCache, chosen: Bool[Array, " B"]) -> Bool[Array, "B K C"]:
-    """The rows to keep in batch rows where there is something to choose, all rows in the others."""
-    return jnp.where(chosen[:, None, None], keep, layer.degree > 0)
+def best_of_layer(
+    scores: Float[Array, "B K C"],
+    length: Int[Array, "B K"],
+    budget: Int[Array, " B"],
+    protected: Protected,
+    capacity: int,
+    safeguard: float = 0.2,
+) -> Bool[Array, "B K C"]:
+    """The protected rows of every head and the best others of all K heads, K B in all (AdaKV, as kvpress counts).
+
+    The int(safeguard B) best rows of each head are safe. `capacity` is the most rows that a head can hold: a budget
+    beyond it is all there are.
+    """
+    free = unprotected(scores, length, protected)
+    scores, always = jnp.where(free, scores, -jnp.inf), protected.first + protected.last
+    safe = top_rows(scores, share_of(safeguard, budget, capacity) - always)
+    best = top_rows_of_layer(jnp.where(safe, jnp.inf, scores), budget - always)
+    return best | protected_rows(free, length)
+
+
+def top_rows_of_layer(scores: Float[Array, "B K C"], rows: Int[Array, " B"]) -> Bool[Array, "B K C"]:
+    """The K rows highest scores of all K heads together; of equal ones the first head's first."""
+    batch, heads, slots = scores.shape
+    return top_rows(scores.reshape(batch, 1, heads * slots), heads * rows).reshape(scores.shape)
+
+
+def share_of(share: float, rows: Int[Array, " B"], most: int) -> Int[Array, " B"]:
+    """int(share * rows) in exact arithmetic, of at most `most` rows."""
+    table = np.floor(share * np.arange(most + 1, dtype=np.float64))
+    return look_up(table.astype(np.int64), jnp.clip(rows, 0, most))

@@ -6,65 +6,77 @@ An index tells what may be worth reading without reading it. A step is
     choose     scores of the query with the index -> rows [B, K, J, R], -1 where there is none
     attend     to these and to the rows that the index does not know yet, by their numbers, where they lie
 
-J selections per KV head: one for each of its query heads, or one for all. The index is a dict of arrays, as every
-state; `budget` are the rows wanted, `indexed` is the slot behind the last one that the index knows, `recalled` what
-the last step chose. Slots hold the tokens in the order of their positions.
+J selections per KV head: one for each of its query heads, or one for all. The index is a method's memory: `budget` are
+the rows wanted, `indexed` is the slot behind the last one that the index knows, `recalled` what the last step chose.
+Slots hold the tokens in the order of their positions.
 """
 
-from dataclasses import replace
+from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
+from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups
+from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
-from clusterkv_jax.methods.base import Budgeted, append_new, one_by_one
-from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Holding,
+    Memory,
+    Method,
+    Rows,
+    append_tokens,
+    head_rows,
+    one_by_one,
+)
+from clusterkv_jax.methods.request import Request, check_budgets
 from clusterkv_jax.sharding import over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.
 SHORT_ANSWER = 320
 
-Index = dict[str, Array]
+Index = Memory
 
 
-class Recall(Budgeted):
+@dataclass(frozen=True)
+class Recall(Method):
     """Keeps every row and attends to B of them. The dataclasses below it have the field `dense_layers`."""
 
-    dense_layers: int
+    budget: Budget
 
-    @property
-    def always_kept(self) -> dict[str, int]:
-        """Nothing by default."""
-        return {}
+    holds: ClassVar[Holding] = "index"
+    # What `build` may be told beside the prompt.
+    options: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def fewest_dense_layers(self) -> int:
-        """The first layers that attend to everything."""
-        return self.dense_layers
+    if TYPE_CHECKING:  # a field of the methods, each in its own place
+        dense_layers: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            ("budget", isinstance(self.budget, Budget), "a Budget"),
+            ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
+        )
 
     # --- what a method answers ---
 
-    def build(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        reserve: int,
-        key: Array,
-    ) -> Index:
-        """The index of a prompt of which `rows` are recalled, with room for `reserve` more tokens."""
-        raise NotImplementedError
+    @abstractmethod
+    def build(self, prompt: LayerCache, rows: Rows, reserve: int, **options: Any) -> Index:
+        """The index of a prompt of which `rows.budget` are recalled, with room for `reserve` more tokens."""
 
-    def follow(self, index: Index, group: LayerCache, new: NewTokens) -> Index:
+    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
         """The index after a token that `group` holds already."""
-        del group, new
+        del group, token
         return index
 
+    @abstractmethod
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K J R"]:
@@ -72,86 +84,72 @@ class Recall(Budgeted):
 
         Sinks that nothing fills yet are among them.
         """
-        raise NotImplementedError
 
     def selections(self, queries: int) -> int:
         """J, by the query heads of a KV head."""
         return queries
 
-    def unknown(self, tokens: int) -> int:
+    @abstractmethod
+    def unindexed(self, tokens: int) -> int:
         """The most rows that the index does not know yet while a step of so many tokens is taken."""
-        raise NotImplementedError
 
     def most_recalled(self, rows: int) -> int:
         """Rows that a budget of so many may recall."""
         return rows
 
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer attends to everything."""
+        return layer < self.dense_layers
+
     # --- what is common ---
 
-    def kept(self, lengths: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Everything."""
-        del rows
-        return lengths
+    @override
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+        """B of each prompt; everything in dense layers, and where the budget covers all that may occur."""
+        rows = super().budget_rows(lengths, layer, request)
+        possible = np.asarray(request.lengths)
+        whole = possible + (request.reserve if request.reserve > SHORT_ANSWER else 0)
+        covered = np.all(super().budget_rows(possible, layer, request) >= whole[:, None])
+        return np.full_like(rows, MOST_ROWS) if covered or self.is_dense(layer) else rows
 
-    def plan(self, layer: int, request: Request) -> LayerPlan:
-        """Slots for all tokens; no index for dense layers, and where the budget covers every prompt."""
-        plan = super().plan(layer, request)
-        lengths = np.asarray(request.lengths)
-        rows = np.stack([self.rows(lengths, request, layer, heads[0]) for heads in plan.heads])
-        whole = np.all(rows >= lengths + (request.reserve if request.reserve > SHORT_ANSWER else 0))
-        dense = bool(whole) or layer < self.fewest_dense_layers
-        most = np.max(np.minimum(np.maximum(rows, self.fewest_rows), lengths + request.reserve))
-        return replace(plan, keep_all=(dense,) * len(plan.heads), recalled=self.most_recalled(int(most)))
+    @override
+    def check(self, lengths: np.ndarray, request: Request) -> None:
+        """The budget must be possible, whether a layer uses it or is dense."""
+        check_budgets(self, lengths, request, partial(head_rows, self.budget))
 
-    def compress_group(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        capacity: int,
-        plan: LayerPlan,
-        key: Array | None,
-        handed: Any,
-    ) -> tuple[LayerCache, State, None]:
+    @override
+    def compress(self, rows: Rows) -> Compressed:
         """The prompt as it is, and its index."""
-        del handed
-        assert key is not None
-        return prompt, self.index(prompt, queries, rows, plan.recalled, capacity - prompt.capacity, key), None
+        prompt: Any = rows.cache
+        count = self.most_recalled(rows.plan.most_rows)
+        return Compressed(prompt, self.index(rows, count, rows.plan.capacity - prompt.capacity))
 
-    def index(
-        self,
-        prompt: LayerCache,
-        queries: Float[Array, "B H N D"] | None,
-        rows: Int[Array, " B"],
-        count: int,
-        reserve: int,
-        key: Array,
-        **given: Any,
-    ) -> Index:
-        """The index of a prompt of whose rows a step recalls `count` at most; `given` goes to `build`."""
+    def index(self, rows: Rows, count: int, reserve: int, **options: Any) -> Index:
+        """The index of a prompt of whose rows a step recalls `count` at most; `options` go to `build`."""
+        prompt: Any = rows.cache
         batch, heads = prompt.length.shape
-        each = 1 if queries is None else self.selections(queries.shape[1] // heads)
+        each = 1 if rows.queries is None else self.selections(rows.queries.shape[1] // heads)
         common = {
-            "budget": rows,
+            "budget": rows.budget,
             "indexed": prompt.length[:, 0],
             "recalled": jnp.full((batch, heads, each, count), -1, jnp.int32),
         }
-        return common | self.build(prompt, queries, rows, reserve, key, **given)
+        return common | self.build(prompt, rows, reserve, **options)
 
-    def step_group(
-        self, group: LayerCache, state: Any, new: NewTokens
-    ) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, look up, attend, token after token: each has its own rows."""
-        return one_by_one(partial(self._step, unknown=self.unknown(new.q.shape[1])), group, state, new)
+        step = partial(self._step, unindexed=self.unindexed(tokens.q.shape[1]))
+        return one_by_one(step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, state: Any, new: NewTokens, *, unknown: int):
-        group = append_new(group, new)
-        state = self.follow(state, group, new)
-        asked = new.q if new.ahead is None else new.ahead
-        rows = self.choose(state, by_kv_head(asked, group), new.real[:, 0])
-        attend = partial(recalled_attention, unlisted=unknown)
-        args = (by_kv_head(new.q, group), group.keys, group.values, rows, state["indexed"], group.length)
-        return over_heads(attend, *args).reshape(new.q.shape), group, state | {"recalled": rows}
+    def _step(self, group: LayerCache, memory: Memory, token: NewTokens, *, unindexed: int):
+        group = append_tokens(group, token)
+        memory = self.follow(memory, group, token)
+        queries = token.q if token.lookup is None else token.lookup
+        rows = self.choose(memory, by_kv_head(queries, group), token.real[:, 0])
+        attend = partial(recalled_attention, unlisted=unindexed)
+        args = (by_kv_head(token.q, group), group.keys, group.values, rows, memory["indexed"], group.length)
+        return over_heads(attend, *args).reshape(token.q.shape), group, memory | {"recalled": rows}
 
 
 def unless_over(real: Bool[Array, " B"] | None, rows: Int[Array, "B K J R"], index: Index) -> Int[Array, "B K J R"]:

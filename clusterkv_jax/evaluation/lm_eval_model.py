@@ -129,7 +129,7 @@ class CompressedLM(TemplateLM):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for context, continuation in map(utils.make_disjoint_window, windows):
-                step = len(continuation) if isinstance(self.method, Full) else BLOCK
+                step = len(continuation) if self.method == Full() else BLOCK
                 for at in range(0, len(continuation), step):
                     jobs.append(_job(len(jobs), [*context, *continuation[:at]], continuation[at : at + step]))
                     owners.append(owner)

@@ -1,0 +1,184 @@
+"""How a layer is taken through a method: the same for all methods, so none overrides it.
+
+    compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and what is remembered
+    step_layer       new tokens enter every group and attend
+    due, recompress  one condition for all layers, and the way back to the budget of the batch rows that are due
+
+A group's memory is None where its tokens are only ever appended. Otherwise it holds what the method remembers, and of a
+method with a schedule `budget`, B of each batch row, and `due`, the rows at which the group is compressed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.attention import join_heads, query_heads
+from clusterkv_jax.cache import (
+    Group,
+    HeadGroups,
+    KVCache,
+    Layer,
+    NewTokens,
+    PagedHeads,
+    State,
+    from_tokens,
+    group_heads,
+    groups,
+    resize,
+    select_heads,
+)
+from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prompt:
+    """What a layer makes of prompts of unequal length, padded on the right; `hidden` is what enters its attention."""
+
+    queries: Float[Array, "B H N D"] | None
+    keys: Float[Array, "B K N D"]
+    values: Float[Array, "B K N D"]
+    lengths: Int[Array, " B"]
+    hidden: Float[Array, "B N M"] | None = None
+
+
+def compress_layer(
+    method: Method,
+    prompt: Prompt,
+    budgets: Int[Array, "B groups stages"],
+    plan: LayerPlan,
+    key: Array | None,
+    selection: tuple[Any, ...] | None = None,
+) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
+    """A layer's cache after its prompt.
+
+    Args:
+        method: static.
+        prompt: of the layer.
+        budgets: B of each prompt and group of heads, after the prompt and while decoding.
+        plan: static.
+        key: PRNG key of the layer.
+        selection: what an earlier layer selected, by group; None where the layer selects for itself.
+
+    Returns:
+        the layer, the memory of each group of heads, and what each group selected.
+
+    Raises:
+        ValueError: if the method needs queries or hidden states and there are none.
+    """
+    whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
+    layer, state, selected = [], [], []
+    for i, group in enumerate(plan.groups):
+        cache = whole if len(plan.groups) == 1 else select_heads(whole, group.heads)
+        if group.keep_all:
+            made: tuple[Any, State, Any] = cache, None, None
+        else:
+            before = None if selection is None else selection[i]
+            _check_inputs(method, prompt, plan.needs)
+            made = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
+        layer.append(made[0] if isinstance(made[0], PagedHeads) else resize(made[0], group.capacity))
+        state.append(made[1])
+        selected.append(made[2])
+    joined = layer[0] if len(layer) == 1 else HeadGroups(tuple(layer), plan.heads)
+    return joined, tuple(state), tuple(selected)
+
+
+def _compress_group(
+    method: Method,
+    cache: Group,
+    prompt: Prompt,
+    budgets: Int[Array, "B stages"],
+    plan: GroupPlan,
+    key: Array | None,
+    selection: Any,
+) -> tuple[Group, State, Any]:
+    queries = prompt.queries
+    if queries is not None:
+        queries = query_heads(queries, plan.heads, prompt.keys.shape[1], axis=1)
+    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, prompt.hidden, key, selection, plan)
+    rows = replace(rows, memory=method.remember(rows))
+    made = method.compress(rows)
+    memory = rows.memory if made.memory is None else made.memory
+    if method.schedule.kind != "append":
+        memory = {"budget": budgets[:, -1]} | memory
+    if method.schedule.kind == "interval" and method.forgets:
+        memory = memory | {"due": budgets[:, -1] + method.schedule.interval}
+    return made.cache, memory or None, made.selection
+
+
+def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None:
+    """Raise ValueError for what the method needs of the layer and does not get."""
+    name = type(method).__name__
+    if "queries" in needs and prompt.queries is None:
+        raise ValueError(f"{name} chooses rows by attention: queries must be [B,H,N,D], got None.")
+    if "hidden" in needs and prompt.hidden is None:
+        raise ValueError(f"{name} scores rows by the layer's input: hidden must be [B,N,M], got None.")
+
+
+def step_layer(
+    method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
+) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
+    """New tokens enter every group of the layer and attend to it."""
+    parts = []
+    for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
+        mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
+        parts.append(append_and_attend(group, None, mine) if memory is None else method.step(group, memory, mine))
+    attended, longer, memories = zip(*parts, strict=True)
+    out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
+    return out, with_groups(layer, longer), memories
+
+
+def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
+    """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
+    late = [
+        jnp.any(rows_held(group) >= memory["due"])
+        for layer, state in zip(cache.layers, cache.state, strict=True)
+        for group, memory in zip(groups(layer), state, strict=True)
+        if memory is not None and "due" in memory
+    ]
+    return jnp.any(jnp.stack(late)) if late else None
+
+
+def recompress(method: Method, cache: KVCache) -> KVCache:
+    """Bring every batch row that is due back to its budget; the others stay as they are, bit for bit."""
+    layers, states, selection = [], [], None
+    for number, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
+        before = selection if "selection" in method.needs(number) else None
+        made = [
+            _recompress_group(method, group, memory, cache.position, None if before is None else before[i])
+            for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
+        ]
+        selection = tuple(part.selection for part in made) if before is None else before
+        layers.append(with_groups(layer, [part.cache for part in made]))
+        states.append(tuple(part.memory for part in made))
+    return replace(cache, layers=tuple(layers), state=tuple(states))
+
+
+def _recompress_group(
+    method: Method, group: Group, memory: State, position: Int[Array, " B"], selection: Any
+) -> Compressed:
+    if memory is None or "due" not in memory:
+        return Compressed(group, memory)
+    held = rows_held(group)
+    target = jnp.where(held >= memory["due"], memory["budget"], held)
+    slots = group.degree.shape[2]
+    plan = GroupPlan((), slots, most_rows=slots)
+    made = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
+    return replace(made, memory=memory | (made.memory or {}))
+
+
+def with_groups(layer: Layer, made: Sequence[Any]) -> Layer:
+    """The layer with other groups in the place of its own."""
+    return replace(layer, groups=tuple(made)) if isinstance(layer, HeadGroups) else made[0]
+
+
+def _of_heads(tokens: NewTokens, heads: tuple[int, ...]) -> NewTokens:
+    """What enters some of the KV heads."""
+    index, kv_heads = jnp.asarray(heads), tokens.k.shape[2]
+    q, lookup = (None if x is None else query_heads(x, heads, kv_heads, axis=2) for x in (tokens.q, tokens.lookup))
+    return replace(tokens, q=q, lookup=lookup, k=tokens.k[:, :, index], v=tokens.v[:, :, index])

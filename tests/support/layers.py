@@ -1,0 +1,18 @@
+"""One layer through a method, as prefill takes it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import Prompt, compress_layer
+from clusterkv_jax.methods.request import Request, plan_layer, rows_of_request
+
+
+def compress(method: Method, tensors: Any, lengths: Any, request: Request, layer: int = 0, selection: Any = None):
+    """A layer's cache, the memory of its groups and what they selected, from (queries, keys, values)."""
+    plan = plan_layer(method, layer, request)
+    budgets = rows_of_request(method, plan, lengths, layer, request)
+    prompt = Prompt(*tensors, lengths=jnp.asarray(lengths))
+    return compress_layer(method, prompt, budgets, plan, jax.random.key(1), selection)
