@@ -8,6 +8,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.budget import MOST_ROWS, rows_for, share_table
 from clusterkv_jax.cache import groups
 from clusterkv_jax.methods.request import Request, plan_layer
+from tests.support.methods import SHAPE, LargeValues
 
 
 def test_rows_are_those_of_exact_arithmetic():
@@ -53,11 +54,11 @@ def test_shares_are_relative_to_their_mean():
         table((1.0, 2.0, 3.0))
 
 
-@pytest.mark.parametrize("method", [ckv.SnapKV, ckv.CentroidKV], ids=["evicts", "merges"])
+@pytest.mark.parametrize("method", [ckv.SnapKV, ckv.CentroidKV, LargeValues], ids=["evicts", "merges", "page"])
 def test_heads_with_smaller_shares_take_less_memory(method):
     rng = np.random.default_rng(0)
     queries, keys, values = (jnp.asarray(rng.normal(size=(1, h, 96, 8)), jnp.float32) for h in (4, 2, 2))
-    sizes = {"window": 4} if method is ckv.SnapKV else {"sinks": 2, "recent": 4, "chunk": 16}
+    sizes = {ckv.SnapKV: {"window": 4}, ckv.CentroidKV: SHAPE}.get(method, {})
     made = method(ckv.Budget(ratio=0.25, shares=((1.0, 2.0), (1.5, 1.5))), **sizes)
     layer = ckv.compress(made, queries, keys, values, layer=0, num_layers=2)
     assert layer.heads == ((1,), (0,))

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, whole_axes
+from tests.support.methods import LargeValuesInPages, page_method
 from tests.support.tiny import prompt, tiny
 
 HALF = ckv.Budget(ratio=0.5)
@@ -40,6 +41,8 @@ def placed(model, mesh):
         ((2, 4), ckv.CaM(HALF)),
         ((2, 4), ckv.AdaKV(HALF, window=4, kernel=3, decode_interval=4)),
         ((8,), ckv.AdaKV(HALF, window=4, kernel=3)),
+        ((2, 4), page_method(HALF)),
+        ((2, 4), page_method(HALF, kind=LargeValuesInPages)),
     ],
 )
 def test_tokens_are_those_of_one_device(shape, method):

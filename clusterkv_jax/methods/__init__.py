@@ -1,13 +1,15 @@
-"""Compression methods: one short file per paper."""
+"""Compression methods: a short file per paper, and the pieces that a method of your own is made of."""
 
 from clusterkv_jax.methods.adakv import AdaKV
-from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.base import Compressed, Method, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.cam import CaM
 from clusterkv_jax.methods.centroidkv import CentroidKV
 from clusterkv_jax.methods.chelsea import Chelsea
 from clusterkv_jax.methods.chunkkv import ChunkKV
 from clusterkv_jax.methods.clusterkv import ClusterKV
 from clusterkv_jax.methods.composed import Composed
+from clusterkv_jax.methods.families.clustering import Clustering
+from clusterkv_jax.methods.families.eviction import Eviction, Windowed, window_of
 from clusterkv_jax.methods.families.recall import Recall
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.gravitykv import GravityKV
@@ -26,14 +28,23 @@ __all__ = [
     "Chelsea",
     "ChunkKV",
     "ClusterKV",
+    "Clustering",
     "Composed",
+    "Compressed",
+    "Eviction",
     "Full",
     "GravityKV",
     "InfiniGen",
     "Method",
+    "Protected",
     "PyramidKV",
     "Quest",
     "Recall",
+    "Rows",
+    "Schedule",
     "SnapKV",
     "StreamingLLM",
+    "Windowed",
+    "every",
+    "window_of",
 ]
