@@ -308,12 +308,22 @@ def _in_order(layer: Layer, counts: Int[np.ndarray, "B K"]) -> list[list[int]]:
     return counts[:, np.argsort(order)].tolist()
 
 
-def gather_rows(cache: KVCache, rows: Int[Array, " R"]) -> KVCache:
-    """A new cache whose batch row i is row `rows[i]` of this one: many questions to one context, or a smaller batch."""
+def take_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
+    """A cache, and what stands beside it, whose sequence i is sequence `numbers[i]` of this one: many questions to one
+    context, or a smaller batch.
+    """
+    if all(jax.typeof(x).memory_space != jax.memory.Space.Host for x in jax.tree.leaves(tree)):
+        return copy_sequences(tree, numbers)
 
     def take(x: Array) -> Array:
         if jax.typeof(x).memory_space != jax.memory.Space.Host:
-            return x[rows]
-        return jax.device_put(np.asarray(x)[np.asarray(rows)], x.sharding)
+            return x[numbers]
+        return jax.device_put(np.asarray(x)[np.asarray(numbers)], x.sharding)
 
-    return jax.tree.map(take, cache)
+    return jax.tree.map(take, tree)
+
+
+@jax.jit
+def copy_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
+    """`take_sequences` of what is on the device."""
+    return jax.tree.map(lambda x: x[numbers], tree)

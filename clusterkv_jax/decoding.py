@@ -54,6 +54,7 @@ def prefill(
     prefill_chunk: int | None = None,
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
+    run: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Read prompts of unequal length, padded on the right, and compress layer after layer.
 
@@ -71,6 +72,7 @@ def prefill(
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
+        run: calls the programs of which prefill consists; `programs.compile_ahead` compiles them instead.
 
     Returns:
         the cache, and the logits of each row's last prompt token.
@@ -95,7 +97,7 @@ def prefill(
     lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=on_host):
-        hidden, lengths = _embed(params, config, tokens, lengths)
+        hidden, lengths = run(_embed, params, config, tokens, lengths)
         if on_host:
             hidden, lengths = commit((hidden, lengths))
         layers, state, selection = [], [], None
@@ -104,15 +106,14 @@ def prefill(
             budgets = rows_of_request(method, plan, counted, number, request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
-            hidden, layer, memory, selected = _prefill_layer(
-                weights, config, method, plan, prefill_chunk, hidden, lengths, budgets, draw, before
-            )
+            args = weights, config, method, plan, prefill_chunk, hidden, lengths, budgets, draw, before
+            hidden, layer, memory, selected = run(_prefill_layer, *args)
             selection = selected if plan.selects else selection
             layers.append(layer)
             state.append(memory)
             if on_layer is not None:
                 on_layer(number, hidden)
-        logits = _last_logits(params, config, hidden, lengths)
+        logits = run(_last_logits, params, config, hidden, lengths)
         return KVCache(tuple(layers), tuple(state), lengths), logits
 
 

@@ -2,32 +2,30 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clusterkv_jax.cache import KVCache, gather_rows, nbytes, occupancy, slot_bytes
+from clusterkv_jax.batch import Batch, make_batch, padded
+from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
-from clusterkv_jax.errors import is_count, out_of_memory_explained
+from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
+from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.texts import OnText, Tokens, cut, decode, shorten_at_stop, show
 
-Tokens = list[int]
 Progress = Callable[[str, int, int], None]
-OnText = Callable[[int, str], None]
 
 # Tokens per call of the decode loop: between two calls the host looks for stop strings and shows text.
 SEGMENT = 32
-# Question tokens per call of `extend`.
-QUESTION_STEP = 64
-# What jax calls lowering and compiling; the tracing before them is reported with what is traced inside counted twice.
-COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 
 @dataclass(frozen=True)
@@ -122,17 +120,13 @@ def generate(
         raise ValueError(
             f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
         )
-    texts = _encode(model, prompts, "prompt", special=True)
-    asked = None if questions is None else _encode(model, questions, "question", special=False)
-    _check_request(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
-    doing = f"generating from {len(texts)} x {max(map(len, texts)):,} tokens"
-    explained = out_of_memory_explained(doing, uses_host=method.holds == "host")
-    with compile_seconds() as compiled, _mesh(model), explained:
+    batch = make_batch(model, prompts, questions, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
+    texts, asked = batch.texts, batch.asked
+    explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
+    with compilation() as compiled, _mesh(model), explained:
         begin = time.perf_counter()
         key = jax.random.key(seed)
-        cache, logits, kept, full_bytes = _read(
-            model, method, texts, asked, max_new_tokens, prefill_chunk, key, progress
-        )
+        cache, logits, kept = _read(model, method, batch, key, progress)
         token = jax.block_until_ready(sample_jit(logits, sampling, key, 0))
         first = time.perf_counter()
         cache_bytes = nbytes(cache)
@@ -144,90 +138,76 @@ def generate(
     stats = Stats(
         ttft_s=first - begin,
         tpot_s=(end - first) / steps if steps else 0.0,
-        compile_s=compiled[0],
+        compile_s=compiled.seconds,
         kept_rows=kept,
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=cache_bytes,
         host_bytes=host_bytes(cache),
         **traffic(cache),
-        full_cache_bytes=full_bytes,
+        full_cache_bytes=_full_bytes(model, batch, cache),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in asked] if asked else [0] * len(texts),
         new_tokens=[len(row) for row in made],
     )
-    return Result([_cut(_decode_text(model, row), stop) for row in made], made, stats)
+    return Result([cut(decode(model, row), stop) for row in made], made, stats)
 
 
-def bucket(tokens: int, least: int) -> int:
-    """`tokens` rounded up to one of 4 to 8 sizes per power of two, so that few programs serve all prompts."""
-    step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3))
-    return -(-tokens // step) * step
+def compile_ahead(
+    model: Model,
+    prompts: Sequence[str | Tokens],
+    *,
+    method: Method | None = None,
+    questions: Sequence[str | Tokens] | None = None,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    prefill_chunk: int | None = None,
+    on_program: Callable[[str], None] = lambda name: None,
+) -> Compilation:
+    """Compile what `generate` runs for these arguments, so that its times are those of reading and answering.
+
+    Arguments and errors are those of `generate`; `on_program` is called with each program's name. A method with a host
+    store is left to compile as it runs.
+    """
+    method, sampling = method or Full(), sampling or Sampling()
+    batch = make_batch(model, prompts, questions, max_new_tokens, stop, prefill_chunk, streams=False)
+    explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
+    with compilation() as total, _mesh(model), explained:
+        if method.holds == "host":
+            return total
+        compile, key = compiler(on_program), jax.random.key(0)
+        cache, logits = _prefill(model, method, batch, key, run=compile)
+        if len(batch.unique) != len(batch.texts):
+            numbers = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
+            cache, logits = compile(copy_sequences, (cache, logits), numbers)
+        if batch.asked:
+            tokens = jax.ShapeDtypeStruct((len(batch.texts), batch.step_tokens), jnp.int32)
+            counts = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
+            cache, logits = compile(feed_jit, model.params, model.config, method, cache, tokens, counts)
+            compile(due_jit, method, cache)
+        token = compile(sample_jit, logits, sampling, key, 0)
+        if max_new_tokens > 1:
+            done = jax.ShapeDtypeStruct(token.shape, jnp.bool_)
+            args = model.params, model.config, method, cache, token, done, key, jnp.int32(1), jnp.int32(1)
+            compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
+    return total
 
 
 # --- the stages ---
 
 
-def _check_request(
-    model: Model,
-    texts: Sequence[Sequence[int]],
-    asked: Sequence[Sequence[int]] | None,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    prefill_chunk: int | None,
-    *,
-    streams: bool,
-) -> None:
-    """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
-    config = model.config
-    if not texts:
-        raise ValueError("prompts must hold at least one prompt, got none.")
-    if not is_count(max_new_tokens, 1):
-        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
-    if prefill_chunk is not None and not is_count(prefill_chunk, 1):
-        raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {prefill_chunk!r}.")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-        raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
-    if (stop or streams) and model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
-    if asked is not None and len(asked) != len(texts):
-        raise ValueError(f"questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
-    for kind, rows in (("prompt", texts), ("question", asked or [])):
-        for i, row in enumerate(rows):
-            if not row:
-                raise ValueError(f"{kind} {i} is empty; it needs at least one token.")
-            if min(row) < 0 or max(row) >= config.vocab_size:
-                wrong = next(t for t in row if not 0 <= t < config.vocab_size)
-                raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
-    for i, text in enumerate(texts):
-        question = len(asked[i]) if asked else 0
-        if len(text) + question + max_new_tokens > config.max_positions:
-            raise ValueError(
-                f"prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
-                f"exceed the model's {config.max_positions} positions."
-            )
+def _doing(batch: Batch) -> str:
+    return f"generating from {len(batch.texts)} x {max(map(len, batch.texts)):,} tokens"
 
 
 def _read(
-    model: Model,
-    method: Method,
-    texts: list[Tokens],
-    asked: list[Tokens] | None,
-    max_new_tokens: int,
-    prefill_chunk: int | None,
-    key: jax.Array,
-    progress: Progress | None,
-) -> tuple[KVCache, jax.Array, list[list[list[int]]], int]:
+    model: Model, method: Method, batch: Batch, key: jax.Array, progress: Progress | None
+) -> tuple[KVCache, jax.Array, list[list[list[int]]]]:
     """Prefill each different prompt once, give every question its own copy of the compressed cache, feed it.
 
-    Returns the cache, the logits, the rows kept per layer, prompt and head, and the bytes of an uncompressed cache.
+    Returns the cache, the logits, and the rows kept per layer, prompt and head.
     """
-    unique = list(dict.fromkeys(map(tuple, texts)))
-    lengths = np.asarray([len(text) for text in unique], np.int32)
-    width = min(bucket(int(lengths.max()), 64), model.config.max_positions)
-    longest_question = max(map(len, asked)) if asked else 0
-    step_tokens = min(QUESTION_STEP, bucket(longest_question, 16)) if asked else 1
-    reserve = bucket(max_new_tokens + longest_question, 128)
     layers = model.config.num_layers
 
     def on_layer(number: int, hidden: jax.Array) -> None:
@@ -235,34 +215,43 @@ def _read(
             jax.block_until_ready(hidden)
             progress("prefill", number + 1, layers)
 
-    cache, logits = prefill(
+    cache, logits = _prefill(model, method, batch, key, on_layer=on_layer)
+    kept = occupancy(cache)
+    if len(batch.unique) != len(batch.texts):
+        rows = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
+        cache, logits = take_sequences((cache, logits), rows)
+    if batch.asked:
+        cache, logits = _ask(model, method, cache, batch.asked, batch.step_tokens)
+    return cache, logits, kept
+
+
+def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, jax.Array]:
+    return prefill(
         model.params,
         model.config,
         method,
-        jnp.asarray(_pad(unique, width)),
-        jnp.asarray(lengths),
-        max_new_tokens=max_new_tokens,
-        reserve=reserve,
-        step_tokens=step_tokens,
-        prefill_chunk=prefill_chunk,
+        jnp.asarray(padded(batch.unique, batch.width)),
+        jnp.asarray([len(text) for text in batch.unique], jnp.int32),
+        max_new_tokens=batch.max_new_tokens,
+        reserve=batch.reserve,
+        step_tokens=batch.step_tokens,
+        prefill_chunk=batch.prefill_chunk,
         key=key,
-        on_layer=on_layer,
+        **options,
     )
-    kept = occupancy(cache)
-    if len(unique) != len(texts):
-        rows = jnp.asarray([unique.index(tuple(text)) for text in texts])
-        cache, logits = gather_rows(cache, rows), logits[rows]
-    if asked:
-        cache, logits = _ask(model, method, cache, asked, step_tokens)
-    full_bytes = slot_bytes(cache) * (width + reserve) * model.config.num_kv_heads * layers * len(texts)
-    return cache, logits, kept, full_bytes
+
+
+def _full_bytes(model: Model, batch: Batch, cache: KVCache) -> int:
+    """Bytes of the same batch's cache without compression."""
+    heads = model.config.num_kv_heads * model.config.num_layers
+    return slot_bytes(cache) * (batch.width + batch.reserve) * heads * len(batch.texts)
 
 
 def _ask(model: Model, method: Method, cache: KVCache, asked: list[Tokens], step: int) -> tuple[KVCache, jax.Array]:
     """Feed questions of unequal length, `step` tokens at a time; each row's logits are those after its last token."""
     counts = np.asarray([len(question) for question in asked])
     width = -(-int(counts.max()) // step) * step
-    tokens = _pad(asked, width)
+    tokens = padded(asked, width)
     logits = None
     for start in range(0, width, step):
         now = np.clip(counts - start, 0, step)
@@ -299,8 +288,8 @@ def _decode(
     steps = 0
     while True:
         for i, row in enumerate(made):
-            done[i] |= _shorten_at_stop(model, row, stop)
-            shown[i] = _show(model, i, row, shown[i], stop, bool(done[i]) or steps + 1 == max_new_tokens, on_text)
+            done[i] |= shorten_at_stop(model, row, stop)
+            shown[i] = show(model, i, row, shown[i], stop, bool(done[i]) or steps + 1 == max_new_tokens, on_text)
         if progress is not None:
             progress("decode", max_new_tokens if done.all() else steps + 1, max_new_tokens)
         limit = min(SEGMENT, max_new_tokens - 1 - steps)
@@ -326,92 +315,8 @@ def _decode(
         steps += int(count)
 
 
-# --- text ---
-
-
-def _encode(model: Model, texts: Sequence[str | Tokens], kind: str, special: bool) -> list[Tokens]:
-    if isinstance(texts, str):
-        raise ValueError(f"{kind}s must be a list of texts or of token ids, got one text; put it in a list.")
-    encoded = []
-    for i, text in enumerate(texts):
-        if isinstance(text, str):
-            if model.tokenizer is None:
-                raise ValueError(f"model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
-            if not text.strip():
-                raise ValueError(f"{kind} {i} is empty; give at least one word.")
-            text = model.tokenizer.encode(text, add_special_tokens=special)
-        if not all(isinstance(token, int | np.integer) for token in text):
-            raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {text!r}.")
-        encoded.append([int(token) for token in text])
-    return encoded
-
-
-def _decode_text(model: Model, tokens: Tokens) -> str:
-    return "" if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    found = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return text[: min(found)] if found else text
-
-
-def _shorten_at_stop(model: Model, row: Tokens, stop: Sequence[str]) -> bool:
-    """Drop the tokens after the one that completes a stop string; True if there is one."""
-    text = _decode_text(model, row) if stop else ""
-    if _cut(text, stop) == text:
-        return False
-    low, high = 1, len(row)
-    while low < high:
-        middle = (low + high) // 2
-        text = _decode_text(model, row[:middle])
-        low, high = (low, middle) if _cut(text, stop) != text else (middle + 1, high)
-    del row[low:]
-    return True
-
-
-def _show(
-    model: Model, i: int, row: Tokens, shown: str, stop: Sequence[str], last: bool, on_text: OnText | None
-) -> str:
-    """Hand over what is new of a row's text; what may still change (half a character, half a stop string) waits."""
-    if on_text is None:
-        return shown
-    text = _cut(_decode_text(model, row), stop)
-    if not last:
-        text = text.rstrip("\ufffd")
-        half = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        text = text[: len(text) - half]
-    if len(text) > len(shown):
-        on_text(i, text[len(shown) :])
-        return text
-    return shown
-
-
 # --- small parts ---
-
-
-def _pad(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    padded = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded
 
 
 def _mesh(model: Model) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
-
-
-@contextlib.contextmanager
-def compile_seconds() -> Iterator[list[float]]:
-    """A one-entry list that grows by the seconds spent lowering and compiling, but not tracing, inside the block."""
-    total = [0.0]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        if event in COMPILING:
-            total[0] += duration_secs
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield total
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

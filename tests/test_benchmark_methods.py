@@ -16,7 +16,7 @@ def test_the_benchmark_prints_its_table_and_claims(monkeypatch, capsys):
     monkeypatch.setattr(script, "METHODS", {name: script.METHODS[name] for name in needed})
     # With reuse one layer of four scores; the three others are programs of their own.
     compress, scored = script.compress_layers, []
-    monkeypatch.setattr(script, "compress_layers", lambda *x: scored.append(x[-1].scores) or compress(*x))
+    monkeypatch.setattr(script, "compress_layers", lambda *x: scored.append(x[-1].selects) or compress(*x))
     script.main(tokens=256, repeats=1, scale=32)
     printed = capsys.readouterr().out
     assert printed.startswith("jax ")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.batch import bucket
 from clusterkv_jax.decoding import extend
-from clusterkv_jax.generation import bucket
 from clusterkv_jax.sampling import filtered, sample
 from tests.support.tiny import prompt, tiny
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax import host_store
-from clusterkv_jax.cache import gather_rows
+from clusterkv_jax.cache import take_sequences
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.evaluation import responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -177,10 +177,10 @@ def test_batch_rows_are_taken_where_the_store_lies():
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
     moved = dataclasses.replace(cache, layers=jax.device_put(cache.layers, jax.memory.Space.Host))
     rows = jnp.asarray([1, 0, 1])
-    taken = gather_rows(moved, rows)
+    taken = take_sequences(moved, rows)
     assert taken.layers[1].keys.sharding.memory_kind == "pinned_host"
     assert taken.position.sharding.memory_kind == "device"
-    for found, expected in zip(jax.tree.leaves(taken), jax.tree.leaves(gather_rows(cache, rows)), strict=True):
+    for found, expected in zip(jax.tree.leaves(taken), jax.tree.leaves(take_sequences(cache, rows)), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 

@@ -10,7 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
+from clusterkv_jax.cli.options import CompilationCache
+from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -53,11 +54,13 @@ def calibrate(
     threshold: Annotated[float, _statistic(help="A cosine below this is no similar neighbour.")] = 0.8,
     chunk: Annotated[int, _statistic(help="Rows among which a neighbour is looked for, even.", min=2)] = 256,
     ratio: Annotated[float, _statistic(help="Share of the cache that AdaKV spreads for the heads' shares.")] = 0.25,
+    compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
     with one_sentence_errors(debug):
         _check(output, plot, chunk, ratio)
+        use_compilation_cache(compilation_cache)
         texts = read_texts(data)
 
         import clusterkv_jax as ckv

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.options import parse_count, parse_entries, split
-from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
+from clusterkv_jax.cli.options import CompilationCache, parse_count, parse_entries, split
+from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
 
@@ -32,14 +32,18 @@ def evaluate(
     query_aware: Annotated[
         bool, _what("--query-aware", help="Let methods see the question before they compress.")
     ] = False,
-    data: Annotated[str | None, _what(help="Local file or folder instead of the hub.")] = None,
-    books: Annotated[str | None, _what(help="Local book or folder of books.", show_default="PG19, test")] = None,
+    data: Annotated[str | None, _what(help="Local file or folder, or 'hub', for tasks from data sets.")] = None,
+    books: Annotated[
+        str | None,
+        _what(help="Local book or folder of books, or 'hub' for PG19.", show_default="two books of the package"),
+    ] = None,
     seed: Annotated[int, _what(help="Of everything that is generated.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Most examples read together.")] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
     ] = None,
+    compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Answer a suite's questions with compressed caches and make a table of the scores."""
@@ -52,12 +56,16 @@ def evaluate(
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
+        use_compilation_cache(compilation_cache)
         entries = parse_entries(split(methods), split(budgets))
         loaded = ckv.load(model, dtype=dtype)
         if loaded.tokenizer is None:
             raise ValueError(f"model {model} has no tokenizer, which evaluation needs.")
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         positions = loaded.config.max_positions
+        if without := suites.left_out(suite, options):
+            note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."
+            Console(stderr=True, highlight=False).print(note, style="dim")
         with Console(stderr=True).status(f"Building the cases of {suite} ..."):
             found = suites.cases(suite, options, loaded.tokenizer, positions)
             found = [building.query_aware(case) for case in found] if query_aware else found

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.terminal import one_sentence_errors
+from clusterkv_jax.cli.options import CompilationCache
+from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -85,17 +86,17 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
-    warm_up: Annotated[
-        bool, _output("--warm-up", help="Do all once unmeasured, so that no time is compiling.")
-    ] = False,
+    compilation_cache: CompilationCache = True,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, _output("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Continue a text, or answer questions about it, from a compressed cache."""
     with one_sentence_errors(debug):
         text = read_text(prompt_file)
+        use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
+        from clusterkv_jax.generation import compile_ahead
 
         measured = None if calibration is None else read(calibration)
         methods = _methods(method or ["full"], cache_ratio, cache_tokens, measured)
@@ -106,22 +107,13 @@ def generate(
             measured.check(loaded.config)
         prompts, questions = _wrap(loaded.tokenizer, text, question or [], chat)
         stream = len(methods) == 1 and len(prompts) == 1 and not as_json
-        answer = partial(
-            ckv.generate,
-            loaded,
-            prompts,
-            questions=questions,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            stop=tuple(stop or ()),
-            prefill_chunk=prefill_chunk,
-        )
+        sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
+        sizes |= {"sampling": sampling, "stop": tuple(stop or ())}
+        answer = partial(ckv.generate, loaded, prompts, **sizes, seed=seed)
         runs = []
         for name, chosen in methods:
-            if warm_up:
-                with _progress(f"{name} warm-up", quiet=as_json) as (progress, _):
-                    answer(method=chosen, progress=progress)
+            with compiling(name, quiet=as_json) as on_program:
+                compile_ahead(loaded, prompts, method=chosen, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
                 result = answer(method=chosen, progress=progress, on_text=_streamer(clear) if stream else None)
             runs.append(Run(name, chosen, result.texts, result.stats))
@@ -133,10 +125,6 @@ def generate(
         if not stream:
             console.print(_answers(question or [], runs))
         console.print(_costs(runs))
-        if compiling := [f"{run.stats.compile_s:.1f} s ({run.name})" for run in runs if run.stats.compile_s >= 0.1]:
-            console.print(
-                f"Compiling took {', '.join(compiling)} of these times; --warm-up leaves it out.", style="dim"
-            )
 
 
 def methods(

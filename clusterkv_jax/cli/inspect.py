@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.options import parse_count, parse_entries, split
-from clusterkv_jax.cli.terminal import one_sentence_errors
+from clusterkv_jax.cli.options import CompilationCache, parse_count, parse_entries, split
+from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
 
 
 class KeysByDefault(typer.core.TyperGroup):
@@ -34,10 +34,12 @@ def inspect_keys(
     budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+    compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Draw what a model's keys look like and what methods do to them, layer by layer."""
     with one_sentence_errors(debug):
+        use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation.inspection import page as inspection_page
         from clusterkv_jax.evaluation.tasks import sources
@@ -59,10 +61,12 @@ def inspect_recall(
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 4096,
     steps: Annotated[int, typer.Option(help="The last of them, whose queries are compared.")] = 64,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("recall.html"),
+    compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Measure how many of the rows with the largest attention each recall method selects."""
     with one_sentence_errors(debug):
+        use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation.inspection import observations, recall_rates
         from clusterkv_jax.evaluation.tasks import sources

@@ -1,7 +1,17 @@
 """What commands take, from texts to methods and budgets."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+CompilationCache = Annotated[
+    bool,
+    typer.Option(
+        "--compilation-cache/--no-compilation-cache",
+        help="Keep compiled programs in your cache folder, so that the next call starts at once.",
+    ),
+]
 
 
 def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:

@@ -1,8 +1,9 @@
-"""What the commands share on a terminal: errors of one sentence, and a bar for long work."""
+"""What the commands share on a terminal: errors of one sentence, bars for long work, and what compiling takes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import platformdirs
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,3 +35,29 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(unit, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def use_compilation_cache(on: bool) -> None:
+    """Keep compiled programs in the user's cache folder, however little time they took to compile."""
+    if not on:
+        return
+    import jax
+
+    folder = platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextmanager
+def compiling(name: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner while programs are compiled, then one line that says what that took; called with each one's name."""
+    from clusterkv_jax.programs import compilation
+
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    with console.status(f"Compiling {name} ...") as spinner, compilation() as total:
+        yield lambda program: spinner.update(f"Compiling {name}: {program} ...")
+    made = {"compiled": total.programs - total.cached, "found in the cache": total.cached}
+    counts = " and ".join(f"{count} programs {how}" for how, count in made.items() if count)
+    if counts:
+        console.print(f"{name}: {counts} in {total.seconds:.1f} s", style="dim")

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import KVCache, gather_rows, occupancy
+from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
+from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend, prefill
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.generation import QUESTION_STEP, bucket, compile_seconds, generate
+from clusterkv_jax.generation import generate
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.programs import compilation
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256
@@ -87,12 +89,12 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     steps = bucket(int(counts.max()), 16)
     mesh = contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
     explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.holds == "host")
-    with compile_seconds() as compiled, mesh, explained:
+    with compilation() as compiled, mesh, explained:
         cache, logits = prefill(
             model.params,
             model.config,
             method,
-            _padded(unique, width),
+            jnp.asarray(padded(unique, width)),
             jnp.asarray([len(context) for context in unique], jnp.int32),
             max_new_tokens=steps,
             key=jax.random.key(0),
@@ -100,11 +102,11 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
         rows = _rows_each(occupancy(cache), prompts)
         if len(unique) != len(prompts):
             chosen = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
-            cache, logits = gather_rows(cache, chosen), logits[chosen]
-        tokens = _padded([prompt.continuation for prompt in prompts], steps)
+            cache, logits = take_sequences((cache, logits), chosen)
+        tokens = jnp.asarray(padded([prompt.continuation for prompt in prompts], steps))
         _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
         scores, hits = jax.device_get((scores, hits))
-    seconds = (time.perf_counter() - begin - compiled[0]) / len(prompts)
+    seconds = (time.perf_counter() - begin - compiled.seconds) / len(prompts)
     return [
         Answer(
             logprobs=tuple(float(x) for x in scores[i, :count]),
@@ -142,13 +144,6 @@ def _follow(
 
     (cache, _), (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
     return cache, scores.T, hits.T
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B N"]:
-    padded = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return jnp.asarray(padded)
 
 
 def _rows_each(kept: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:

@@ -17,11 +17,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.evaluation.responses import Answer, Respond
 from clusterkv_jax.evaluation.scoring import score
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.files import write_whole
-from clusterkv_jax.generation import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
 RESULTS, RUN = "results.jsonl", "run.json"

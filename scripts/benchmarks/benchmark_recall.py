@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import gather_rows, nbytes
+from clusterkv_jax.cache import nbytes, take_sequences
 from clusterkv_jax.decoding import decode_loop
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.models import transformer
@@ -110,7 +110,7 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
     for name, method in methods.items():
         ttft, cache = prefill(params, config, method, tokens)
         if batch > 1:
-            cache = gather_rows(cache, jnp.zeros(batch, jnp.int32))
+            cache = take_sequences(cache, jnp.zeros(batch, jnp.int32))
         size = nbytes(cache) / 2**30
         loop = partial(decode, params, config, method, most=steps)
         _, cache = loop(cache, 2)  # compiles

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import clusterkv_jax as ckv
+from clusterkv_jax.batch import bucket
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.evaluation.tasks import haystack, synthetic
-from clusterkv_jax.generation import bucket
 from clusterkv_jax.pages import unpaged
 
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,13 @@ import gzip
 import json
 import re
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from clusterkv_jax.evaluation.extras import library
 
+HUB = "hub"
 _GUTENBERG = re.compile(r"^\*\*\* ?(START|END) OF (?:THE|THIS) PROJECT GUTENBERG.*$", re.MULTILINE)
 
 
@@ -60,8 +62,12 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def books(data: str | None) -> dict[str, str]:
-    """Plain texts by name: a .txt file (.gz too), all of a folder, or the test books of PG19 from the hub."""
+    """Plain texts by name: a .txt file (.gz too), all of a folder, "hub" for the test books of PG19, or the two books
+    that come with the package (Pride and Prejudice, Moby-Dick; named by their numbers at Project Gutenberg).
+    """
     if data is None:
+        data = str(resources.files("clusterkv_jax.evaluation.tasks") / "books")
+    if data == HUB:
         found = rows(None, "pg19", ("emozilla/pg19", None, "test"))
         return {row["short_book_title"]: row["text"] for row in found}
     place = Path(data)

@@ -1,7 +1,7 @@
 """The suites by name: what `clusterkv evaluate --suite` takes, each a function from options to cases."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ class Options:
         tasks: of the suite's; all by default.
         lengths: tokens of a generated example, question and answer included.
         limit: most examples of each task (and length, depth or book); the suite's own number by default.
-        data: a local file or folder instead of the hub.
-        books: a local book or folder of books to hide things in, or to read; PG19's test books by default.
+        data: a local file or folder, or "hub"; by default the hub for suites that are nothing but a data set.
+        books: a local book or folder of books to hide things in, or to read, or "hub" for PG19's test books; two books
+            of the package by default.
         seed: of everything generated.
     """
 
@@ -34,11 +35,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite's tasks and its cases: build(options, chosen tasks, tokenizer, the model's positions)."""
+    """A suite's tasks and its cases: build(options, chosen tasks, tokenizer, the model's positions).
+
+    `from_data` are tasks that ask about documents of a data set, while the others are made of what the package holds.
+    """
 
     description: str
     tasks: tuple[str, ...]
     build: Callable[[Options, tuple[str, ...], Any, int], list[Case]]
+    from_data: tuple[str, ...] = ()
 
 
 def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[Case]:
@@ -54,10 +59,18 @@ def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[C
             raise ValueError(f"task {task!r} is not in suite {name}; allowed: {', '.join(suite.tasks)}.")
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"limit must be at least 1, got {options.limit}.")
-    made = suite.build(options, options.tasks or suite.tasks, tokenizer, positions)
+    without = left_out(name, options)
+    chosen = options.tasks or tuple(task for task in suite.tasks if task not in without)
+    from_hub = replace(options, data=None if options.data == sources.HUB else options.data)
+    made = suite.build(from_hub, chosen, tokenizer, positions)
     if not made:
         raise ValueError(f"suite {name} has no cases with these options.")
     return made
+
+
+def left_out(name: str, options: Options) -> tuple[str, ...]:
+    """Tasks of a suite that need a data set where neither they nor a place of data are named."""
+    return SUITES[name].from_data if name in SUITES and not (options.tasks or options.data) else ()
 
 
 def _limited(found: Sequence[Any], limit: int | None) -> Sequence[Any]:
@@ -219,7 +232,9 @@ def _read(texts: dict[str, str], options: Options, tasks: tuple[str, ...], token
 
 
 SUITES = {
-    "ruler": Suite("RULER's 13 tasks, generated at any length (100 examples each)", ruler.TASKS, _ruler),
+    "ruler": Suite(
+        "RULER's 13 tasks, generated at any length (100 examples each)", ruler.TASKS, _ruler, ruler.QUESTIONS
+    ),
     "ruler-rows": Suite("RULER's published rows (simonjegou/ruler, or a local file)", ruler.TASKS, _ruler_rows),
     "ruler-papers": Suite("the fifth of those rows that CentroidKV's paper evaluates", ruler.TASKS, _ruler_subset),
     "longbench": Suite("LongBench by kvpress's protocol", tuple(longbench.TASKS), _longbench),

@@ -1,0 +1,120 @@
+"""What is asked of a model at once: prompts and questions as tokens, and the sizes of the programs that read them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.errors import is_count
+from clusterkv_jax.texts import Tokens, encode
+
+# Question tokens per call of `extend`.
+QUESTION_STEP = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts and questions as tokens, and what sizes their programs.
+
+    Attributes:
+        texts: prompts.
+        asked: questions, one per prompt, or None.
+        unique: different prompts, each read once.
+        width: tokens of a padded prompt.
+        step_tokens: question tokens that are fed at once.
+        reserve: tokens that will be appended.
+        max_new_tokens: tokens to be generated.
+        prefill_chunk: as in `generate`.
+    """
+
+    texts: list[Tokens]
+    asked: list[Tokens] | None
+    unique: list[tuple[int, ...]]
+    width: int
+    step_tokens: int
+    reserve: int
+    max_new_tokens: int
+    prefill_chunk: int | None
+
+
+def make_batch(
+    model: Model,
+    prompts: Sequence[str | Tokens],
+    questions: Sequence[str | Tokens] | None,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    prefill_chunk: int | None,
+    *,
+    streams: bool,
+) -> Batch:
+    """Prompts and questions, encoded and checked. Raises ValueError for what `generate` cannot do with them."""
+    texts = encode(model, prompts, "prompt", special=True)
+    asked = None if questions is None else encode(model, questions, "question", special=False)
+    _check(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=streams)
+    unique = list(dict.fromkeys(map(tuple, texts)))
+    longest_question = max(map(len, asked)) if asked else 0
+    return Batch(
+        texts,
+        asked,
+        unique,
+        width=min(bucket(max(map(len, unique)), 64), model.config.max_positions),
+        step_tokens=min(QUESTION_STEP, bucket(longest_question, 16)) if asked else 1,
+        reserve=bucket(max_new_tokens + longest_question, 128),
+        max_new_tokens=max_new_tokens,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+def bucket(tokens: int, least: int) -> int:
+    """`tokens` rounded up to one of 4 to 8 sizes per power of two, so that few programs serve all prompts."""
+    step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+def padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Rows of ids side by side, zeros behind the shorter ones, i32 [rows, width]."""
+    padded = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
+
+
+def _check(
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    asked: Sequence[Sequence[int]] | None,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    prefill_chunk: int | None,
+    *,
+    streams: bool,
+) -> None:
+    """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
+    config = model.config
+    if not texts:
+        raise ValueError("prompts must hold at least one prompt, got none.")
+    if not is_count(max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
+    if prefill_chunk is not None and not is_count(prefill_chunk, 1):
+        raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {prefill_chunk!r}.")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
+    if (stop or streams) and model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+    if asked is not None and len(asked) != len(texts):
+        raise ValueError(f"questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
+    for kind, rows in (("prompt", texts), ("question", asked or [])):
+        for i, row in enumerate(rows):
+            if not row:
+                raise ValueError(f"{kind} {i} is empty; it needs at least one token.")
+            if min(row) < 0 or max(row) >= config.vocab_size:
+                wrong = next(t for t in row if not 0 <= t < config.vocab_size)
+                raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
+    for i, text in enumerate(texts):
+        question = len(asked[i]) if asked else 0
+        if len(text) + question + max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
+                f"exceed the model's {config.max_positions} positions."
+            )

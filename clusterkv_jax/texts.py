@@ -1,0 +1,71 @@
+"""Between texts and tokens: prompts in, and pieces of an answer out as they become certain."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from clusterkv_jax.checkpoints import Model
+
+Tokens = list[int]
+OnText = Callable[[int, str], None]
+
+
+def encode(model: Model, texts: Sequence[str | Tokens], kind: str, special: bool) -> list[Tokens]:
+    """Token ids of texts, with the special tokens that begin one if asked; ids stay as they are.
+
+    Raises ValueError, naming the text by its kind and number, for what is empty or neither.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"{kind}s must be a list of texts or of token ids, got one text; put it in a list.")
+    encoded = []
+    for i, text in enumerate(texts):
+        if isinstance(text, str):
+            if model.tokenizer is None:
+                raise ValueError(f"model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
+            if not text.strip():
+                raise ValueError(f"{kind} {i} is empty; give at least one word.")
+            text = model.tokenizer.encode(text, add_special_tokens=special)
+        if not all(isinstance(token, int | np.integer) for token in text):
+            raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {text!r}.")
+        encoded.append([int(token) for token in text])
+    return encoded
+
+
+def decode(model: Model, tokens: Tokens) -> str:
+    """The text of tokens without special ones; of a model without tokenizer there is none."""
+    return "" if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    found = [at for at in (text.find(s) for s in stop) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def shorten_at_stop(model: Model, row: Tokens, stop: Sequence[str]) -> bool:
+    """Drop the tokens after the one that completes a stop string; True if there is one."""
+    text = decode(model, row) if stop else ""
+    if cut(text, stop) == text:
+        return False
+    low, high = 1, len(row)
+    while low < high:
+        middle = (low + high) // 2
+        text = decode(model, row[:middle])
+        low, high = (low, middle) if cut(text, stop) != text else (middle + 1, high)
+    del row[low:]
+    return True
+
+
+def show(model: Model, i: int, row: Tokens, shown: str, stop: Sequence[str], last: bool, on_text: OnText | None) -> str:
+    """Hand over what is new of a row's text; what may still change (half a character, half a stop string) waits."""
+    if on_text is None:
+        return shown
+    text = cut(decode(model, row), stop)
+    if not last:
+        text = text.rstrip("\ufffd")
+        half = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        text = text[: len(text) - half]
+    if len(text) > len(shown):
+        on_text(i, text[len(shown) :])
+        return text
+    return shown
