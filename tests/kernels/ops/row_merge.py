@@ -1,4 +1,4 @@
-"""What every backend of the row merge must do."""
+"""Merges of the best edges, in place: checks, backends, broken variants."""
 
 from functools import partial
 
@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 from tests.kernels.base import drawn, lengths, near, normal, tolerance
+
+BACKENDS = {"xla": reference.row_merge, "gpu": partial(pallas_gpu.row_merge, interpret=True)}
 
 # batch, heads, slots, entries of the list, head dim, chunk, dtype
 MERGE_SHAPES = [(2, 2, 160, 149, 20, 32, jnp.float32), (1, 2, 70, 70, 64, 64, jnp.bfloat16)]
@@ -82,3 +85,24 @@ def merged(keys, values, degree, rows, match, score, merges):
             x[slot] = np.average(x[parts], axis=0, weights=degree[parts])
         degree[slot] = degree[parts].sum()
     return [row for i, row in enumerate(rows.tolist()) if i not in best], changed
+
+
+def merge_of_equal_degrees(keys, values, degree, *given, chunk):
+    *means, _, rows = reference.row_merge(keys, values, jnp.ones_like(degree), *given, chunk=chunk)
+    return *means, reference.row_merge(keys, values, degree, *given, chunk=chunk)[2], rows
+
+
+def merge_of_the_last_of_equal_edges(keys, values, degree, rows, length, match, score, *given, chunk):
+    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)
+    return reference.row_merge(keys, values, degree, rows, length, match, score, *given, chunk=chunk)
+
+
+def merge_with_other_rows(keys, values, degree, rows, length, match, *given, chunk):
+    """Rounds the partner down to every fourth row, so that other rows meet."""
+    return reference.row_merge(keys, values, degree, rows, length, match // 4 * 4 + 1, *given, chunk=chunk)
+
+
+CHECKS = [check_row_merge]
+BROKEN = {
+    check_row_merge: [merge_of_equal_degrees, merge_of_the_last_of_equal_edges, merge_with_other_rows],
+}
