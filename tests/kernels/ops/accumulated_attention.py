@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention, pallas_gpu, pallas_tpu, reference
-from tests.kernels.base import F32, drawn, lengths, near, normal, poisoned
+from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned
 
 BACKENDS = {
     "xla": partial(reference.accumulated_attention, block=48),
@@ -48,14 +47,14 @@ def check_accumulated(implementation, *, shapes=ACCUMULATED_SHAPES, examples=6):
 
 def check_accumulated_of(shape, implementation, examples):
     batch, heads, kv_heads, tokens, dim, dtype = shape
-    run = jax.jit(implementation)
+    run = compiled(implementation)
 
     def check(seed, length):
         length = length[:, 0]
-        q, keys = (jnp.asarray(normal(seed + i, batch, n, tokens, dim), dtype) for i, n in enumerate((heads, kv_heads)))
+        q, keys = (np.asarray(normal(seed + i, batch, n, tokens, dim), dtype) for i, n in enumerate((heads, kv_heads)))
         expected = accumulated_oracle(*(np.asarray(x, np.float64) for x in (q, keys)), length)
-        beyond = (jnp.arange(tokens) >= jnp.asarray(length)[:, None])[:, None]
-        sums = run(poisoned(q, beyond), poisoned(keys, beyond), jnp.asarray(length))
+        beyond = (np.arange(tokens) >= length[:, None])[:, None]
+        sums = run(poisoned(q, beyond), poisoned(keys, beyond), length)
         assert sums.dtype == jnp.float32
         near(sums, expected, F32, axes=2)
         assert not np.any(np.where(beyond, sums, 0))

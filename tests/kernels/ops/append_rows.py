@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
-from tests.kernels.base import drawn, lengths, normal, poisoned
+from tests.kernels.base import compiled, drawn, lengths, normal, poisoned
 
 BACKENDS = {
     "xla": reference.append_rows,
@@ -33,21 +33,21 @@ def check_append(implementation, *, shapes=APPEND_SHAPES, examples=8):
 
 def check_append_of(shape, implementation, examples):
     batch, heads, slots, tokens, dim, given, held, with_positions = shape
-    run = jax.jit(implementation)
+    run = compiled(implementation)
 
     def check(seed, share, length):
         rng = np.random.default_rng(seed)
         real = rng.random((batch, tokens)) < share
-        empty = jnp.asarray(np.arange(slots) >= length[..., None])
-        rows = [jnp.asarray(normal(seed + i, batch, heads, tokens, dim), given) for i in (0, 1)]
-        rows = [poisoned(x, jnp.asarray(~real)[:, None]) for x in rows]
-        buffers = [jnp.asarray(normal(seed + i, batch, heads, slots, dim), held) for i in (2, 3)]
-        buffers = [poisoned(x, empty) for x in (*buffers, jnp.asarray(rng.integers(1, 9, empty.shape), jnp.float32))]
-        positions = jnp.asarray(rng.integers(0, 99, empty.shape), jnp.int32) if with_positions else None
-        new = jnp.asarray(rng.integers(100, 2**30, (batch, tokens)), jnp.int32)
-        found = run(*buffers, positions, jnp.asarray(length), *rows, new, jnp.asarray(real))
+        empty = np.arange(slots) >= length[..., None]
+        rows = [np.asarray(normal(seed + i, batch, heads, tokens, dim), given) for i in (0, 1)]
+        rows = [poisoned(x, ~real[:, None]) for x in rows]
+        buffers = [np.asarray(normal(seed + i, batch, heads, slots, dim), held) for i in (2, 3)]
+        buffers = [poisoned(x, empty) for x in (*buffers, np.asarray(rng.integers(1, 9, empty.shape), np.float32))]
+        positions = np.asarray(rng.integers(0, 99, empty.shape), np.int32) if with_positions else None
+        new = np.asarray(rng.integers(100, 2**30, (batch, tokens)), np.int32)
+        found = run(*buffers, positions, length, *rows, new, real)
         expected = [None if x is None else np.array(x) for x in (*buffers, positions)]
-        stored = (*(np.asarray(x.astype(held)) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
+        stored = (*(x.astype(held) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
         for b, k, t in np.ndindex(batch, heads, tokens):
             if real[b, t] and length[b, k] + t < slots:
                 for x, y in zip(expected[: 3 + with_positions], stored, strict=False):

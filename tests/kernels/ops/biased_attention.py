@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.biased_attention import biased_attention, pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
-from tests.kernels.base import F32, drawn, lengths, near, normal, poisoned, tolerance
+from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned, tolerance
 
 BACKENDS = {
     "xla": reference.biased_attention,
@@ -53,7 +53,7 @@ def attention_case(shape, seed, holes):
     keys, values = (normal(seed + i, batch, kv_heads, slots, dim) for i in (1, 2))
     rng = np.random.default_rng(seed)
     degree = rng.integers(1, 9, (batch, kv_heads, slots)) * (rng.random((batch, kv_heads, slots)) >= holes)
-    return (*(jnp.asarray(x, dtype) for x in (q, keys, values)), jnp.asarray(degree, jnp.float32))
+    return (*(np.asarray(x, dtype) for x in (q, keys, values)), np.asarray(degree, np.float32))
 
 
 def check_attention(implementation, *, shapes=ATTENTION_SHAPES, examples=6):
@@ -63,14 +63,14 @@ def check_attention(implementation, *, shapes=ATTENTION_SHAPES, examples=6):
 
 def check_attention_of(shape, implementation, examples):
     batch, _, _, kv_heads, slots, _, dtype = shape
-    run = jax.jit(partial(implementation, return_lse=True, return_probs=True))
+    run = compiled(partial(implementation, return_lse=True, return_probs=True))
 
     def check(seed, holes, length):
         q, keys, values, degree = attention_case(shape, seed, holes)
         expected = attention_oracle(*(np.asarray(x, np.float64) for x in (q, keys, values, degree)), length)
-        beyond = jnp.arange(slots) >= jnp.asarray(length)[..., None]
+        beyond = np.arange(slots) >= length[..., None]
         dirty = (poisoned(x, (degree == 0) | beyond) for x in (keys, values))
-        out, lse, probs = run(q, *dirty, jnp.where(beyond, 3.0, degree), jnp.asarray(length))
+        out, lse, probs = run(q, *dirty, np.where(beyond, np.float32(3), degree), length)
         assert (out.dtype, lse.dtype, probs.dtype) == (dtype, jnp.float32, jnp.float32)
         near(out, expected[0], tolerance(dtype), axes=(1, 3))
         near(lse, expected[1], F32, axes=1)
@@ -130,7 +130,7 @@ def test_empty_slots_have_no_derivative_and_their_nan_reaches_none(op):
     length = jnp.asarray([[9, 0]])
     empty = (degree == 0) | (jnp.arange(12) >= length[..., None])
 
-    @jax.jit
+    @compiled
     def gradients(*operands):
         def loss(*operands):
             out, lse = differentiable(op)(*operands, length, return_lse=True, return_probs=False)

@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching, pallas_gpu, pallas_tpu, reference
-from tests.kernels.base import F32, drawn, lengths, normal, poisoned
+from tests.kernels.base import F32, compiled, drawn, lengths, normal, poisoned
 
 BACKENDS = {
     "xla": reference.chunked_matching,
@@ -50,7 +49,7 @@ def check_matching(implementation, *, shapes=MATCHING_SHAPES, examples=6):
 
 def check_matching_of(shape, implementation, examples):
     batch, heads, rows, width, chunk, biased, normalize, started, dtype = shape
-    run = jax.jit(partial(implementation, chunk=chunk, normalize=normalize))
+    run = compiled(partial(implementation, chunk=chunk, normalize=normalize))
 
     def check(seed, ties, length, start):
         features, bias = normal(seed, batch, heads, rows, width), normal(seed + 1, batch, heads, rows)
@@ -61,22 +60,23 @@ def check_matching_of(shape, implementation, examples):
             features = np.repeat(features[:, :, :1], rows, axis=2)
         start = start if started else np.zeros_like(start)
         length = np.minimum(length, rows - start)
-        features, bias = jnp.asarray(features, dtype), jnp.asarray(bias * biased, jnp.float32)
+        features, bias = np.asarray(features, dtype), np.asarray(bias * biased, np.float32)
         here = np.arange(rows) - start[..., None]
-        outside = jnp.asarray((here < 0) | (here >= length[..., None]))
+        outside = (here < 0) | (here >= length[..., None])
         match, score = run(
             poisoned(features, outside),
             bias=poisoned(bias, outside) if biased else None,
-            start=jnp.asarray(start) if started else None,
-            length=jnp.asarray(length),
+            start=start if started else None,
+            length=length,
         )
         assert (match.dtype, score.dtype) == (jnp.int32, jnp.float32)
         assert match.shape == score.shape == (batch, heads, (rows + 1) // 2)
+        match, score = np.asarray(match), np.asarray(score)
         for at in np.ndindex(batch, heads):
             expected = matching_oracle(
                 *(np.asarray(x[at], np.float64) for x in (features, bias)), chunk, normalize, start[at], length[at]
             )
-            one_head(np.asarray(match[at]), np.asarray(score[at]), expected, start[at], ties)
+            one_head(match[at], score[at], expected, start[at], ties)
 
     drawn(
         check,
@@ -112,12 +112,12 @@ def check_paired(implementation, *, shapes=PAIRED_SHAPES, examples=4):
 
 def check_paired_of(shape, implementation, examples):
     batch, heads, rows, dim, chunk, listed, started, dtype = shape
-    run = jax.jit(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
+    run = compiled(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
 
     def check(seed, length, start):
-        keys, values = (jnp.asarray(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
-        bias = jnp.asarray(normal(seed + 2, batch, heads, rows), jnp.float32)
-        weight = jnp.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), jnp.float32)
+        keys, values = (np.asarray(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
+        bias = np.asarray(normal(seed + 2, batch, heads, rows), np.float32)
+        weight = np.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), np.float32)
         start = start if started else np.zeros_like(start)
         length = np.minimum(length, rows - start)
         order = np.random.default_rng(seed).permuted(np.tile(np.arange(rows), (batch, heads, 1)), axis=-1)
@@ -125,20 +125,21 @@ def check_paired_of(shape, implementation, examples):
         here = np.arange(rows) - start[..., None]
         outside = np.take_along_axis((here < 0) | (here >= length[..., None]), np.argsort(order, axis=-1), axis=-1)
         match, score = run(
-            poisoned(keys, jnp.asarray(outside)),
-            values=poisoned(values, jnp.asarray(outside)),
-            bias=poisoned(bias, jnp.asarray(outside)),
+            poisoned(keys, outside),
+            values=poisoned(values, outside),
+            bias=poisoned(bias, outside),
             key_weight=weight,
-            start=jnp.asarray(start) if started else None,
-            length=jnp.asarray(length),
-            index=jnp.asarray(order, jnp.int32) if listed else None,
+            start=start if started else None,
+            length=length,
+            index=np.asarray(order, np.int32) if listed else None,
         )
+        match, score = np.asarray(match), np.asarray(score)
         for at in np.ndindex(batch, heads):
             tensors = (np.asarray(x[at], np.float64)[order[at]] for x in (keys, values, bias))
             expected = paired_oracle(*tensors, float(weight[at]), 0.7, chunk, start[at], length[at])
             full = np.full(((rows + 1) // 2, max(1, expected.shape[1])), -np.inf)
             full[: len(expected), : expected.shape[1]] = expected
-            one_head(np.asarray(match[at]), np.asarray(score[at]), full, start[at], False)
+            one_head(match[at], score[at], full, start[at], False)
 
     drawn(
         check,

@@ -3,14 +3,13 @@
 from functools import partial
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.kmeans import assign, pallas_gpu, pallas_tpu, reference
-from tests.kernels.base import F32, drawn, lengths, near, normal, poisoned
+from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned
 from tests.support.hopper_interpreter import INTERPRETED
 
 # Several groups of centroids, and more tiles of keys than a warpgroup's ring has room for.
@@ -59,36 +58,39 @@ def check_kmeans_on_hopper(implementation, *, shapes=HOPPER_SHAPES, examples=6):
 
 def check_kmeans_of(shape, implementation, examples):
     batch, heads, rows, count, dim, dtype = shape
-    run = jax.jit(partial(implementation, with_means=True))
+    run = compiled(partial(implementation, with_means=True))
 
     def check(seed, apart, length, used, before):
-        keys = jnp.asarray(normal(seed, batch, heads, rows, dim), dtype)
+        keys = np.asarray(normal(seed, batch, heads, rows, dim), dtype)
         centroids = normal(seed + 1, batch, heads, count, dim)
         half = count // 2
         if apart is not None:  # two of each
             noise = apart * normal(seed + 2, batch, heads, half, dim)
             centroids[:, :, count - half :] = centroids[:, :, :half] + noise
         real = np.arange(rows) < length[..., None]
-        centroids = jnp.asarray(centroids, jnp.float32)
-        used = np.full((batch, heads), used)
+        centroids = np.asarray(centroids, np.float32)
+        used = np.full((batch, heads), used, np.int32)
         used[0, 0] = count + 2  # heads may have different numbers of centroids; more than there are is all
-        given = (poisoned(keys, jnp.asarray(~real)), centroids, jnp.asarray(length), jnp.asarray(used))
-        old = jnp.full((batch, heads, rows), before, jnp.int32)
+        given = (poisoned(keys, ~real), centroids, length, used)
+        old = np.full((batch, heads, rows), before, np.int32)
         labels, means, sizes, changed = run(*given, None if before == -1 else old)
         assert (labels.dtype, means.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
-        np.testing.assert_array_equal(np.asarray(labels)[~real], before)
+        labels, sizes = np.asarray(labels), np.asarray(sizes)
+        np.testing.assert_array_equal(labels[~real], before)
         np.testing.assert_array_equal(changed, np.any(labels != before, axis=-1))
-        again = run(*given, labels.at[0, 0, 0].add(int(length[0, 0] > 0)))
+        one_other = labels.copy()
+        one_other[0, 0, 0] += length[0, 0] > 0
+        again = run(*given, one_other)
         np.testing.assert_array_equal(again[0], labels)
         np.testing.assert_array_equal(again[3], np.arange(batch * heads).reshape(batch, heads) < (length[0, 0] > 0))
-        labels = jnp.where(real, labels, -1)
+        labels = np.where(real, labels, -1)
         keys, centroids = (np.asarray(x, np.float64) for x in (keys, centroids))
         unit = centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)
         cosine = np.einsum("bknd,bkcd->bknc", keys / np.linalg.norm(keys, axis=-1, keepdims=True), unit)
         cosine = np.where(np.arange(count) < used[..., None, None], cosine, -np.inf)
         chosen = np.take_along_axis(cosine, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         np.testing.assert_allclose(np.where(real, chosen, 1), np.where(real, cosine.max(-1), 1), atol=F32, rtol=0)
-        member = np.asarray(labels)[..., None] == np.arange(count)
+        member = labels[..., None] == np.arange(count)
         np.testing.assert_array_equal(sizes, member.sum(axis=2))
         sums = np.einsum("bknc,bknd->bkcd", member, keys) / np.maximum(sizes, 1)[..., None]
         near(means, np.where(sizes[..., None] > 0, sums, centroids), F32, axes=3)
@@ -170,9 +172,10 @@ def test_warpgroups_of_kmeans_wait_for_what_they_share():
 def test_means_do_not_hang_on_centroids_of_no_use():
     """A sequence is given as many centroids as the longest one has, and uses its own."""
     rng = np.random.default_rng(0)
-    keys = jnp.asarray(rng.normal(size=(1, 1, 3000, 16)) * np.exp(2 * rng.normal(size=(3000, 1))), jnp.float32)
-    centroids = jnp.asarray(rng.normal(size=(1, 1, 620, 16)), jnp.float32)
-    step = partial(pallas_gpu.kmeans, length=None, used=jnp.full((1, 1), 20), with_means=True, interpret=True)
+    keys = np.asarray(rng.normal(size=(1, 1, 3000, 16)) * np.exp(2 * rng.normal(size=(3000, 1))), np.float32)
+    centroids = np.asarray(rng.normal(size=(1, 1, 620, 16)), np.float32)
+    given = {"length": None, "used": jnp.full((1, 1), 20), "with_means": True}
+    step = compiled(partial(pallas_gpu.kmeans, **given, interpret=True))
     alone, among_others = step(keys, centroids[:, :, :20]), step(keys, centroids)
     np.testing.assert_array_equal(alone[0], among_others[0])
     np.testing.assert_array_equal(alone[1], among_others[1][:, :, :20])

@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.recalled_attention import pallas_gpu, recalled_attention, reference
-from tests.kernels.base import drawn, near, normal, poisoned, tolerance
+from tests.kernels.base import compiled, drawn, near, normal, poisoned, tolerance
 
 BACKENDS = {
     "xla": reference.recalled_attention,
@@ -23,7 +22,7 @@ def check_recalled(implementation, *, examples=4):
 
 
 def check_recalled_of(each, dtype, unlisted, implementation, examples):
-    run = jax.jit(partial(implementation, unlisted=unlisted))
+    run = compiled(partial(implementation, unlisted=unlisted))
 
     def check(seed, holes, length, since):
         q, keys, values = (normal(seed + i, 2, 2, n, 24) for i, n in enumerate((4, 90, 90)))
@@ -38,11 +37,11 @@ def check_recalled_of(each, dtype, unlisted, implementation, examples):
             named = np.concatenate([rows[b, k, j], late])
             own[b, k, j] = named[(named >= 0) & (named < length)]
             unread[b, k, own[b, k, j]] = False
-        arrays = [jnp.asarray(x, dtype) for x in (q, keys, values)]
-        dirty = (poisoned(x, jnp.asarray(unread)) for x in arrays[1:])
-        starts = jnp.full(2, since, jnp.int32) if unlisted else None
-        end = None if length == 90 else jnp.full((2, 2), length, jnp.int32)
-        out = run(arrays[0], *dirty, jnp.asarray(rows, jnp.int32), starts, end)
+        arrays = [np.asarray(x, dtype) for x in (q, keys, values)]
+        dirty = (poisoned(x, unread) for x in arrays[1:])
+        starts = np.full(2, since, np.int32) if unlisted else None
+        end = None if length == 90 else np.full((2, 2), length, np.int32)
+        out = run(arrays[0], *dirty, np.asarray(rows, np.int32), starts, end)
         assert out.dtype == dtype
         q, keys, values = (np.asarray(x, np.float64) for x in arrays)
         expected = np.zeros(q.shape)

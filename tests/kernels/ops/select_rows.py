@@ -2,13 +2,12 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.select_rows import pallas_gpu, reference
-from tests.kernels.base import drawn
+from tests.kernels.base import compiled, drawn
 
 BACKENDS = {
     "xla": reference.select_rows,
@@ -28,7 +27,7 @@ def check_select(implementation, *, ordered=True, shapes=SELECT_SHAPES, examples
 
 def check_select_of(shape, implementation, ordered, examples):
     batch, heads, each, clusters, count, sinks = shape
-    run = jax.jit(partial(implementation, count=count, sinks=sinks))
+    run = compiled(partial(implementation, count=count, sinks=sinks))
 
     def check(seed, levels, largest, room, active):
         rng = np.random.default_rng(seed)
@@ -38,13 +37,14 @@ def check_select_of(shape, implementation, ordered, examples):
         starts = np.cumsum(sizes, axis=-1) - sizes
         order = rng.permuted(np.tile(np.arange(sinks, clusters * 9), (batch, heads, 1)), axis=-1)
         room = np.asarray(room[:batch])
-        ints = [jnp.asarray(x, jnp.int32) for x in (sizes, starts, order, room)]
+        ints = [np.asarray(x, np.int32) for x in (sizes, starts, order, room)]
         ints[2] = ints[2] if ordered else None
-        kept = jnp.full((batch, heads, each, count), 7, jnp.int32)
-        given = () if active is None else (kept, jnp.asarray(active[:batch]))
-        found = run(jnp.asarray(scores, jnp.float32), *ints, *given)
+        kept = np.full((batch, heads, each, count), 7, np.int32)
+        given = () if active is None else (kept, np.asarray(active[:batch]))
+        found = run(np.asarray(scores, np.float32), *ints, *given)
         assert found.dtype == jnp.int32
         assert found.shape == (batch, heads, each, count)
+        found = np.asarray(found)
         for at in np.ndindex(batch, heads, each):
             if active and not active[at[0]]:
                 np.testing.assert_array_equal(found[at], 7)
@@ -55,7 +55,7 @@ def check_select_of(shape, implementation, ordered, examples):
                 places = starts[(*head, c)] + np.arange(min(sizes[(*head, c)], left))
                 parts.append((order[head][places] if ordered else places).tolist())
                 left -= len(places)
-            one_selection(np.asarray(found[at]).tolist(), [*range(min(sinks, count))], [part for part in parts if part])
+            one_selection(found[at].tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
     check(0, 1000, 8, [count - 7, 1], None)  # less room than clusters have rows, whatever is drawn
     levels = st.sampled_from([1, 1000, 1e30, np.inf])  # many ties, hardly any, far apart, all -inf
