@@ -3,7 +3,7 @@
     python scripts/benchmarks/benchmark_kernels.py            all of it
     python scripts/benchmarks/benchmark_kernels.py attention  one section: checks, attention, sums, clustering ...
 
-The checks are those of the tests (tests/kernels/checks.py) with the kernels as they are compiled for this device; what
+The checks are those of the tests (tests/kernels/ops/) with the kernels as they are compiled for this device; what
 fails is printed, the rest goes on, and the exit status is 1. The other sections take about two minutes on an H200.
 
 Every number is the median of 20 timings after a warm-up, over several sets of inputs that together exceed the caches;
@@ -54,7 +54,7 @@ CASES = 3  # of every shape that is checked; it is the compilation of each that 
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """The kernels to be checked, as tests/kernels/checks.py names them before a comma."""
+    """The kernels to be checked, as the CHECKS of tests/kernels/collect.py name them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge]
     found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
@@ -72,7 +72,7 @@ def checks(bandwidth: float) -> bool:
     del bandwidth
     # A script's own folder is on the path, not the one that holds `tests`.
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.kernels.checks import CHECKS
+    from tests.kernels.collect import CHECKS
 
     return all([check(op, kernel, CHECKS[op.partition(",")[0]]) for op, kernel in kernels().items()])
 
@@ -292,8 +292,8 @@ def main() -> None:
         parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.")
     if jax.default_backend() != "gpu":
         parser.error(f"needs a GPU; jax {jax.__version__} sees {jax.devices()[0].device_kind}.")
-    if "checks" in wanted and importlib.util.find_spec("hypothesis") is None:
-        parser.error("checks need hypothesis: install the extra `test`, or name the other sections.")
+    if "checks" in wanted and None in map(importlib.util.find_spec, ("hypothesis", "pytest")):
+        parser.error("checks need hypothesis and pytest: install the extra `test`, or name the other sections.")
     bandwidth = read_bandwidth()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| op | measured | share | target |\n|---|---|---|---|")

@@ -1,13 +1,15 @@
-"""What every backend of the row merge must do."""
+"""Merges of the best edges, in place: checks, backends, broken variants."""
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.kernels.base import drawn, lengths, near, normal, tolerance
+from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
+from tests.kernels.base import compiled, drawn, lengths, near, normal, poisoned, tolerance
+
+BACKENDS = {"xla": reference.row_merge, "gpu": partial(pallas_gpu.row_merge, interpret=True)}
 
 # batch, heads, slots, entries of the list, head dim, chunk, dtype
 MERGE_SHAPES = [(2, 2, 160, 149, 20, 32, jnp.float32), (1, 2, 70, 70, 64, 64, jnp.bfloat16)]
@@ -20,7 +22,7 @@ def check_row_merge(implementation, *, shapes=MERGE_SHAPES, examples=6):
 
 def check_row_merge_of(shape, implementation, examples):
     batch, heads, slots, listed, dim, chunk, dtype = shape
-    run = jax.jit(partial(implementation, chunk=chunk))
+    run = compiled(partial(implementation, chunk=chunk))
 
     def check(seed, levels, length, share):
         """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row."""
@@ -29,13 +31,13 @@ def check_row_merge_of(shape, implementation, examples):
         held = np.zeros((batch, heads, slots), bool)
         np.put_along_axis(held, np.where(np.arange(listed) < length[..., None], rows, rows[..., :1]), True, axis=2)
         held[length == 0] = False
-        keys, values = (jnp.asarray(normal(seed + i, batch, heads, slots, dim), dtype) for i in (1, 2))
-        dirty = [jnp.where(held[..., None], x, jnp.nan).astype(dtype) for x in (keys, values)]
+        keys, values = (np.asarray(normal(seed + i, batch, heads, slots, dim), dtype) for i in (1, 2))
+        dirty = [poisoned(x, ~held) for x in (keys, values)]
         degree = rng.integers(1, 90000, held.shape)
         match, score = drawn_edges(rng, length, listed, chunk, levels)
         merges = (share * np.min(np.sum(match >= 0, axis=2), axis=1)).astype(np.int32)
-        ints = [jnp.asarray(x, jnp.int32) for x in (rows, length, match)]
-        given = (jnp.asarray(degree, jnp.float32), *ints, jnp.asarray(score, jnp.float32), jnp.asarray(merges))
+        ints = [np.asarray(x, np.int32) for x in (rows, length, match)]
+        given = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
         keys, values, *rest = run(*dirty, *given)
         assert [x.dtype for x in (keys, values, *rest)] == [dtype, dtype, jnp.float32, jnp.int32]
         found = [np.asarray(x, np.float64) for x in (keys, values)] + [np.asarray(x) for x in rest]
@@ -82,3 +84,24 @@ def merged(keys, values, degree, rows, match, score, merges):
             x[slot] = np.average(x[parts], axis=0, weights=degree[parts])
         degree[slot] = degree[parts].sum()
     return [row for i, row in enumerate(rows.tolist()) if i not in best], changed
+
+
+def merge_of_equal_degrees(keys, values, degree, *given, chunk):
+    *means, _, rows = reference.row_merge(keys, values, jnp.ones_like(degree), *given, chunk=chunk)
+    return *means, reference.row_merge(keys, values, degree, *given, chunk=chunk)[2], rows
+
+
+def merge_of_the_last_of_equal_edges(keys, values, degree, rows, length, match, score, *given, chunk):
+    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)
+    return reference.row_merge(keys, values, degree, rows, length, match, score, *given, chunk=chunk)
+
+
+def merge_with_other_rows(keys, values, degree, rows, length, match, *given, chunk):
+    """Rounds the partner down to every fourth row, so that other rows meet."""
+    return reference.row_merge(keys, values, degree, rows, length, match // 4 * 4 + 1, *given, chunk=chunk)
+
+
+CHECKS = [check_row_merge]
+BROKEN = {
+    check_row_merge: [merge_of_equal_degrees, merge_of_the_last_of_equal_edges, merge_with_other_rows],
+}

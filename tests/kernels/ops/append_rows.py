@@ -1,0 +1,96 @@
+"""New rows behind those that there are: checks, backends, broken variants, derivatives."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
+from tests.kernels.base import compiled, drawn, lengths, normal, poisoned
+
+BACKENDS = {
+    "xla": reference.append_rows,
+    "gpu": partial(pallas_gpu.append_rows, interpret=True),
+    "gpu-small-tiles": partial(pallas_gpu.append_rows, tile=2, interpret=True),
+}
+
+# batch, heads, slots, tokens, head dim, dtypes of rows and slots, with positions
+APPEND_SHAPES = [
+    (2, 3, 20, 1, 24, jnp.float32, jnp.bfloat16, True),
+    (2, 2, 40, 19, 16, jnp.bfloat16, jnp.bfloat16, True),
+    (1, 2, 9, 5, 8, jnp.float16, jnp.float32, False),
+]
+
+
+def check_append(implementation, *, shapes=APPEND_SHAPES, examples=8):
+    for shape in shapes:
+        check_append_of(shape, implementation, examples)
+
+
+def check_append_of(shape, implementation, examples):
+    batch, heads, slots, tokens, dim, given, held, with_positions = shape
+    run = compiled(implementation)
+
+    def check(seed, share, length):
+        rng = np.random.default_rng(seed)
+        real = rng.random((batch, tokens)) < share
+        empty = np.arange(slots) >= length[..., None]
+        rows = [np.asarray(normal(seed + i, batch, heads, tokens, dim), given) for i in (0, 1)]
+        rows = [poisoned(x, ~real[:, None]) for x in rows]
+        buffers = [np.asarray(normal(seed + i, batch, heads, slots, dim), held) for i in (2, 3)]
+        buffers = [poisoned(x, empty) for x in (*buffers, np.asarray(rng.integers(1, 9, empty.shape), np.float32))]
+        positions = np.asarray(rng.integers(0, 99, empty.shape), np.int32) if with_positions else None
+        new = np.asarray(rng.integers(100, 2**30, (batch, tokens)), np.int32)
+        found = run(*buffers, positions, length, *rows, new, real)
+        expected = [None if x is None else np.array(x) for x in (*buffers, positions)]
+        stored = (*(x.astype(held) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
+        for b, k, t in np.ndindex(batch, heads, tokens):
+            if real[b, t] and length[b, k] + t < slots:
+                for x, y in zip(expected[: 3 + with_positions], stored, strict=False):
+                    x[b, k, length[b, k] + t] = y[b, min(k, y.shape[1] - 1), t]
+        assert (found[3] is None) == (positions is None)
+        for x, y in zip(found[: 3 + with_positions], expected, strict=False):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(np.asarray(x).view(np.uint8), y.view(np.uint8))
+
+    largest = slots + 3
+    shares = st.sampled_from([1.0, 0.5, 0.0])
+    drawn(check, examples, st.integers(0, 2**16), shares, lengths(batch, heads, largest, slots - tokens, slots))
+
+
+def append_of_padding(*args):
+    return reference.append_rows(*args[:-1], jnp.ones_like(args[-1]))
+
+
+def append_behind_the_first_head(keys, values, degree, positions, length, *new):
+    return reference.append_rows(keys, values, degree, positions, length[:, :1] + 0 * length, *new)
+
+
+def append_over_the_last_rows(keys, values, degree, positions, length, new_keys, *new):
+    length = jnp.minimum(length, keys.shape[2] - new_keys.shape[2])
+    return reference.append_rows(keys, values, degree, positions, length, new_keys, *new)
+
+
+def append_of_short_rows(keys, values, degree, positions, length, new_keys, *new):
+    return reference.append_rows(keys, values, degree, positions, length, new_keys.astype(jnp.float8_e5m2), *new)
+
+
+CHECKS = [check_append]
+BROKEN = {
+    check_append: [append_of_padding, append_behind_the_first_head, append_over_the_last_rows, append_of_short_rows],
+}
+
+
+@pytest.mark.parametrize("op", BACKENDS.values(), ids=BACKENDS)
+def test_appending_has_derivatives(op):
+    keys, values, *rows = (jnp.asarray(normal(i, 1, 2, n, 3), jnp.float32) for i, n in enumerate((5, 5, 2, 2)))
+    length, real = jnp.asarray([[2, 4]]), jnp.asarray([[True, True]])
+
+    def function(keys, values, degree, new_keys, new_values):
+        return op(keys, values, degree, None, length, new_keys, new_values, jnp.zeros((1, 2), jnp.int32), real)[:3]
+
+    check_grads(jax.jit(function), (keys, values, keys[..., 0], *rows), order=1, modes=("fwd", "rev"), rtol=1e-2)

@@ -1,0 +1,62 @@
+"""Rows by index: checks, backends, broken variants."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from clusterkv_jax.kernels.gather_rows import gather_rows, pallas_gpu, reference
+from tests.kernels.base import compiled, drawn, normal
+
+BACKENDS = {"xla": reference.gather_rows, "gpu": partial(pallas_gpu.gather_rows, interpret=True)}
+
+
+def check_gather(implementation, *, examples=6):
+    run = compiled(implementation)
+
+    def row_of(source, at, number):
+        return source[(*at[:2], number)] if 0 <= number < source.shape[2] else None
+
+    def check(seed, rows, places, dtype):
+        source, near = (np.asarray(normal(seed + i, 2, 3, n, 24), dtype) for i, n in enumerate((20, 5)))
+        rows, places = (np.asarray(x, np.int32).reshape(2, 3, 4) for x in (rows, places))
+        far, found = run(source, rows), run(source, rows, near, places)
+        assert far.dtype == found.dtype == dtype
+        far, found, none = np.asarray(far), np.asarray(found), np.zeros(24, dtype)
+        for at in np.ndindex(rows.shape):
+            there, here = row_of(source, at, rows[at]), row_of(near, at, places[at])
+            there = none if there is None else there
+            np.testing.assert_array_equal(far[at], there)
+            np.testing.assert_array_equal(found[at], there if here is None else here)
+
+    row, place = st.sampled_from([-1, 0, 1, 18, 19, 20]), st.sampled_from([-1, 0, 4, 5])
+    drawn(
+        check,
+        examples,
+        st.integers(0, 2**16),
+        st.lists(row, min_size=24, max_size=24),
+        st.lists(place, min_size=24, max_size=24),
+        st.sampled_from([jnp.float32, jnp.bfloat16]),
+    )
+
+
+def gather_of_the_last_row_for_none(source, rows, near=None, place=None):
+    return reference.gather_rows(source, rows % source.shape[2], near, place)
+
+
+def gather_of_what_is_near_first(source, rows, near=None, place=None):
+    return reference.gather_rows(source, rows, near, None if place is None else abs(place))
+
+
+CHECKS = [check_gather]
+BROKEN = {
+    check_gather: [gather_of_the_last_row_for_none, gather_of_what_is_near_first],
+}
+
+
+def test_what_no_backend_can_serve_is_named():
+    features = jnp.ones((1, 1, 4, 4))
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
+        gather_rows(features, jnp.zeros((1, 1, 2), jnp.int32), backend="cuda")
