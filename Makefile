@@ -15,13 +15,14 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test gpu-compile lint format parity clean
+.PHONY: help demo test test-compile test-build lint format parity clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    answer a question from a book chapter with the full cache and with a quarter of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
-	@echo "make gpu-compile  the GPU kernels compiled for an H100, no GPU needed"
+	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
+	@echo "make test-build    archives built and installed, the demo model's training in small"
 	@echo "make lint    ruff and pyright"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
 	@echo "make format  rewrite the code as ruff formats it"
@@ -35,11 +36,15 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not parity" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/compile --ignore tests/build --ignore tests/parity $(ARGS)
 
-# Apart from `make test`: what compiles for a GPU takes half a gigabyte.
-gpu-compile: $(STAMPS)/gpu-compile
-	$(BIN)/python -m pytest $(ARGS) tests/compile/test_gpu_compile.py
+# Apart from `make test`: what compiles for accelerators takes minutes, and half a gigabyte for a GPU.
+test-compile: $(STAMPS)/gpu-compile
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/compile
+
+# Apart from `make test`: archives are built and installed, a small model is trained.
+test-build: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/build
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
 
 
+@jax.jit
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
     """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3)."""
     return attend_cache(layer, query[:, None])[0][:, 0]

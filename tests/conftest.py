@@ -2,11 +2,21 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 # Before jax is imported: its platform and the number of its host devices are fixed by then.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Fusion emitters take most of a small program's compilation; an XLA that does not know a flag ends the process.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
+    ]
+).strip()
+# Commands called in tests keep their programs where the tests keep theirs, not in the user's folder.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 # Workers of pytest-xdist fork from a process that has used tokenizers; it warns about that.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing in a test may depend on the network.
@@ -18,6 +28,11 @@ import pytest
 
 # Tests compile far more than they compute: LLVM's optimisations would take most of their time.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# Workers, and the next run, take from each other what one of them compiled.
+jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["XDG_CACHE_HOME"], "programs"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # bf16 silently promoted to f32 (or int to float) is a bug in a cache: mixed dtypes must be cast where it is meant.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,10 +1,7 @@
 """Prefill and training attention against its definition, whatever the blocks, the backend or the mesh."""
 
 import math
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,36 +94,6 @@ def test_each_device_attends_with_its_own_heads():
         assert attention._spec(k[:, :, :2], "kv_heads") != attention._spec(q, "heads")
     assert got.addressable_shards[0].data.shape == (1, 24, 2, 8)
     assert relative(got, dense(q, k, v)) < 1e-6
-
-
-_SPLASH = """
-import numpy as np, jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from clusterkv_jax.models import causal_attention as attention
-from tpu_topology import tpu_devices
-mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
-sharding = NamedSharding(mesh, P("data", None, "model", None))
-x = lambda heads: jax.ShapeDtypeStruct((2, 1536, heads, 128), jnp.bfloat16, sharding=sharding)
-run = lambda q, k, v: attention._over_mesh(attention._splash, q, k, v)
-loss = lambda *operands: run(*operands).astype(jnp.float32).sum()
-with jax.set_mesh(mesh):
-    for function in (run, jax.grad(loss, (0, 1, 2))):
-        text = jax.jit(function).lower(x(8), x(2), x(2)).compile().as_text()
-        assert "tpu_custom_call" in text, text
-"""
-
-
-@pytest.mark.tpu_compile
-def test_splash_compiles_for_a_tpu():
-    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: pip install libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", _SPLASH],
-        cwd=Path(__file__).parent / "compile",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("length", [7, 8])

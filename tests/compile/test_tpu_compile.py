@@ -76,3 +76,31 @@ def test_reading_a_prompt_makes_no_square_of_it():
         assert program["alias"] == 32768 * 4096 * 2, name
         # The budget, the tokens that may be appended, and tiles, or pages that are not full: an interval at most.
         assert abs(program["slots"] - int(0.2 * 32768)) <= 128 + (128 if name == "adakv" else 16), name
+
+
+_SPLASH = """
+import numpy as np, jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from clusterkv_jax.models import causal_attention as attention
+from tpu_topology import tpu_devices
+mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
+sharding = NamedSharding(mesh, P("data", None, "model", None))
+x = lambda heads: jax.ShapeDtypeStruct((2, 1536, heads, 128), jnp.bfloat16, sharding=sharding)
+run = lambda q, k, v: attention._over_mesh(attention._splash, q, k, v)
+loss = lambda *operands: run(*operands).astype(jnp.float32).sum()
+with jax.set_mesh(mesh):
+    for function in (run, jax.grad(loss, (0, 1, 2))):
+        text = jax.jit(function).lower(x(8), x(2), x(2)).compile().as_text()
+        assert "tpu_custom_call" in text, text
+"""
+
+
+def test_splash_compiles_for_a_tpu():
+    done = subprocess.run(
+        [sys.executable, "-c", _SPLASH],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,7 @@ from clusterkv_jax.evaluation.tasks.haystack import book
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "demo_model"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
 
 
 @pytest.fixture(scope="module")
