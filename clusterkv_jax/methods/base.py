@@ -27,7 +27,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
-from clusterkv_jax.methods.request import GroupPlan, Request, check_budgets
+from clusterkv_jax.methods.request import GroupPlan, Request, all_heads, check_budgets
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
 Memory = dict[str, Array]
@@ -218,7 +218,7 @@ def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request)
         )
         for head in first
     ]
-    return np.stack(columns, axis=1)[:, of]
+    return all_heads(columns[0], request.num_kv_heads) if len(columns) == 1 else np.stack(columns, axis=1)[:, of]
 
 
 def rows_held(group: Group) -> Int[Array, " B"]:

@@ -75,11 +75,14 @@ class Chelsea(Clustering):
         budget = replace(self.budget, base=self.budget.base or "prompt+new")
         rows = head_rows(budget, lengths, layer, request)
         if not any(self.ratios):
-            return np.full_like(rows, MOST_ROWS)
+            return super().budget_rows(lengths, layer, request)
         heads, outliers = request.num_layers * request.num_kv_heads, len(self.outlier_heads)
         if outliers:
             # (B - p n) / (1 - p) with p = outliers / heads, in whole numbers; nothing is compressed where B >= n.
             column = lengths[:, None]
             rows = np.where(rows >= column, rows, (rows * heads - outliers * column) // max(1, heads - outliers))
-        rows[:, [head for where, head in self.outlier_heads if where == layer]] = MOST_ROWS
+        whole = [head for where, head in self.outlier_heads if where == layer]
+        if whole:
+            rows = rows.copy()
+            rows[:, whole] = MOST_ROWS
         return rows

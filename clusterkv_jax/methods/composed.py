@@ -22,7 +22,7 @@ from clusterkv_jax.methods.base import (
     append_and_attend,
 )
 from clusterkv_jax.methods.full import Full
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.methods.streamingllm import moved_back
 
 
@@ -79,8 +79,10 @@ class Composed(Method):
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
         """B of each prompt and KV head after the prompt and while decoding, i64 [lengths, K, 2]."""
-        both = (method.budget_rows(lengths, layer, request) for method in (self.prefill, self.decode))
-        return np.stack(list(both), axis=-1)
+        both = [method.budget_rows(lengths, layer, request) for method in (self.prefill, self.decode)]
+        if all(rows.strides[1] == 0 for rows in both):
+            return all_heads(np.stack([rows[:, 0] for rows in both], axis=-1), request.num_kv_heads)
+        return np.stack(both, axis=-1)
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.methods.base import Compressed, Method, Rows
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, all_heads
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Full(Method):
 
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
-        return np.full((len(lengths), request.num_kv_heads), MOST_ROWS, np.int64)
+        return all_heads(np.full(len(lengths), MOST_ROWS, np.int64), request.num_kv_heads)
 
     @override
     def compress(self, rows: Rows) -> Compressed:

@@ -13,7 +13,7 @@ from clusterkv_jax.budget import rows_for
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.methods.snapkv import check_pooling, snap_scores
 from clusterkv_jax.scores import Pooling
 
@@ -69,7 +69,7 @@ class PyramidKV(Windowed):
         schedule = _kvpress_rows if self.mode == "kvpress" else _factory_rows
         rows = schedule(lengths, mean, self.window, self.beta, layer, request.num_layers)
         rows = np.where(mean >= lengths, mean, rows).astype(np.int64)
-        return np.repeat(rows[:, None], request.num_kv_heads, axis=1)
+        return all_heads(rows, request.num_kv_heads)
 
     def _mean_rows(self, lengths: np.ndarray, request: Request) -> np.ndarray:
         """b of each prompt: a fraction of a row counts in the published schedule, where the budget is a ratio."""

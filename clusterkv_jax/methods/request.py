@@ -215,9 +215,20 @@ def aligned(slots: int) -> int:
     return -(-slots // 16) * 16 if platform() == "tpu" else slots
 
 
+def all_heads(rows: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Budgets [lengths, ...] as those of every head [lengths, K, ...]: a view, since a table of all lengths is long."""
+    return np.broadcast_to(rows[:, None], (len(rows), num_kv_heads, *rows.shape[1:]))
+
+
 def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:
     """Heads by equal columns of budgets [lengths, K, stages], the largest first."""
-    columns: dict[bytes, list[int]] = {}
+    if rows.strides[1] == 0:  # what `all_heads` makes
+        return [tuple(range(rows.shape[1]))]
+    groups: list[list[int]] = []
     for head in range(rows.shape[1]):
-        columns.setdefault(np.ascontiguousarray(rows[:, head]).tobytes(), []).append(head)
-    return sorted(map(tuple, columns.values()), key=lambda heads: -int(rows[:, heads[0]].max()))
+        same = next((heads for heads in groups if np.array_equal(rows[:, heads[0]], rows[:, head])), None)
+        if same is None:
+            groups.append([head])
+        else:
+            same.append(head)
+    return sorted(map(tuple, groups), key=lambda heads: -int(rows[:, heads[0]].max()))

@@ -16,7 +16,7 @@ from clusterkv_jax.cache import LayerCache, head_by_head
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
@@ -74,8 +74,9 @@ class Clustering(Method):
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
         """B of each prompt; without any merging (all ratios 0) more than there can be."""
-        rows = super().budget_rows(lengths, layer, request)
-        return rows if any(self.ratios) else np.full_like(rows, MOST_ROWS)
+        if not any(self.ratios):
+            return all_heads(np.full(len(lengths), MOST_ROWS, np.int64), request.num_kv_heads)
+        return super().budget_rows(lengths, layer, request)
 
     @override
     def remember(self, rows: Rows) -> Memory:

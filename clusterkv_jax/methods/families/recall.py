@@ -36,7 +36,7 @@ from clusterkv_jax.methods.base import (
     head_rows,
     one_by_one,
 )
-from clusterkv_jax.methods.request import Request, check_budgets
+from clusterkv_jax.methods.request import Request, all_heads, check_budgets
 from clusterkv_jax.sharding import over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.
@@ -110,7 +110,8 @@ class Recall(Method):
         possible = np.asarray(request.lengths)
         whole = possible + (request.reserve if request.reserve > SHORT_ANSWER else 0)
         covered = np.all(super().budget_rows(possible, layer, request) >= whole[:, None])
-        return np.full_like(rows, MOST_ROWS) if covered or self.is_dense(layer) else rows
+        everything = np.full(len(lengths), MOST_ROWS, np.int64)
+        return all_heads(everything, request.num_kv_heads) if covered or self.is_dense(layer) else rows
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:
