@@ -54,7 +54,7 @@ def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -
     return taken.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
-def join_heads(pieces: Sequence[Float[Array, "B T heads ..."]], heads: tuple[tuple[int, ...], ...]) -> Array:
+def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[int, ...], ...]) -> Array:
     """Outputs of the query heads of each group of KV heads, in the order of the model's heads."""
     order = [head for group in heads for head in group]
     back = jnp.asarray(sorted(range(len(order)), key=order.__getitem__))
@@ -74,7 +74,7 @@ def _attend_pages(
     out, lse = _attend_rows(asked.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
     out, lse = out.reshape(asked.shape).astype(jnp.float32), lse.reshape(asked.shape[:-1])
 
-    mine = (owner[:, None] == jnp.arange(kv_heads)[:, None])[:, None, :, :, None]
+    mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]
     lse = jnp.where(mine, lse[:, :, None], -jnp.inf)
     peak = jnp.max(lse, axis=3, keepdims=True)
     peak = jnp.where(peak > -jnp.inf, peak, 0.0)  # of a head without rows: -inf - -inf is no number
@@ -116,9 +116,9 @@ def attend_new(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    causal = jnp.tril(jnp.ones((tokens, tokens), bool)) & real[:, None, :]
+    causal = jnp.tril(jnp.ones((1, tokens, tokens), bool)) & real[:, None, :]
     # A padded query sees itself, so that it has something to see.
-    causal |= jnp.eye(tokens, dtype=bool)
+    causal |= jnp.eye(tokens, dtype=bool)[None]
     score = jnp.where(causal[:, :, None, None, :], score * dim**-0.5, -jnp.inf)
     lse = jax.nn.logsumexp(score, axis=-1)
     out = jnp.einsum(

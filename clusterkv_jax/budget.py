@@ -57,7 +57,7 @@ class Budget:
 
 def rows_for(
     budget: Budget,
-    lengths: np.ndarray,
+    lengths: np.ndarray | int,
     max_new_tokens: int,
     *,
     bytes_per_row: int = 0,
@@ -65,7 +65,7 @@ def rows_for(
     head: int = 0,
     num_layers: int = 1,
     num_heads: int = 1,
-) -> np.ndarray:
+) -> np.ndarray | np.integer:
     """B of each prompt length, as Python computes it: int(ratio * base) in double precision.
 
     `bytes_per_row` are those of one row in all layers and heads; layer and head matter where there are shares.
@@ -143,11 +143,11 @@ def _are_shares(shares: object) -> bool:
     return alike and all(row and all(is_number(x) and x > 0 for x in row) for row in rows)
 
 
-def look_up(table: np.ndarray, index: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
+def look_up(table: np.ndarray, index: Int[Array | np.ndarray, " B"]) -> Int[Array, "B ..."]:
     """Entries of a table made on the host in exact arithmetic: float32 on a device would round int(R*n) otherwise."""
     return jnp.asarray(table, jnp.int32)[index]
 
 
-def concrete(lengths: Int[Array, " B"] | np.ndarray) -> np.ndarray | None:
+def concrete(lengths: Int[Array | np.ndarray, " B"]) -> np.ndarray | None:
     """The lengths as numbers, or None under a jit that traces them."""
     return None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)

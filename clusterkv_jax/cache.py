@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import append_rows
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.sharding import over_heads
 
@@ -127,13 +128,13 @@ def from_tokens(
 ) -> LayerCache:
     """Every real token as a row of degree 1 (C = N); rows at or beyond `lengths` are zeroed, whatever they held."""
     batch, heads, rows, _ = keys.shape
-    real = jnp.broadcast_to(jnp.arange(rows) < lengths[:, None, None], (batch, heads, rows))
+    real = jnp.broadcast_to(ordinals(rows, 3) < lengths[:, None, None], (batch, heads, rows))
     return LayerCache(
         keys=jnp.where(real[..., None], keys, jnp.zeros((), keys.dtype)),
         values=jnp.where(real[..., None], values, jnp.zeros((), values.dtype)),
         degree=real.astype(jnp.float32),
         length=jnp.broadcast_to(lengths[:, None], (batch, heads)).astype(jnp.int32),
-        positions=jnp.where(real, jnp.arange(rows, dtype=jnp.int32), 0),
+        positions=jnp.where(real, ordinals(rows, 3), 0),
     )
 
 
@@ -201,7 +202,7 @@ def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: 
     one_head = lambda b, r, i: b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)  # noqa: E731
     put = jax.vmap(jax.vmap(one_head))
     # Numbers per row are written by a mask: a scatter would have them in another layout, and copied both ways.
-    here = jnp.arange(layer.capacity) == at[..., None]
+    here = ordinals(layer.capacity, 3) == at[..., None]
     return LayerCache(
         keys=put(layer.keys, row.keys, at),
         values=put(layer.values, row.values, at),

@@ -26,6 +26,7 @@ from clusterkv_jax.cache import KVCache, NewTokens, overflowed
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
 from clusterkv_jax.methods.request import LayerPlan, plan_layer, request_of_model, rows_of_request
@@ -45,8 +46,8 @@ def prefill(
     params: Params,
     config: ModelConfig,
     method: Method,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B N"],
+    lengths: Int[Array | np.ndarray, " B"],
     *,
     max_new_tokens: int = 64,
     reserve: int | None = None,
@@ -55,7 +56,7 @@ def prefill(
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
     run: Callable[..., Any] = lambda program, *args: program(*args),
-) -> tuple[KVCache, Float[Array, "B V"]]:
+) -> tuple[KVCache, Float[Array | jax.ShapeDtypeStruct, "B V"]]:
     """Read prompts of unequal length, padded on the right, and compress layer after layer.
 
     Args:
@@ -153,8 +154,8 @@ def feed(
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """`extend` that leaves clustering to its caller."""
     width = tokens.shape[1]
-    real = jnp.arange(width) < counts[:, None]
-    positions = cache.position[:, None] + jnp.arange(width, dtype=jnp.int32)
+    real = ordinals(width, 2) < counts[:, None]
+    positions = cache.position[:, None] + ordinals(width, 2)
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
@@ -247,7 +248,7 @@ def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) 
     return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
-def _check_lengths(lengths: Int[Array, " B"], batch: int, width: int) -> None:
+def _check_lengths(lengths: Int[Array | np.ndarray, " B"], batch: int, width: int) -> None:
     known = concrete(lengths)
     if known is None:
         return
@@ -261,7 +262,7 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
 
 @partial(jax.jit, static_argnames=("config",))
 def _embed(
-    params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
+    params: Params, config: ModelConfig, tokens: Int[Array | np.ndarray, "B N"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
     """Hidden states, and the lengths on the same devices."""
     hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))

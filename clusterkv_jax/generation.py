@@ -225,7 +225,7 @@ def _read(
     return cache, logits, kept
 
 
-def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, jax.Array]:
+def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
     return prefill(
         model.params,
         model.config,

@@ -26,6 +26,7 @@ from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, from_toke
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.sharding import ambient_mesh, over_heads
 
 # What `state["counts"]` counts for each KV head, from the end of the prompt on.
@@ -46,7 +47,7 @@ def to_host(tree: Any) -> Any:
     return jax.device_put(tree, jax.memory.Space.Host) if platform() == "gpu" else tree
 
 
-def place(group: LayerCache, state: Any) -> LayerCache:
+def place(group: Any, state: Any) -> Any:
     """The group with its rows in the host's memory where its state says that they belong there."""
     if not on_host(state):
         return group
@@ -135,7 +136,7 @@ def flush(
     chosen = ready[:, None, None, None]
     # Other batch rows write what they read: they may have too few slots left to write beyond their rows.
     start = jnp.minimum(begin, group.capacity - interval)
-    slots = jnp.where(ready[:, None], -1, start[:, None] + jnp.arange(interval, dtype=jnp.int32))
+    slots = jnp.where(ready[:, None], -1, start[:, None] + ordinals(interval, 2))
     slots = jnp.broadcast_to(slots[:, None], (*group.length.shape, interval))
 
     def move(store: Array, resident: Array) -> tuple[Array, Array]:
@@ -149,7 +150,7 @@ def flush(
     keys, resident_keys = move(group.keys, state["resident_keys"])
     values, resident_values = move(group.values, state["resident_values"])
     stored = begin + jnp.where(ready, interval, 0)
-    degree = (jnp.arange(group.capacity) < stored[:, None, None]).astype(jnp.float32)
+    degree = (ordinals(group.capacity, 3) < stored[:, None, None]).astype(jnp.float32)
     degree = to_host(jnp.broadcast_to(degree, group.degree.shape))
     kept = {"resident_keys": resident_keys, "resident_values": resident_values}
     return replace(group, keys=keys, values=values, degree=degree), state | kept
@@ -196,7 +197,7 @@ def traffic(cache: KVCache) -> dict[str, Any]:
 def _resident(group: LayerCache, state: Any, sinks: int) -> LayerCache:
     """What is on the device for good, as a cache of its own."""
     keys = state["resident_keys"]
-    slot = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    slot = ordinals(keys.shape[2], 2)
     token = jnp.where(slot < sinks, slot, slot - sinks + state["indexed"][:, None])
     real = token[:, None] < group.length[..., None]
     length = jnp.max(jnp.where(real, slot + 1, 0), axis=-1)

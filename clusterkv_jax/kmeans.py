@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.kmeans import assign, lloyd, prepared
+from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def cluster(
@@ -67,7 +68,7 @@ def _cluster(
         return centroids, labels, jnp.where(changed, left, 0)
 
     # -2 is no label: the first step always counts as a change.
-    rows = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    rows = ordinals(keys.shape[2], 3)
     labels = jnp.where(rows < ends[..., None], -2, -1).astype(jnp.int32)
     centroids, labels, left = _repeated(move, (start, labels, ends), most)
     # Where nothing changed, labels are those of the centroids already.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import LayerCache, PagedHeads, take_slots
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.sharding import ways
 
 # The lanes of a TPU: numbers per row, [B,P,S], take no more memory there than they have.
@@ -48,14 +49,14 @@ def chosen(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
 
 def unpaged(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
     """All heads, or these, in `capacity` slots each; the caller knows that none holds more rows."""
-    slots = jnp.where(jnp.arange(capacity) < layer.length[..., None], _slots(layer, capacity), -1)
+    slots = jnp.where(ordinals(capacity, 3) < layer.length[..., None], _slots(layer, capacity), -1)
     return take_slots(_in_a_row(layer), slots if heads is None else slots[:, heads])
 
 
 def owners(layer: PagedHeads) -> Int[Array, "B P"]:
     """The KV head of each page."""
     page = jnp.arange(layer.degree.shape[1])
-    return jnp.sum(page[:, None] >= layer.first[:, None], axis=-1, dtype=jnp.int32) - 1
+    return jnp.sum(page[None, :, None] >= layer.first[:, None], axis=-1, dtype=jnp.int32) - 1
 
 
 def as_heads(layer: PagedHeads) -> LayerCache:
@@ -75,7 +76,7 @@ def append(
     """`cache.append` for pages."""
     batch, tokens = real.shape
     token = jnp.arange(tokens)
-    row = layer.length[..., None] + token
+    row = layer.length[..., None] + token[None, None]
     stored = real[:, None] & (row < layer.capacity[..., None])
     slots = jnp.where(stored, _slots(layer, 1) + row, layer.degree[0].size).reshape(batch, -1)
 
@@ -86,7 +87,7 @@ def append(
     # Numbers per row are written by a mask, as in `cache.put_row`: which token is it that a slot would hold?
     count = jnp.sum(real, axis=1, dtype=jnp.int32)
     held = jnp.take_along_axis(layer.length, owners(layer), axis=1)
-    number = (_first_rows(layer) - held)[..., None] + jnp.arange(layer.degree.shape[2])
+    number = (_first_rows(layer) - held)[..., None] + ordinals(layer.degree.shape[2], 3)
     new = (number >= 0) & (number < count[:, None, None])
     at = jnp.take_along_axis(positions[:, None], jnp.clip(number, 0, tokens - 1), axis=2)
     return replace(
@@ -133,10 +134,10 @@ def _in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
 
 def _slots(layer: PagedHeads, count: int) -> Int[Array, "B K count"]:
     """Where the first `count` rows of each head would stand if all slots stood in a row."""
-    return layer.first[..., None] * layer.degree.shape[2] + jnp.arange(count, dtype=jnp.int32)
+    return layer.first[..., None] * layer.degree.shape[2] + ordinals(count, 3)
 
 
 def _first_rows(layer: PagedHeads) -> Int[Array, "B P"]:
     """Which row of its head stands in a page's first slot."""
     first = jnp.take_along_axis(layer.first, owners(layer), axis=1)
-    return (jnp.arange(layer.degree.shape[1]) - first) * layer.degree.shape[2]
+    return (ordinals(layer.degree.shape[1], 2) - first) * layer.degree.shape[2]

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.sharding import over_heads
 
 Pooling = Literal["max", "avg"]
@@ -29,7 +30,7 @@ PROBABILITIES_AT_ONCE = 2**26
 
 def last_queries(queries: Float[Array, "B H N D"], lengths: Int[Array, " B"], window: int) -> Float[Array, "B H W D"]:
     """The queries of the last `window` tokens of each prompt; of shorter prompts the first token's, repeated."""
-    at = jnp.clip(lengths[:, None] - window + jnp.arange(window), 0, queries.shape[2] - 1)
+    at = jnp.clip(lengths[:, None] - window + ordinals(window, 2), 0, queries.shape[2] - 1)
     return jnp.take_along_axis(queries, at[:, None, :, None], axis=2)
 
 
@@ -69,7 +70,7 @@ def accumulated_scores(queries: Float[Array, "B H N D"], prompt: LayerCache) -> 
     batch, _, tokens, dim = queries.shape
     kv_heads = prompt.keys.shape[1]
 
-    def add_up(grouped: Float[Array, "B K G*N D"], keys: Array, lengths: Array) -> Float[Array, "B K N"]:
+    def add_up(grouped: Float[Array, "B K rows D"], keys: Array, lengths: Array) -> Float[Array, "B K N"]:
         own = grouped.reshape(grouped.shape[0], -1, tokens, dim)
         return accumulated_attention(own, keys, lengths)
 
@@ -98,7 +99,7 @@ def over_query_blocks(
 
     def one(carry: Any, start: Int[Array, ""]) -> tuple[Any, Any]:
         numbers = start + jnp.arange(block)
-        real = numbers < lengths[:, None]
+        real = numbers[None] < lengths[:, None]
         part = jax.lax.dynamic_slice_in_dim(padded, start, block, axis=2)
         part = jnp.where(real[:, None, :, None], part, jnp.zeros((), part.dtype))
         visible = jnp.broadcast_to(sees(numbers[:, None], rows), (batch, 1, block, tokens))
@@ -119,7 +120,7 @@ def pooled(
 
     Beyond both ends the mean counts zeros and the maximum nothing, as torch's pooling with padding kernel // 2 does.
     """
-    inside = jnp.arange(scores.shape[-1]) < count[..., None]
+    inside = ordinals(scores.shape[-1], scores.ndim) < count[..., None]
     empty, combine = (-jnp.inf, jax.lax.max) if pooling == "max" else (0.0, jax.lax.add)
     window = (1,) * (scores.ndim - 1) + (kernel,)
     padding = [(0, 0)] * (scores.ndim - 1) + [(kernel // 2, kernel // 2)]

@@ -21,6 +21,7 @@ from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import row_merge
 
 UNROLLED = 4  # known rounds that are written out in a row: what stands between their kernels is then fused
@@ -203,7 +204,7 @@ def _mean_square(keys: Float[Array, "B K C D"], rows: Int[Array, "B K R"], count
     """Mean of |k|^2 over the first `count` of the listed rows of each head, f32 [B,K]; 1 where it would be 0."""
     square = jnp.sum(jnp.square(keys.astype(jnp.float32)), axis=-1)
     listed = jnp.take_along_axis(square, rows, axis=-1)
-    total = jnp.sum(jnp.where(jnp.arange(rows.shape[2]) < count[..., None], listed, 0.0), axis=-1)
+    total = jnp.sum(jnp.where(ordinals(rows.shape[2], 3) < count[..., None], listed, 0.0), axis=-1)
     mean = total / jnp.maximum(count, 1).astype(jnp.float32)
     return jnp.where(mean > 0, mean, 1.0)
 
@@ -214,7 +215,7 @@ def pick(layer: LayerCache, held: Int[Array, "B K R"], sinks: int, slots: int) -
     held = jnp.concatenate([first, held], axis=2)[:, :, :slots]
     if held.shape[2] < slots:
         held = jnp.pad(held, [(0, 0), (0, 0), (0, slots - held.shape[2])])
-    filled = jnp.arange(slots) < layer.length[..., None]
+    filled = ordinals(slots, 3) < layer.length[..., None]
     index = jnp.where(filled, held, -1)
 
     def take(x: Array) -> Array:

@@ -23,7 +23,7 @@ def compress(
     queries: Float[Array, "B H N D"] | None,
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
-    lengths: Int[Array, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
     layer: int = 0,
     num_layers: int = 1,
     max_new_tokens: int = 0,

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh, partition
@@ -106,12 +106,16 @@ def _segment_edges(length: int) -> list[int]:
     return [length * i // segments for i in range(segments + 1)]
 
 
-def _visible(queries: int, keys: int, offset: int) -> Array:
+def _visible(queries: int, keys: int, offset: int | Int[Array, ""]) -> Bool[Array, "T N"]:
     return jnp.arange(keys)[None, :] <= offset + jnp.arange(queries)[:, None]
 
 
 def _in_blocks(
-    q: Float[Array, "K G T D"], k: Float[Array, "K N D"], v: Float[Array, "K N D"], offset: int, largest: int
+    q: Float[Array, "K G T D"],
+    k: Float[Array, "K N D"],
+    v: Float[Array, "K N D"],
+    offset: int | Int[Array, ""],
+    largest: int,
 ) -> Float[Array, "K G T D"]:
     """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included."""
     kv_heads, group, queries, dim = q.shape

@@ -38,7 +38,7 @@ def rotate(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: R
     Angles, sines and the rotation are float32 whatever the type of x: at position 128k bfloat16 could not even tell
     neighbours apart.
     """
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     turned, rest = jnp.split(x, [rope.dim], axis=-1)
     turned = turned.astype(jnp.float32)

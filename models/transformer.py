@@ -216,7 +216,7 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
 
 def _with_bias(x: Array, weights: Params, name: str) -> Array:
     bias = weights.get(f"{name}_bias")
-    return x if bias is None else x + bias
+    return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
 
 
 def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
@@ -237,11 +237,16 @@ def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
 def _rms(scale: Array, eps: float, x: Array) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * _along(scale, x)).astype(x.dtype)
 
 
 def _layer(weights: Params, eps: float, x: Array) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (wide * weights["scale"].astype(jnp.float32) + weights["bias"].astype(jnp.float32)).astype(x.dtype)
+    return (wide * _along(weights["scale"], x) + _along(weights["bias"], x)).astype(x.dtype)
+
+
+def _along(vector: Array, x: Array) -> Array:
+    """A vector along the last dimension of x, in float32."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

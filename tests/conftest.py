@@ -24,7 +24,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
+
+from tests.support import typechecker
+
+# Annotations are executed: a shape letter that is wrong, or two that disagree, fail the test that meets them.
+jaxtyping.install_import_hook("clusterkv_jax", f"{typechecker.__name__}.check")
 
 # Tests compile far more than they compute: LLVM's optimisations would take most of their time.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -36,6 +42,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # bf16 silently promoted to f32 (or int to float) is a bug in a cache: mixed dtypes must be cast where it is meant.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Shapes are broadcast where that is written, not by the number of their dimensions.
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 25_000
 
@@ -59,3 +67,12 @@ def _forget_programs():
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _what_users_may_pass(request):
+    """Tests of wrong arguments meet the library's own errors: its users run without the type checker."""
+    wrong = request.node.get_closest_marker("wrong_arguments") is not None
+    jaxtyping.config.update("jaxtyping_disable", wrong)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

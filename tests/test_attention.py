@@ -7,6 +7,7 @@ import numpy as np
 from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.biased_attention import biased_attention, reference
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.sharding import auto_mesh
 from tests.kernels.base import near, normal
 
@@ -14,7 +15,7 @@ from tests.kernels.base import near, normal
 def layer(batch, heads, slots, dim, length):
     keys, values = (jnp.asarray(normal(i, batch, heads, slots, dim), jnp.float32) for i in (10, 11))
     length = jnp.broadcast_to(jnp.asarray(length), (batch, heads))
-    return LayerCache(keys, values, (jnp.arange(slots) < length[..., None]).astype(jnp.float32), length)
+    return LayerCache(keys, values, (ordinals(slots, 3) < length[..., None]).astype(jnp.float32), length)
 
 
 def test_cache_and_new_tokens_combine_to_attention_over_both():

@@ -1,8 +1,8 @@
 """What is observed in keys and caches, on keys whose answers are known, and the page that shows it."""
 
 import dataclasses
-from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +24,7 @@ def circling(turn, tokens=80):
     """Keys that turn by the same angle from token to token: the cosine at distance s is cos(turn * s)."""
     angles = turn * np.arange(tokens)
     keys = np.stack([np.cos(angles), np.sin(angles)], -1)[None, None].astype(np.float32)
-    return Observed(keys, keys, keys)
+    return Observed(*[jnp.asarray(keys)] * 3)
 
 
 def test_similarity_is_that_of_known_keys():
@@ -72,7 +72,7 @@ def test_the_page_compares_kept_positions_of_methods_that_forget(layers, monkeyp
     monkeypatch.setattr(observations, "observe", lambda *_: layers)
     pictures = {}
     for name, method in (("recalls", ckv.Quest(ckv.Budget(tokens=48), dense_layers=1)), ("forgets", METHOD)):
-        pictures[name] = inspection_page.page_of(SimpleNamespace(name="tiny"), [0] * 160, {name: method})
+        pictures[name] = inspection_page.page_of(tiny(), [0] * 160, {name: method})
     assert "Positions kept" in pictures["forgets"]
     assert "Positions kept" not in pictures["recalls"]
     assert all("relative L1 error" in text for text in pictures.values())

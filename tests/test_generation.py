@@ -146,6 +146,7 @@ def test_buckets(n, size):
     assert all(n <= bucket(n, 64) < max(1.25 * n, n + 64) for n in range(1, 9000, 7))
 
 
+@pytest.mark.wrong_arguments
 @pytest.mark.parametrize(
     ("make", "said"),
     [

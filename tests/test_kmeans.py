@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kmeans import cluster
 from tests.kernels.base import near, normal
 from tests.support.golden_files import golden, names
@@ -27,7 +28,7 @@ def test_stopping_early_changes_nothing_and_no_step_is_an_assignment():
     for a, b in zip(long, longer, strict=True):
         np.testing.assert_array_equal(a, b)
     # Converged: every centroid is the mean of its keys.
-    member = (long[1][..., None] == jnp.arange(4)).astype(jnp.float32)
+    member = (long[1][..., None] == ordinals(4, 4)).astype(jnp.float32)
     means = jnp.einsum("bknc,bknd->bkcd", member, keys) / jnp.maximum(long[2], 1).astype(jnp.float32)[..., None]
     near(long[0], means, 1e-5, axes=(2, 3))
     start, labels, sizes = cluster(keys, rows, max_iterations=0)
@@ -61,7 +62,7 @@ def test_an_empty_cluster_keeps_its_centroid():
 def test_rows_beyond_the_length_take_no_part():
     keys = jnp.asarray(normal(3, 2, 1, 30, 8), jnp.float32)
     length = jnp.asarray([[30], [17]])
-    dirty = jnp.where(jnp.arange(30)[:, None] < length[..., None, None], keys, jnp.nan)
+    dirty = jnp.where(ordinals(30, 3)[..., None] < length[..., None, None], keys, jnp.nan)
     found = jax.jit(lambda keys: cluster(keys, jnp.arange(3), length=length))(dirty)
     alone = cluster(keys[1:, :, :17], jnp.arange(3))
     near(found[0][1], alone[0][0], 1e-6, axes=(1, 2))

@@ -14,6 +14,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import cache, pages
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.decoding import extend
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.request import Request, plan_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 
@@ -38,7 +39,7 @@ def spread(rng, batch=2):
 
 def tokens_to_append(rng, lengths):
     new = normal(rng, 2, HEADS, ROOM, DIM), normal(rng, 2, HEADS, ROOM, DIM)
-    return *new, lengths[:, None] + jnp.arange(ROOM), jnp.arange(ROOM) < jnp.asarray([[ROOM], [2]])
+    return *new, lengths[:, None] + ordinals(ROOM, 2), ordinals(ROOM, 2) < jnp.asarray([[ROOM], [2]])
 
 
 def assert_same(found, expected, tolerance=None):
@@ -73,7 +74,7 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
 
     # Chosen anew: in the same pages, of other owners; with all that there is, not a bit changes.
-    every = jnp.arange(slots) < paged.length[..., None]
+    every = ordinals(slots, 3) < paged.length[..., None]
     assert_same(pages.chosen(paged, every), paged)
     fewer = every & jnp.asarray(rng.random(every.shape) < rng.random((2, HEADS, 1)))
     again = cache.take_rows(padded, fewer[:, :, : TOKENS + ROOM], TOKENS + ROOM)[0]

@@ -336,6 +336,7 @@ def tensors(tokens=40):
     return jax.random.normal(jax.random.key(0), (2, 1, 2, tokens, 8))
 
 
+@pytest.mark.wrong_arguments
 @pytest.mark.parametrize(
     ("make", "said"),
     [

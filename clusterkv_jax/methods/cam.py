@@ -13,6 +13,7 @@ from typing_extensions import override
 from clusterkv_jax.attention import attend_with_probabilities
 from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
 from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming, replace_row
 from clusterkv_jax.scores import group_mean, over_query_blocks
@@ -68,8 +69,9 @@ class CaM(Streaming):
         if self.stochastic:
             key: Any = rows.key
             draw = jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(key, n), (chance.shape[1],)))
-            chance = (chance > draw(number).T).astype(jnp.float32)
-        leaves = (number >= self.sinks) & (number < prompt.length[..., None] - ring[:, None, None])
+            chance = (chance > draw(number).T[None]).astype(jnp.float32)
+        row = number[None, None]
+        leaves = (row >= self.sinks) & (row < prompt.length[..., None] - ring[:, None, None])
         weight = jnp.where(leaves, chance, 0.0) / self.merge_budget
         values = _pass_on(prompt.values.astype(jnp.float32), weight, ring, self.merge_budget)
         over = (rows.position > rows.budget)[:, None, None, None]
@@ -92,7 +94,7 @@ class CaM(Streaming):
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
 
         ring = jnp.maximum(group.length - self.sinks, 1)[..., None]
-        after = 1 + jnp.arange(self.merge_budget, dtype=jnp.int32)
+        after = 1 + ordinals(self.merge_budget, 3)
         place = self.sinks + (slot[..., None] - self.sinks + after) % ring
         place = jnp.where(drop[:, None, None] & (after <= ring), place, slots)
         values = jnp.take_along_axis(group.values, jnp.minimum(place, slots - 1)[..., None], axis=2)
@@ -104,7 +106,7 @@ class CaM(Streaming):
         self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], memory: Memory
     ) -> Float[Array, "B K"]:
         """What share of the leaving row's value is passed on: 0 or 1, or the probability of 1."""
-        number = jnp.arange(group.capacity)
+        number = ordinals(group.capacity, 3)
         others = (group.degree > 0) & (number >= self.sinks) & (number != slot[..., None])
         mean = _mean(attention, others)
         leaving = jnp.take_along_axis(attention, slot[..., None], axis=2)[..., 0]
@@ -135,20 +137,21 @@ def _chances(
     width = ring[:, None, None, None]
 
     def sees(query: Array, row: Array) -> Array:
+        query, row = query[None, None], row[None, None, None]
         return (row <= query) & ((row < sinks) | (row >= query - width))
 
     def block(_: None, probs: Array, real: Array, numbers: Array) -> tuple[None, Float[Array, "B K T"]]:
         del real
         attention = group_mean(probs)
-        row, leaves = jnp.arange(prompt.capacity), numbers - ring[:, None]  # [B, T]
-        others = (row >= sinks) & (row > leaves[..., None]) & (row <= numbers[:, None])
+        row, leaves = ordinals(prompt.capacity, 3), numbers[None] - ring[:, None]  # [1, 1, N], [B, T]
+        others = (row >= sinks) & (row > leaves[..., None]) & (row <= numbers[None, :, None])
         mean = _mean(attention, others[:, None])
         at = jnp.broadcast_to(jnp.maximum(leaves, 0)[:, None, :, None], (*attention.shape[:3], 1))
         return None, _ratio(jnp.take_along_axis(attention, at, axis=-1)[..., 0], mean)
 
     by_query = jnp.moveaxis(over_query_blocks(queries, prompt, sees, block, None)[1], 0, 2)
     by_query = by_query.reshape(*by_query.shape[:2], -1)
-    pushed_by = jnp.minimum(jnp.arange(prompt.capacity) + ring[:, None, None], by_query.shape[-1] - 1)
+    pushed_by = jnp.minimum(ordinals(prompt.capacity, 3) + ring[:, None, None], by_query.shape[-1] - 1)
     return jnp.take_along_axis(by_query, jnp.broadcast_to(pushed_by, prompt.degree.shape), axis=-1)
 
 
@@ -162,7 +165,7 @@ def _pass_on(
     batch, heads, rows, dim = values.shape
     count = -(-rows // span)
     place = jnp.arange(span)
-    distance = place[:, None] - place
+    distance = (place[:, None] - place[None, :])[None]
     reach = jnp.minimum(ring, span)[:, None, None]
     inside = ((distance > 0) & (distance <= reach)).astype(jnp.float32)
     across = (distance + span <= reach).astype(jnp.float32)
@@ -174,7 +177,7 @@ def _pass_on(
     def block(before: Float[Array, "B K span D"], now: tuple[Array, Array]) -> tuple[Array, Array]:
         x, w = now
         right = x + jnp.einsum("bji,bkid->bkjd", across, before, precision=jax.lax.Precision.HIGHEST)
-        system = jnp.eye(span) - inside[:, None] * w[:, :, None]
+        system = jnp.eye(span)[None, None] - inside[:, None] * w[:, :, None]
         x = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
         return x * w[..., None], x
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
 from clusterkv_jax.methods.request import Request
@@ -106,7 +107,7 @@ class ChunkKV(Windowed):
         self, scores: Float[Array, "B 1 C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
     ) -> Bool[Array, "B 1 C"]:
         """Whole runs, one set for all heads."""
-        slot, length = jnp.arange(capacity), length[:, :1]
+        slot, length = ordinals(capacity, 3), length[:, :1]
         if self.mode == "exact":
             before = slot < length[..., None] - self.window
             sums = chunk_sums(jnp.where(before, scores, 0.0), self.chunk)
@@ -120,7 +121,7 @@ class ChunkKV(Windowed):
 
 def _sizes(rows: Int[Array, "B 1"], chunk: int, count: int) -> Int[Array, "B 1 count"]:
     """Rows in each of `count` runs that tile the first `rows` rows."""
-    return jnp.clip(rows[..., None] - chunk * jnp.arange(count), 0, chunk)
+    return jnp.clip(rows[..., None] - chunk * ordinals(count, 3), 0, chunk)
 
 
 def _fill(
@@ -144,5 +145,5 @@ def _fill(
     # Back from the order of scores to that of the rows.
     ahead = jnp.take_along_axis(ahead, jnp.argsort(order, axis=-1), axis=-1)
     take = jnp.minimum(jnp.clip(wanted[:, None, None] - ahead, 0, chunk), sizes)
-    taken = jnp.arange(chunk) < take[..., None]
+    taken = ordinals(chunk, 4) < take[..., None]
     return taken.reshape(*scores.shape[:2], count * chunk)[..., :capacity]

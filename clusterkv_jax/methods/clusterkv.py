@@ -16,6 +16,7 @@ from clusterkv_jax.cache import LayerCache, NewTokens, resize
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Protected, Rows, Schedule, every, one_by_one
@@ -225,7 +226,7 @@ class ClusterKV(Recall):
         """The first `interval` rows that are not clustered, in batch rows that have so many."""
         begin = state["indexed"]
         ready = position - begin >= self.interval
-        number = jnp.arange(self.interval, dtype=jnp.int32)
+        number = ordinals(self.interval, 2)
         slots = begin[:, None] + number
         draws = jax.vmap(lambda data, at: _draw(jax.random.wrap_key_data(data), at))(state["key"], slots)
         most, on_host = self.interval_clusters, host_store.on_host(state)
@@ -266,9 +267,9 @@ def _lowest(
     draws: Float[Array, "B N"], length: Int[Array, "B 1"], count: Int[Array, " B"], most: int
 ) -> Int[Array, "B most"]:
     """The rows below `length` with the lowest numbers, `count` of `most`, -1 behind them."""
-    real = jnp.arange(draws.shape[1]) < length
+    real = ordinals(draws.shape[1], 2) < length
     _, rows = jax.lax.top_k(jnp.where(real, -draws, -jnp.inf), most)
-    return jnp.where(jnp.arange(most) < count[:, None], rows.astype(jnp.int32), -1)
+    return jnp.where(ordinals(most, 2) < count[:, None], rows.astype(jnp.int32), -1)
 
 
 def _put(x: Shaped[Array, "B K C ..."], part: Shaped[Array, "B K n ..."], at: Int[Array, " B"]) -> Array:

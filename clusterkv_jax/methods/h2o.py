@@ -13,6 +13,7 @@ from clusterkv_jax.attention import attend_with_probabilities
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
 from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -85,7 +86,7 @@ class H2O(Method):
         prompt: Any = rows.cache
         assert rows.queries is not None
         sums = accumulated_scores(rows.queries, prompt)
-        slot = jnp.arange(prompt.capacity)
+        slot = ordinals(prompt.capacity, 3)
         recent = self._recent(rows.budget)
         old = slot < (rows.position - recent)[:, None, None]
         ranked = jnp.where(old, self._ranked(sums, prompt, rows.position - 1), -jnp.inf)
@@ -114,7 +115,7 @@ class H2O(Method):
         drop = real & (group.length[:, 0] > memory["budget"])
 
         last = group.length - 1
-        here, end = (jnp.arange(group.capacity) == at[..., None] for at in (slot, last))
+        here, end = (ordinals(group.capacity, 3) == at[..., None] for at in (slot, last))
         moved = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
         sums = jnp.where(drop[:, None, None], moved, sums)
         return attended, replace_row(group, slot, drop), memory | {"sums": sums}

@@ -13,6 +13,7 @@ from typing_extensions import override
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Need, Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.sharding import over_heads
@@ -72,7 +73,7 @@ class InfiniGen(Recall):
         """
         batch, heads = prompt.length.shape
         source = prompt.keys if rows.queries is None else rows.queries
-        real = jnp.arange(prompt.capacity)[:, None] < prompt.length[:, :, None, None, None]
+        real = ordinals(prompt.capacity, 4)[..., None] < prompt.length[:, :, None, None, None]
         grouped = source.reshape(batch, heads, -1, *source.shape[2:]).astype(jnp.float32)
         grouped = jnp.where(real, grouped, 0.0)
         skew = skew_of(grouped) if skew is None else skew
@@ -97,13 +98,13 @@ class InfiniGen(Recall):
         """The rows of the highest scores, best first."""
         count = index["recalled"].shape[-1]
         scores = over_heads(index_scores, _project(q, index["projection"]), index["partial"])
-        known = jnp.arange(scores.shape[-1]) < index["indexed"][:, None, None, None]
+        known = ordinals(scores.shape[-1], 4) < index["indexed"][:, None, None, None]
         scores = jnp.where(known, scores, -jnp.inf)
         wanted = index["budget"]
         if self.alpha is not None:
             wanted = jnp.minimum(wanted, rows_within(scores, self.alpha))
         best, rows = jax.lax.top_k(scores, min(count, scores.shape[-1]))
-        taken = (jnp.arange(rows.shape[-1]) < wanted[:, None, None, None]) & (best > -jnp.inf)
+        taken = (ordinals(rows.shape[-1], 4) < wanted[:, None, None, None]) & (best > -jnp.inf)
         spare = [(0, 0)] * 3 + [(0, count - rows.shape[-1])]
         found = jnp.pad(jnp.where(taken, rows.astype(jnp.int32), -1), spare, constant_values=-1)
         return unless_over(real, found, index)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
@@ -57,7 +58,7 @@ class Quest(Recall):
         """The bounds of every page: the largest and the smallest entries of the keys there are."""
         pages = -(-(prompt.capacity + reserve) // self.page)
         spare = [(0, 0), (0, 0), (0, pages * self.page - prompt.capacity), (0, 0)]
-        real = jnp.arange(prompt.capacity)[:, None] < prompt.length[..., None, None]
+        real = ordinals(prompt.capacity, 3)[..., None] < prompt.length[..., None, None]
         most = float(jnp.finfo(prompt.keys.dtype).max)
 
         def bound(fill: float, over: Callable[..., Array]) -> Array:
@@ -95,7 +96,7 @@ class Quest(Recall):
         """The best of the pages that are indexed."""
         known, bounds, count = index["indexed"], index["bounds"], index["recalled"].shape[-1]
         start = jnp.arange(bounds.shape[2], dtype=jnp.int32) * self.page
-        sizes = jnp.where(start < known[:, None], self.page, 0)
+        sizes = jnp.where(start[None] < known[:, None], self.page, 0)
 
         def best(q: Array, bounds: Array, sizes: Array, starts: Array, room: Array) -> Array:
             return select_rows(page_scores(q, bounds), sizes, starts, None, room, count=count)
@@ -109,6 +110,6 @@ class Quest(Recall):
         return jnp.maximum(rows // self.page, self.min_pages)
 
 
-def page_scores(q: Float[Array, "B K G D"], bounds: Float[Array, "B K P 2D"]) -> Float[Array, "B K G P"]:
+def page_scores(q: Float[Array, "B K G D"], bounds: Float[Array, "B K P E"]) -> Float[Array, "B K G P"]:
     """sum_d max(q_d min_d, q_d max_d): what q > 0 finds in the largest entries and q < 0 in the smallest."""
     return index_scores(jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1), bounds)

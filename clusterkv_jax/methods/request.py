@@ -190,7 +190,7 @@ def check_budgets(
 
 
 def rows_of_request(
-    method: "Method", plan: LayerPlan, lengths: Int[Array, " B"] | np.ndarray, layer: int, request: Request
+    method: "Method", plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int, request: Request
 ) -> Int[Array, "B groups stages"]:
     """B of each prompt and group of the layer's heads, as device numbers that the host computes."""
     known = concrete(lengths)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.cache import LayerCache, NewTokens, put_row, take_rows
 from clusterkv_jax.errors import check_fields
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Rows, Schedule, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming
 from clusterkv_jax.methods.request import Request
@@ -63,7 +64,7 @@ class StreamingLLM(Streaming):
         assert rows.plan.rope is not None
         # How far the rows have been moved, and the sinks as they were.
         memory = {"moved": rows.position - layer.length[:, 0], "sinks": layer.keys[:, :, : self.sinks]}
-        places = jnp.where(layer.degree > 0, jnp.arange(layer.capacity) - layer.positions, 0)[:, 0]
+        places = jnp.where(layer.degree > 0, ordinals(layer.capacity, 3) - layer.positions, 0)[:, 0]
         return Compressed(replace(layer, keys=_turned(layer.keys, places, rows.plan.rope)), memory)
 
     @override

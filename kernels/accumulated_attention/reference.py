@@ -18,7 +18,7 @@ def accumulated_attention(
     kv_heads, row = keys.shape[1], jnp.arange(tokens)
     block = block or max(16, min(tokens, PROBABILITIES_AT_ONCE // max(1, batch * heads * tokens)))
     count = -(-tokens // block)
-    real = row < lengths[:, None]
+    real = row[None] < lengths[:, None]
     q, keys = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, keys))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, count * block - tokens), (0, 0)))
     q = q.reshape(batch, kv_heads, heads // kv_heads, count, block, dim)
@@ -31,8 +31,10 @@ def accumulated_attention(
             preferred_element_type=jnp.float32,
         )
         query = number * block + jnp.arange(block)
-        probs = jax.nn.softmax(jnp.where(row <= query[:, None], score * dim**-0.5, -jnp.inf), axis=-1)
-        probs = jnp.where((query < lengths[:, None])[:, None, None, :, None], probs, 0.0)
+        probs = jax.nn.softmax(
+            jnp.where((row[None] <= query[:, None])[None, None, None], score * dim**-0.5, -jnp.inf), axis=-1
+        )
+        probs = jnp.where((query[None] < lengths[:, None])[:, None, None, :, None], probs, 0.0)
         return sums + jnp.mean(jnp.sum(probs, axis=3), axis=2), None
 
     none = jnp.zeros((batch, kv_heads, tokens), jnp.float32)

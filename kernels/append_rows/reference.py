@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.kernels.ordinals import ordinals
+
 
 def append_rows(
     keys: Float[Array, "B K C D"],
@@ -18,7 +20,7 @@ def append_rows(
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     batch, heads, tokens, _ = new_keys.shape
-    slots = jnp.where(real[:, None, :], length[..., None] + jnp.arange(tokens), keys.shape[2])
+    slots = jnp.where(real[:, None, :], length[..., None] + ordinals(tokens, 3), keys.shape[2])
 
     def put(buffer: Array, rows: Array) -> Array:
         one_head = lambda b, r, i: b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)  # noqa: E731

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision, platform
+from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
     """The bias of every slot, -inf for empty ones: degree 0 (or none at all), or at or beyond `length`."""
     occupied = degree > 0
     if length is not None:
-        occupied &= jnp.arange(degree.shape[2]) < length[..., None]
+        occupied &= ordinals(degree.shape[2], 3) < length[..., None]
     return jnp.where(occupied, jnp.log(jnp.where(occupied, degree.astype(jnp.float32), 1.0)), -jnp.inf)
 
 
@@ -53,7 +54,7 @@ def _one_head(
     score = jnp.einsum(
         "gtd,cd->gtc", *matmul_operands(q, keys), precision=precision, preferred_element_type=jnp.float32
     )
-    score = jnp.where(occupied, score / math.sqrt(q.shape[-1]) + bias, -jnp.inf)
+    score = jnp.where(occupied[None, None], score / math.sqrt(q.shape[-1]) + bias[None, None], -jnp.inf)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weight = jnp.exp(score - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weight, axis=-1, keepdims=True)

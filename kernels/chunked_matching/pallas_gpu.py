@@ -85,7 +85,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
     head, number = pl.program_id(1), pl.program_id(0) // blocks
     n, begin = count[head], first[head]
 
-    def locate(block: Array, parity: int) -> tuple[Array, Array, Array]:
+    def locate(block: Array | int, parity: int) -> tuple[Array, Array, Array]:
         """Of one tile of A or B rows: number within the side, whether there is such a row, and where it lies."""
         k = block * tile + arange(tile)
         offset = number * chunk + 2 * k + parity

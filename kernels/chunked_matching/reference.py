@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision
+from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def chunked_matching(
@@ -38,7 +39,7 @@ def chunked_matching(
 
     padded = -(-rows // chunk) * chunk
     offset = jnp.arange(padded)
-    real = offset < jnp.minimum(count, rows - first)[..., None]
+    real = offset[None, None] < jnp.minimum(count, rows - first)[..., None]
     if start is None:
         padding = [(0, 0), (0, 0), (0, padded - rows)]
         features, bias = jnp.pad(features, [*padding, (0, 0)]), None if bias is None else jnp.pad(bias, padding)
@@ -67,7 +68,7 @@ def chunked_matching(
 
     best = jnp.argmax(score, axis=-1).astype(jnp.int32)  # the first of equal maxima: the lowest b
     score = jnp.max(score, axis=-1).reshape(batch, heads, -1)[..., :edges]
-    chunk_start = jnp.arange(0, padded, chunk, dtype=jnp.int32)[:, None]
+    chunk_start = jnp.arange(0, padded, chunk, dtype=jnp.int32)[None, None, :, None]
     match = (chunk_start + 2 * best + 1).reshape(batch, heads, -1)[..., :edges] + first[..., None]
     return jnp.where(score > -jnp.inf, match, -1), score
 
@@ -102,7 +103,7 @@ def as_product(
         keys, values, bias, w, first, count, index = (x[None, None] for x in head)
         keys, values = (jnp.take_along_axis(x, index[..., None], axis=2) for x in (keys, values))
         bias = jnp.take_along_axis(bias, index, axis=2)
-        here = jnp.arange(index.shape[2]) - first[..., None]
+        here = ordinals(index.shape[2], 3) - first[..., None]
         real = ((here >= 0) & (here < count[..., None]))[..., None]
         keys, values = (jnp.where(real, x.astype(jnp.float32), 0.0) for x in (keys, values))
         norm = jnp.sqrt(jnp.sum(values**2, axis=-1, keepdims=True))
@@ -131,6 +132,6 @@ def rows_from(
     features: Array, bias: Array | None, first: Int[Array, "B K"], offset: Int[Array, " P"]
 ) -> tuple[Array, Array | None]:
     """Rows `first + offset`, the last row where there is none."""
-    index = jnp.minimum(first[..., None] + offset, features.shape[2] - 1)
+    index = jnp.minimum(first[..., None] + offset[None, None], features.shape[2] - 1)
     taken = jnp.take_along_axis(features, index[..., None], axis=2)
     return taken, None if bias is None else jnp.take_along_axis(bias, index, axis=2)

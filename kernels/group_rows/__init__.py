@@ -10,7 +10,7 @@ BACKENDS = {"gpu": pallas_gpu.group_rows, "xla": reference.group_rows}
 
 def group_rows(
     labels: Int[Array, "B K N"], count: int, *, backend: str | None = None
-) -> tuple[Int[Array, "B K N"], Int[Array, "B K C+1"]]:
+) -> tuple[Int[Array, "B K N"], Int[Array, "B K ends"]]:
     """Rows in the order of their labels, those of a label in their own order.
 
     Args:

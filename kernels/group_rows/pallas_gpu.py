@@ -26,7 +26,7 @@ MOST_LABELS = 8192
 
 def group_rows(
     labels: Int[Array, "B K N"], count: int, *, sizes: dict[str, int] | None = None, interpret: bool = False
-) -> tuple[Int[Array, "B K N"], Int[Array, "B K C+1"]]:
+) -> tuple[Int[Array, "B K N"], Int[Array, "B K ends"]]:
     """See `clusterkv_jax.kernels.group_rows.group_rows`."""
     batch, heads, rows = labels.shape
     if rows == 0 or count > MOST_LABELS:

@@ -131,7 +131,7 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
                 best, second = ranked, jnp.full((tile, block), LEAST, jnp.int32)
             else:
                 best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
-        best += column
+        best += column[None, :]
         top = jnp.max(best, axis=1)
         runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)
         label, mask = start + jnp.mod(top, factor), row < all_rows

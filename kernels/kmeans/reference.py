@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.kernels.ordinals import ordinals
+
 # Rows whose cosines with all centroids exist at once.
 TILE = 2048
 
@@ -36,18 +38,18 @@ def kmeans(
     tiles = -(-rows // tile)
     ends = jnp.full((batch, heads), rows, jnp.int32) if length is None else jnp.minimum(length, rows)
     unit = unit_rows(centroids)
-    absent = jnp.zeros((batch, heads, count), bool) if used is None else jnp.arange(count) >= used[..., None]
+    absent = jnp.zeros((batch, heads, count), bool) if used is None else ordinals(count, 3) >= used[..., None]
     padded = jnp.pad(keys, ((0, 0), (0, 0), (0, tiles * tile - rows), (0, 0)))
 
     def step(totals, i):
         part = jax.lax.dynamic_slice_in_dim(padded, i * tile, tile, axis=2).astype(jnp.float32)
-        real = i * tile + jnp.arange(tile) < ends[..., None]
+        real = i * tile + ordinals(tile, 3) < ends[..., None]
         # The length of a key is no matter to which centroid is nearest.
         cosine = jnp.einsum("bkcd,bknd->bkcn", unit, part, precision=jax.lax.Precision.HIGHEST)
         cosine = jnp.where(absent[..., None], -jnp.inf, cosine)
         labels = jnp.where(real, jnp.argmax(cosine, axis=2).astype(jnp.int32), -1)
         if with_means:
-            member = (labels[:, :, None] == jnp.arange(count)[:, None]).astype(jnp.float32)
+            member = (labels[:, :, None] == ordinals(count, 3)[..., None]).astype(jnp.float32)
             part = jnp.where(real[..., None], part, 0.0)
             sums = jnp.einsum("bkcn,bknd->bkcd", member, part, precision=jax.lax.Precision.HIGHEST)
             totals = (totals[0] + sums, totals[1] + jnp.sum(member, axis=-1, dtype=jnp.float32).astype(jnp.int32))

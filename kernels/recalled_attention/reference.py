@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def recalled_attention(
@@ -20,7 +21,7 @@ def recalled_attention(
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
     batch, heads, queries, dim = q.shape
     if since is not None:
-        late = since[:, None, None, None] + jnp.arange(unlisted)
+        late = since[:, None, None, None] + ordinals(unlisted, 4)
         rows = jnp.concatenate([rows, jnp.broadcast_to(late, (*rows.shape[:3], unlisted))], axis=-1)
     end = keys.shape[2] if length is None else length[..., None, None]
     rows = jnp.where(rows < end, rows, -1)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 
 
@@ -42,7 +43,7 @@ def _close_gaps(
     rows: Int[Array, "B K R"], length: Int[Array, "B K"], merged: Bool[Array, "B K A"]
 ) -> Int[Array, "B K R"]:
     """The list without the merged A rows."""
-    place = jnp.arange(rows.shape[2])
+    place = ordinals(rows.shape[2], 3)
     gone = jnp.zeros(rows.shape, bool).at[:, :, ::2].set(merged)
     keep = (place < length[..., None]) & ~gone
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, rows.shape[2])

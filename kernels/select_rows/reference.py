@@ -25,6 +25,7 @@ def select_rows(
     search = jnp.vectorize(lambda ends: jnp.searchsorted(ends, place, side="right"), signature="(c)->(r)")
     # Beyond the last cluster there is none; what is read there is not used.
     which = jnp.minimum(search(ends), scores.shape[-1] - 1)
+    place = place[None, None, None]
     at = place + jnp.take_along_axis(start - (ends - size), which, axis=-1)
     inside = place < jnp.minimum(ends[..., -1:], room[:, None, None, None] - sinks)
     if order is not None:

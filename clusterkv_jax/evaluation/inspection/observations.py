@@ -84,7 +84,7 @@ def kept_positions(layers: Sequence[Observed], method: Method) -> list[list[set[
     return found
 
 
-def neighbour_similarity(kept: Sequence[Sequence[set[int]]]) -> Float[np.ndarray, " L-1"]:
+def neighbour_similarity(kept: Sequence[Sequence[set[int]]]) -> Float[np.ndarray, " pairs"]:
     """Mean Jaccard similarity of the positions kept by the same head of successive layers."""
     pairs = (zip(x, y, strict=True) for x, y in pairwise(kept))
     return np.array([np.mean([len(a & b) / len(a | b) for a, b in heads]) for heads in pairs])
@@ -111,7 +111,7 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
     return np.array(found)
 
 
-def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "T H D"]:
+def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "1 T H D"]:
     before = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
     cache = compress(method, *before, layer=number, num_layers=count)
     return np.asarray(attend_cache(cache, jnp.swapaxes(layer.queries[:, :, cut:], 1, 2))[0], np.float32)

@@ -1,8 +1,9 @@
 """Texts of an exact number of tokens: prose in sentences, and the cutting and fitting that generated tasks share."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -91,8 +92,8 @@ def fit(assemble: Callable[[int], str], length: int, count: Count) -> str:
 
 
 def longest(
-    assemble: Callable[[int], tuple[list[str], str]], most: int, length: int, count: Count, item: int = 8
-) -> tuple[list[str], str]:
+    assemble: Callable[[int], tuple[Sequence[Any], str]], most: int, length: int, count: Count, item: int = 8
+) -> tuple[Sequence[Any], str]:
     """A size up to `most` whose text fills `length` tokens to within 1 %, or as far as whole items allow.
 
     `item` is about what an item takes, where the search begins.

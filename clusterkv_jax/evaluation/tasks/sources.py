@@ -50,8 +50,8 @@ def read_text(file: Path) -> str:
         raise ValueError(f"file {file} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.") from error
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """A list of objects: one JSON object a line, or one JSON array."""
+def read_rows(file: Path) -> Any:
+    """A list of objects, one JSON object a line; of a .json file whatever it holds."""
     text = read_text(file)
     try:
         if file.name.removesuffix(".gz").endswith(".json"):

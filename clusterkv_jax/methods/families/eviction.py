@@ -18,6 +18,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.budget import Budget, look_up
 from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, kept_slots, take_rows, take_slots
 from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -114,7 +115,7 @@ class Eviction(Method):
 
         scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
         chosen = self.choose(scores, group.length, rows.budget, slots // heads)
-        every_row = jnp.arange(slots) < group.length[..., None]
+        every_row = ordinals(slots, 3) < group.length[..., None]
         over = rows_held(group) > rows.budget
         return pages.chosen(group, jnp.where(over[:, None, None], chosen, every_row))
 
@@ -170,7 +171,7 @@ class Windowed(Eviction):
 
 def window_of(rows: Rows, window: int) -> tuple[Float[Array, "B H W D"], Int[Array, "B W"]]:
     """The last `window` queries and their positions, after the prompt as while decoding."""
-    positions = rows.position[:, None] - window + jnp.arange(window)
+    positions = rows.position[:, None] - window + ordinals(window, 2)
     if "queries" in rows.memory:
         return rows.memory["queries"], positions
     assert rows.queries is not None
@@ -184,13 +185,13 @@ def unprotected(
     scores: Float[Array, "B #K C"], length: Int[Array, "B K"], protected: Protected
 ) -> Bool[Array, "B K C"]:
     """The rows that compete: behind the first protected ones and before the last."""
-    slot = jnp.arange(scores.shape[2])
+    slot = ordinals(scores.shape[2], 3)
     return (slot >= protected.first) & (slot < length[..., None] - protected.last)
 
 
 def protected_rows(free: Bool[Array, "B K C"], length: Int[Array, "B K"]) -> Bool[Array, "B K C"]:
     """The rows that there are and that do not compete."""
-    return ~free & (jnp.arange(free.shape[2]) < length[..., None])
+    return ~free & (ordinals(free.shape[2], 3) < length[..., None])
 
 
 def best_of_layer(

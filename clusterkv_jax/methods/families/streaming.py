@@ -10,6 +10,7 @@ from typing_extensions import override
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, put_row, row_at
 from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected
 
 
@@ -34,14 +35,14 @@ class Streaming(Method):
 
     def stay(self, prompt: LayerCache, budget: Int[Array, " B"]) -> Bool[Array, "B K C"]:
         """Sinks and latest rows of the prompts that exceed their budget, all of the others."""
-        slot, length = jnp.arange(prompt.capacity), prompt.length[..., None]
+        slot, length = ordinals(prompt.capacity, 3), prompt.length[..., None]
         latest = slot >= length - (budget - self.sinks)[:, None, None]
         return (prompt.degree > 0) & ((slot < self.sinks) | latest | (length <= budget[:, None, None]))
 
     def oldest(self, group: Any) -> Int[Array, "B K"]:
         """The slot of the oldest row that is no sink."""
         assert group.positions is not None
-        candidate = (group.degree > 0) & (jnp.arange(group.capacity) >= self.sinks)
+        candidate = (group.degree > 0) & (ordinals(group.capacity, 3) >= self.sinks)
         never = jnp.iinfo(jnp.int32).max
         return jnp.argmin(jnp.where(candidate, group.positions, never), axis=-1).astype(jnp.int32)
 

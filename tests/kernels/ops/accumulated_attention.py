@@ -81,6 +81,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.wrong_arguments
 def test_what_no_backend_can_serve_is_named():
     features = jnp.ones((1, 1, 4, 4))
     with pytest.raises(ValueError, match="no backend 'cuda'"):

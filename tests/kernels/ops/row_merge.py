@@ -92,7 +92,7 @@ def merge_of_equal_degrees(keys, values, degree, *given, chunk):
 
 
 def merge_of_the_last_of_equal_edges(keys, values, degree, rows, length, match, score, *given, chunk):
-    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)
+    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)[None, None]
     return reference.row_merge(keys, values, degree, rows, length, match, score, *given, chunk=chunk)
 
 

@@ -75,7 +75,7 @@ def one_selection(found, sinks, parts):
 
 
 def select_of_equals_in_any_order(scores, *args, **options):
-    nudged = scores + 1e-5 * jnp.arange(scores.shape[-1], dtype=jnp.float32)
+    nudged = scores + 1e-5 * jnp.arange(scores.shape[-1], dtype=jnp.float32)[None, None, None]
     return reference.select_rows(nudged, *args, **options)
 
 
