@@ -29,7 +29,8 @@ from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
-from clusterkv_jax.methods.request import LayerPlan, plan_layer, request_of_model, rows_of_request
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig

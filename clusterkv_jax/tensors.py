@@ -14,7 +14,8 @@ from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.methods.base import Method, Rows, head_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
-from clusterkv_jax.methods.request import LayerPlan, plan_layer, request_of_tensors, rows_of_request
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
 
 

@@ -14,7 +14,8 @@ from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import decode_loop, extend
 from clusterkv_jax.methods.chassis import due
-from clusterkv_jax.methods.request import Request, plan_layer
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.methods import every_method, named

@@ -14,7 +14,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import step_layer
-from clusterkv_jax.methods.request import Request, plan_layer
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import Request
 from tests.support.golden_files import golden
 from tests.support.layers import compress as compress_layer
 

@@ -13,7 +13,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache import append, group_heads, groups
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.chassis import with_groups
-from clusterkv_jax.methods.request import Request, plan_layer
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import Request
 from tests.support.methods import SHAPE, every_method, named
 
 

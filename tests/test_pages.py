@@ -15,7 +15,8 @@ from clusterkv_jax import cache, pages
 from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.decoding import extend
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.request import Request, plan_layer
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import Request
 from tests.support.tiny import VOCAB, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5

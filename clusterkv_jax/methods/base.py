@@ -27,7 +27,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
-from clusterkv_jax.methods.request import GroupPlan, Request, all_heads, check_budgets
+from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
 Memory = dict[str, Array]
@@ -219,6 +219,28 @@ def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request)
         for head in first
     ]
     return all_heads(columns[0], request.num_kv_heads) if len(columns) == 1 else np.stack(columns, axis=1)[:, of]
+
+
+def check_budgets(
+    method: Method, lengths: np.ndarray, request: Request, budget_rows: Callable[..., np.ndarray]
+) -> None:
+    """Raise ValueError if a prompt that is or will be compressed has no room beside its protected rows, by these
+    budgets: `budget_rows(lengths, layer, request)`.
+    """
+    schedule, protected = method.schedule, method.protected
+    for layer in range(request.num_layers):
+        rows = budget_rows(lengths, layer, request)
+        returns = np.zeros(rows.shape, bool)
+        if schedule.kind != "append" and method.forgets:
+            beyond = schedule.interval if schedule.kind == "interval" else 1
+            returns = lengths[:, None] + request.reserve >= rows + beyond
+        impossible = ((rows < lengths[:, None]) | returns) & (rows < protected.fewest)
+        if impossible.any():
+            at, head = np.argwhere(impossible)[0]
+            raise ValueError(
+                f"{type(method).__name__}: a prompt of {lengths[at]} tokens has a budget of {rows[at, head]} rows, "
+                f"which must be more than {protected}."
+            )
 
 
 def rows_held(group: Group) -> Int[Array, " B"]:

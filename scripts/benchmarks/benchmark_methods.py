@@ -26,7 +26,8 @@ from jaxtyping import Array
 import clusterkv_jax as ckv
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
-from clusterkv_jax.methods.request import Request, plan_layer, rows_of_request
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig, Rope

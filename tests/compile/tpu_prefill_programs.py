@@ -20,7 +20,8 @@ from tpu_topology import tpu_devices
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups
-from clusterkv_jax.methods.request import Request, plan_layer
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import list_presets, preset

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
-from clusterkv_jax.methods.request import Request, plan_layer, rows_of_request
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import Request
 
 
 def compress(method: Method, tensors: Any, lengths: Any, request: Request, layer: int = 0, selection: Any = None):

@@ -33,10 +33,11 @@ from clusterkv_jax.methods.base import (
     Method,
     Rows,
     append_tokens,
+    check_budgets,
     head_rows,
     one_by_one,
 )
-from clusterkv_jax.methods.request import Request, all_heads, check_budgets
+from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.

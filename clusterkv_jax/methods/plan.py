@@ -1,0 +1,107 @@
+"""From a request and a method to the plan of a layer: groups of heads, their slots, their budgets.
+
+All of it is arithmetic on the host, in double precision where a budget is a ratio, as the papers' int() is.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from clusterkv_jax.budget import MOST_ROWS, concrete, look_up
+from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.methods.base import Method, Schedule
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+
+
+def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
+    """The groups of a layer: heads of equal budgets stand together, the largest budget first.
+
+    Nothing here depends on how many tokens will be generated but on the reserve for them, so that one program serves
+    any number.
+    """
+    lengths = np.asarray(request.lengths)
+    most = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=request.reserve)))
+    least = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=0)))[..., 0]
+    groups = []
+    for heads in _equal_heads(most):
+        rows = np.maximum(most[:, heads[0]], method.protected.fewest)
+        covered = np.all(least[:, heads[0]] >= lengths) and method.schedule.kind == "append" and method.forgets
+        slots = capacity(method, lengths, rows, request)
+        groups.append(
+            GroupPlan(
+                heads,
+                aligned(int(np.max(slots))),
+                most_rows=int(np.max(np.minimum(rows[:, -1], lengths + request.reserve))),
+                keep_all=bool(covered) or bool(np.min(rows) >= MOST_ROWS),
+                reserve=request.reserve,
+                step_tokens=request.step_tokens,
+                rope=request.rope,
+            )
+        )
+    return LayerPlan(tuple(groups), method.needs(layer))
+
+
+def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
+    """The most rows that a head comes to hold, by prompt length; `rows` are its budgets [lengths, stages]."""
+    everything = lengths + request.reserve
+    if not method.forgets:
+        return everything
+    after_prompt, schedule = rows[:, 0], method.schedule
+    over = (lengths > after_prompt) & (lengths >= after_prompt + schedule.slack)
+    held = np.where(over, after_prompt, lengths)
+    return np.minimum(_most_held(schedule, held, rows[:, -1], request), everything)
+
+
+def _most_held(schedule: Schedule, held: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
+    """The most rows of a head that holds `held` after the prompt, and returns to `rows` by this schedule."""
+    appended = held + request.reserve
+    if schedule.kind == "interval" and request.reserve:
+        # A step begins with less than B + interval rows, or with what the prompt left.
+        appended = np.maximum(held, rows + schedule.interval - 1) + request.step_tokens
+    elif schedule.kind == "token":  # one slot more for the token whose step decides what goes
+        appended = np.minimum(appended, np.maximum(held, rows) + 1)
+    elif schedule.kind == "ring":
+        appended = np.minimum(appended, np.maximum(held, rows))
+    return appended + schedule.rounding
+
+
+def rows_of_request(
+    method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int, request: Request
+) -> Int[Array, "B groups stages"]:
+    """B of each prompt and group of the layer's heads, as device numbers that the host computes."""
+    known = concrete(lengths)
+    at = np.arange(int(np.max(request.lengths)) + 1) if known is None else known
+    first = [heads[0] for heads in plan.heads]
+    rows = np.minimum(stages(method.budget_rows(at, layer, request))[:, first], MOST_ROWS)
+    if known is not None:
+        return jnp.asarray(rows, jnp.int32)
+    # Lengths that are traced cannot be checked: every head keeps at least what it must.
+    return look_up(np.maximum(rows, method.protected.fewest), lengths)
+
+
+def stages(rows: np.ndarray) -> np.ndarray:
+    """Budgets [lengths, K] or [lengths, K, stages] as the latter: after the prompt, and while decoding."""
+    return rows if rows.ndim == 3 else rows[..., None]
+
+
+def aligned(slots: int) -> int:
+    """`slots`, on a TPU rounded up to its tile of 16 rows: of another size, XLA would lay the cache out by batch rows
+    and copy all of it into and out of the decode loop.
+    """
+    return -(-slots // 16) * 16 if platform() == "tpu" else slots
+
+
+def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:
+    """Heads by equal columns of budgets [lengths, K, stages], the largest first."""
+    if rows.strides[1] == 0:  # what `all_heads` makes
+        return [tuple(range(rows.shape[1]))]
+    groups: list[list[int]] = []
+    for head in range(rows.shape[1]):
+        same = next((heads for heads in groups if np.array_equal(rows[:, heads[0]], rows[:, head])), None)
+        if same is None:
+            groups.append([head])
+        else:
+            same.append(head)
+    return sorted(map(tuple, groups), key=lambda heads: -int(rows[:, heads[0]].max()))
