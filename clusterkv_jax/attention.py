@@ -50,8 +50,8 @@ def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -
     """The query heads, along `axis`, that read these of `kv_heads` KV heads."""
     shape = x.shape
     grouped = x.reshape(*shape[:axis], kv_heads, -1, *shape[axis + 1 :])
-    taken = jnp.take(grouped, jnp.asarray(heads), axis=axis)
-    return taken.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+    part = jnp.take(grouped, jnp.asarray(heads), axis=axis)
+    return part.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
 def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[int, ...], ...]) -> Array:
@@ -59,8 +59,8 @@ def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[i
     order = [head for group in heads for head in group]
     back = jnp.asarray(sorted(range(len(order)), key=order.__getitem__))
     by_kv_head = [x.reshape(*x.shape[:2], len(group), -1, *x.shape[3:]) for x, group in zip(pieces, heads, strict=True)]
-    joined = jnp.take(jnp.concatenate(by_kv_head, axis=2), back, axis=2)
-    return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
+    heads_in_order = jnp.take(jnp.concatenate(by_kv_head, axis=2), back, axis=2)
+    return heads_in_order.reshape(*heads_in_order.shape[:2], -1, *heads_in_order.shape[4:])
 
 
 def _attend_pages(
@@ -70,9 +70,9 @@ def _attend_pages(
     batch, tokens, _, dim = q.shape
     kv_heads, owner = layer.length.shape[1], pages.owners(layer)
     of_page = lambda x: jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)  # noqa: E731
-    asked = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
-    out, lse = _attend_rows(asked.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
-    out, lse = out.reshape(asked.shape).astype(jnp.float32), lse.reshape(asked.shape[:-1])
+    queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
+    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
+    out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])
 
     mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]
     lse = jnp.where(mine, lse[:, :, None], -jnp.inf)

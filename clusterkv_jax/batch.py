@@ -19,9 +19,9 @@ class Batch:
 
     Attributes:
         texts: prompts.
-        asked: questions, one per prompt, or None.
+        questions: one per prompt, or None.
         unique: different prompts, each read once.
-        width: tokens of a padded prompt.
+        width: tokens of a prompt with its padding.
         step_tokens: question tokens that are fed at once.
         reserve: tokens that will be appended.
         max_new_tokens: tokens to be generated.
@@ -29,7 +29,7 @@ class Batch:
     """
 
     texts: list[Tokens]
-    asked: list[Tokens] | None
+    questions: list[Tokens] | None
     unique: list[tuple[int, ...]]
     width: int
     step_tokens: int
@@ -50,16 +50,16 @@ def make_batch(
 ) -> Batch:
     """Prompts and questions, encoded and checked. Raises ValueError for what `generate` cannot do with them."""
     texts = encode(model, prompts, "prompt", special=True)
-    asked = None if questions is None else encode(model, questions, "question", special=False)
-    _check(model, texts, asked, max_new_tokens, stop, prefill_chunk, streams=streams)
+    question_ids = None if questions is None else encode(model, questions, "question", special=False)
+    _check(model, texts, question_ids, max_new_tokens, stop, prefill_chunk, streams=streams)
     unique = list(dict.fromkeys(map(tuple, texts)))
-    longest_question = max(map(len, asked)) if asked else 0
+    longest_question = max(map(len, question_ids)) if question_ids else 0
     return Batch(
         texts,
-        asked,
+        question_ids,
         unique,
         width=min(bucket(max(map(len, unique)), 64), model.config.max_positions),
-        step_tokens=min(QUESTION_STEP, bucket(longest_question, 16)) if asked else 1,
+        step_tokens=min(QUESTION_STEP, bucket(longest_question, 16)) if question_ids else 1,
         reserve=bucket(max_new_tokens + longest_question, 128),
         max_new_tokens=max_new_tokens,
         prefill_chunk=prefill_chunk,
@@ -72,18 +72,18 @@ def bucket(tokens: int, least: int) -> int:
     return -(-tokens // step) * step
 
 
-def padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Rows of ids side by side, zeros behind the shorter ones, i32 [rows, width]."""
-    padded = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded
+def padded(texts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Texts as ids side by side, zeros behind the shorter ones, i32 [texts, width]."""
+    ids = np.zeros((len(texts), width), np.int32)
+    for i, text in enumerate(texts):
+        ids[i, : len(text)] = text
+    return ids
 
 
 def _check(
     model: Model,
     texts: Sequence[Sequence[int]],
-    asked: Sequence[Sequence[int]] | None,
+    questions: Sequence[Sequence[int]] | None,
     max_new_tokens: int,
     stop: Sequence[str],
     prefill_chunk: int | None,
@@ -102,9 +102,9 @@ def _check(
         raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
     if (stop or streams) and model.tokenizer is None:
         raise ValueError(f"model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
-    if asked is not None and len(asked) != len(texts):
-        raise ValueError(f"questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
-    for kind, rows in (("prompt", texts), ("question", asked or [])):
+    if questions is not None and len(questions) != len(texts):
+        raise ValueError(f"questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
+    for kind, rows in (("prompt", texts), ("question", questions or [])):
         for i, row in enumerate(rows):
             if not row:
                 raise ValueError(f"{kind} {i} is empty; it needs at least one token.")
@@ -112,7 +112,7 @@ def _check(
                 wrong = next(t for t in row if not 0 <= t < config.vocab_size)
                 raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
     for i, text in enumerate(texts):
-        question = len(asked[i]) if asked else 0
+        question = len(questions[i]) if questions else 0
         if len(text) + question + max_new_tokens > config.max_positions:
             raise ValueError(
                 f"prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "

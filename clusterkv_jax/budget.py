@@ -65,7 +65,7 @@ def rows_for(
     head: int = 0,
     num_layers: int = 1,
     num_heads: int = 1,
-) -> np.ndarray | np.integer:
+) -> np.ndarray:
     """B of each prompt length, as Python computes it: int(ratio * base) in double precision.
 
     `bytes_per_row` are those of one row in all layers and heads; layer and head matter where there are shares.
@@ -86,7 +86,7 @@ def rows_for(
         # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
         rest = rows * table.size - base * whole.sum()
         rows = np.round(rest * (table[layer, head] / table[~whole].sum()), 6)
-    return np.floor(rows).astype(np.int64)
+    return np.asarray(np.floor(rows), np.int64)
 
 
 def _rows_in(bytes_: int, bytes_per_row: int) -> int:

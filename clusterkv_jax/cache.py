@@ -87,7 +87,7 @@ class KVCache:
     """The whole model's cache: a tuple over layers, because layers may differ in capacity.
 
     `state` holds what the method keeps per layer between steps (None where it keeps nothing);
-    `position` counts the tokens seen by each batch row, which is the position of its next token.
+    `position` counts the tokens seen by each sequence, which is the position of its next token.
     """
 
     layers: tuple[Layer, ...]
@@ -181,23 +181,23 @@ def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slo
 
 def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
     """The rows of these slots, in this order; -1 becomes an empty slot."""
-    filled, source = slots >= 0, jnp.maximum(slots, 0)
+    occupied, source = slots >= 0, jnp.maximum(slots, 0)
 
     def take(x: Array) -> Array:
-        index, mask = (source[..., None], filled[..., None]) if x.ndim == 4 else (source, filled)
+        index, mask = (source[..., None], occupied[..., None]) if x.ndim == 4 else (source, occupied)
         return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
 
     return LayerCache(
         keys=take(layer.keys),
         values=take(layer.values),
         degree=take(layer.degree),
-        length=jnp.sum(filled, axis=-1, dtype=jnp.int32),
+        length=jnp.sum(occupied, axis=-1, dtype=jnp.int32),
         positions=None if layer.positions is None else take(layer.positions),
     )
 
 
 def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
-    """The cache with one row per head written to a slot, in batch rows that are `real`."""
+    """The cache with one row per head written to a slot, in sequences that are `real`."""
     at = jnp.where(real[:, None], slots, layer.capacity)
     one_head = lambda b, r, i: b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)  # noqa: E731
     put = jax.vmap(jax.vmap(one_head))
@@ -241,16 +241,16 @@ def append(
 
     def put(layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
-        made = append_rows(*rows, layer.length, keys, values, positions[:, 0], real[:, 0])
+        rows_after = append_rows(*rows, layer.length, keys, values, positions[:, 0], real[:, 0])
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
-        return LayerCache(*made[:3], length, made[3])
+        return LayerCache(*rows_after[:3], length, rows_after[3])
 
     # What is the same for all heads has one, which no mesh splits.
     return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
 
 
 def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to one head of one batch row after the other, in place: its temporaries are those of a head.
+    """Apply a function to one head of one sequence after the other, in place: its temporaries are those of a head.
 
     The tree holds arrays [B, K, ...], of which the function sees [1, 1, ...], and [B], of which it sees [1], the same
     for each head of a row. It returns a tree of the same kind.
@@ -263,9 +263,9 @@ def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
         def start(x: Array) -> tuple[Array, ...]:
             return (row, head, *[jnp.int32(0)] * (x.ndim - 2))[: x.ndim]
 
-        def cut(given: Array, x: Array) -> Array:
+        def cut(original: Array, x: Array) -> Array:
             # Every head of a row starts with the row's own number, not with what the head before it made of that.
-            x = given if x.ndim == 1 else x
+            x = original if x.ndim == 1 else x
             return jax.lax.dynamic_slice(x, start(x), (1, 1, *x.shape[2:])[: x.ndim])
 
         def put(x: Array, part: Array) -> Array:
@@ -297,7 +297,7 @@ def slot_bytes(cache: KVCache) -> int:
 
 
 def occupancy(cache: KVCache) -> list[list[list[int]]]:
-    """Rows held by each KV head, as nested lists [layer][batch row][KV head]."""
+    """Rows held by each KV head, as nested lists [layer][sequence][KV head]."""
     # The lengths alone: a cache of gigabytes must not travel to the host for them.
     counts = jax.device_get([[group.length for group in groups(layer)] for layer in cache.layers])
     return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(cache.layers, counts, strict=True)]

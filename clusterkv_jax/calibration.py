@@ -64,8 +64,8 @@ class Calibration:
         """Rows of each head for a clustering method, in units of the mean over all layers, in steps of 0.25: in
         proportion to CLUSTER_FLOOR + `outlier_share`.
         """
-        wanted = CLUSTER_FLOOR + np.asarray(self.outlier_share)
-        return in_steps(wanted / wanted.mean())
+        shares = CLUSTER_FLOOR + np.asarray(self.outlier_share)
+        return in_steps(shares / shares.mean())
 
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if the model has other layers or heads than what was measured."""

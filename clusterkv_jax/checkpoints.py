@@ -258,22 +258,22 @@ def _equal(a: _Entry, b: _Entry) -> bool:
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
 
 
-def _account(folder: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _account(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
-    if missing := [f"{name} {list(expected[name])}" for name in expected if name not in found]:
+    if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
         raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies")
-    if extra := [f"{name} {list(found[name])}" for name in found if name not in expected]:
+    if extra := [f"{name} {list(stored[name])}" for name in stored if name not in expected]:
         raise CheckpointError(f"{folder} holds {_some(extra)}, which its config.json has no place for")
     for name, shape in expected.items():
-        if found[name] != shape:
+        if stored[name] != shape:
             raise CheckpointError(
-                f"{name} in {folder} has the shape {list(found[name])}, its config.json implies {list(shape)}"
+                f"{name} in {folder} has the shape {list(stored[name])}, its config.json implies {list(shape)}"
             )
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
+    examples = ", ".join(names[:3])
+    return examples if len(names) <= 3 else f"{examples} and {len(names) - 3} more tensors"
 
 
 # --- onto the devices ---
@@ -281,17 +281,17 @@ def _some(names: list[str]) -> str:
 
 def _checked_dtype(dtype: Any) -> np.dtype:
     try:
-        wanted = jnp.dtype(dtype)
+        result = jnp.dtype(dtype)
     except TypeError:
-        wanted = None
-    if wanted is None or wanted.name not in _DTYPES:
+        result = None
+    if result is None or result.name not in _DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}")
-    return wanted
+    return result
 
 
-def _dtype(wanted: Any, stored: str, platform: str) -> np.dtype:
-    if wanted is not None:
-        return _checked_dtype(wanted)
+def _dtype(requested: Any, stored: str, platform: str) -> np.dtype:
+    if requested is not None:
+        return _checked_dtype(requested)
     return jnp.dtype(jnp.float32 if platform == "cpu" else _FILE_TYPES.get(stored, jnp.float32))
 
 
@@ -300,11 +300,11 @@ def _put(
 ) -> jax.Array:
     view = place.view(entries[place.name].map())
     if sharding is None:
-        placed = jax.device_put(copy(view))
+        array = jax.device_put(copy(view))
     else:
-        placed = jax.make_array_from_callback(place.shape, sharding, lambda index: copy(view[index]))
+        array = jax.make_array_from_callback(place.shape, sharding, lambda index: copy(view[index]))
     # Transfers run behind the program's back and hold their host copies: without waiting, many would pile up.
-    return placed.block_until_ready()
+    return array.block_until_ready()
 
 
 def _host_copy(view: np.ndarray, dtype: np.dtype, platform: str) -> np.ndarray:

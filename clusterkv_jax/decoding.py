@@ -1,9 +1,9 @@
 """Prefill, decode step and the jitted decode loop: pure functions over parameters and cache.
 
     prefill       embed -> [ one jitted layer: attention over the prompt, MLP, compression ] x L -> logits
-    feed          T more tokens at their true positions (a question); the host looks whether compression is due
-    extend        the same, and compression if due, in one program
-    decode_step   one more token per sequence, and compression if due
+    append_step   T more tokens at their true positions (a question); its caller asks `due` and calls `recompress`
+    extend_step   the same, and `recompress` inside the program, under one condition
+    decode_step   `extend_step` of one token per sequence
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
 Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
@@ -12,7 +12,7 @@ one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,27 +57,27 @@ def prefill(
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
     run: Callable[..., Any] = lambda program, *args: program(*args),
-) -> tuple[KVCache, Float[Array | jax.ShapeDtypeStruct, "B V"]]:
+) -> tuple[KVCache, Float[Any, "B V"]]:
     """Read prompts of unequal length, padded on the right, and compress layer after layer.
 
     Args:
         params: parameters of the model.
         config: static.
         method: static; what is kept.
-        tokens: ids; those at or beyond a row's length are padding and never matter.
-        lengths: real tokens of each row, 1 ... N.
+        tokens: ids; those at or beyond a sequence's length are padding and never matter.
+        lengths: real tokens of each sequence, 1 ... N.
         max_new_tokens: tokens to be generated; counts in budgets of base "prompt+new".
         reserve: tokens that will be appended in all, questions included; `max_new_tokens` by default.
-        step_tokens: most tokens appended at once, as `extend` does.
-        prefill_chunk: projections and MLP of this many tokens of each row at a time, to bound activations; as many as
-            `TOKENS_AT_ONCE` allows by default. The result is the same.
+        step_tokens: most tokens appended at once, as `extend_step` does.
+        prefill_chunk: projections and MLP of this many tokens of each sequence at a time, to bound activations; as
+            many as `TOKENS_AT_ONCE` allows by default. The result is the same.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
         run: calls the programs of which prefill consists; `programs.compile_ahead` compiles them instead.
 
     Returns:
-        the cache, and the logits of each row's last prompt token.
+        the cache, and the logits of each sequence's last prompt token.
 
     Raises:
         ValueError: if N exceeds the model's positions, a known length is not in 1 ... N, or a budget is impossible.
@@ -92,45 +92,44 @@ def prefill(
     reserve = max_new_tokens if reserve is None else reserve
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
     request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
-    known = concrete(lengths)
-    method.check(np.empty(0, np.int64) if known is None else known.astype(np.int64), request)
-    on_host, counted = method.holds == "host", lengths
+    numbers, on_host = concrete(lengths), method.holds == "host"
+    method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     key = jax.random.key(0) if key is None else key
-    lengths = jnp.array(lengths, jnp.int32)  # a copy: it becomes the cache's position, which is donated
+    position = jnp.array(lengths, jnp.int32)  # a copy, since a cache is donated
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=on_host):
-        hidden, lengths = run(_embed, params, config, tokens, lengths)
+        hidden, position = run(_embed, params, config, tokens, position)
         if on_host:
-            hidden, lengths = commit((hidden, lengths))
+            hidden, position = commit((hidden, position))
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
             plan = plan_layer(method, number, request)
-            budgets = rows_of_request(method, plan, counted, number, request)
+            budgets = rows_of_request(method, plan, lengths, number, request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
-            args = weights, config, method, plan, prefill_chunk, hidden, lengths, budgets, draw, before
-            hidden, layer, memory, selected = run(_prefill_layer, *args)
-            selection = selected if plan.selects else selection
+            args = weights, config, method, plan, prefill_chunk, hidden, position, budgets, draw, before
+            hidden, layer, memory, selection_here = run(_prefill_layer, *args)
+            selection = selection_here if plan.selects else selection
             layers.append(layer)
             state.append(memory)
             if on_layer is not None:
                 on_layer(number, hidden)
-        logits = run(_last_logits, params, config, hidden, lengths)
-        return KVCache(tuple(layers), tuple(state), lengths), logits
+        logits = run(_last_logits, params, config, hidden, position)
+        return KVCache(tuple(layers), tuple(state), position), logits
 
 
 def decode_step(
     params: Params, config: ModelConfig, method: Method, cache: KVCache, token: Int[Array, " B"]
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """Append one token per row at its true position, attend, and cluster if due; logits of the next token.
+    """Append one token per sequence at its true position, attend, and cluster if due; logits of the next token.
 
     Pure: jit it with `config` and `method` static and the cache donated. A cache has slots for the `reserve` it was
     made with; a token beyond them turns the logits to NaN rather than be dropped without a sign.
     """
-    return extend(params, config, method, cache, token[:, None], jnp.ones(token.shape, jnp.int32))
+    return extend_step(params, config, method, cache, token[:, None], jnp.ones(token.shape, jnp.int32))
 
 
-def extend(
+def extend_step(
     params: Params,
     config: ModelConfig,
     method: Method,
@@ -138,14 +137,14 @@ def extend(
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
-    cache, logits = feed(params, config, method, cache, tokens, counts)
+    """Append the first `counts` of T tokens to each sequence and compress if due; logits after the last of them."""
+    cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
         cache = _where_due(late, partial(recompress, method), cache)
     return cache, logits
 
 
-def feed(
+def append_step(
     params: Params,
     config: ModelConfig,
     method: Method,
@@ -153,7 +152,7 @@ def feed(
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """`extend` that leaves clustering to its caller."""
+    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled."""
     width = tokens.shape[1]
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
@@ -174,18 +173,28 @@ def feed(
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("config", "method", "sampling", "eos_ids", "steps"),
-    donate_argnames=("cache", "token", "done"),
-)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """Where a batch stands between decode steps.
+
+    Attributes:
+        cache: of all sequences.
+        token: the last token of each sequence, not in the cache yet.
+        ended: sequences that generate no more.
+    """
+
+    cache: KVCache
+    token: Int[Array, " B"]
+    ended: Bool[Array, " B"]
+
+
+@partial(jax.jit, static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
 def decode_loop(
     params: Params,
     config: ModelConfig,
     method: Method,
-    cache: KVCache,
-    token: Int[Array, " B"],
-    done: Bool[Array, " B"],
+    state: DecodeState,
     key: Key[Array, ""],
     first: Int[Array, ""],
     limit: Int[Array, ""],
@@ -193,45 +202,41 @@ def decode_loop(
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     steps: int,
-) -> tuple[KVCache, Int[Array, " B"], Bool[Array, " B"], Int[Array, "B steps"], Int[Array, ""]]:
-    """Up to `limit` <= `steps` decode steps, fewer if every row is done; one program however many.
+) -> tuple[DecodeState, Int[Array, "B steps"], Int[Array, ""]]:
+    """Up to `limit` <= `steps` decode steps, fewer if every sequence has ended; one program however many.
 
     Args:
         params, config, method: as in `decode_step`.
-        cache: donated.
-        token: the last token of each row, not yet in the cache; donated.
-        done: rows that have ended; what is generated for them is -1. Donated.
+        state: donated.
         key: PRNG key of the request.
         first: number of the first token to be drawn, so that segments of a generation draw as an unbroken one does.
-        limit: steps to do.
+        limit: most steps.
         sampling: static.
-        eos_ids: static; a row is done after one of these.
+        eos_ids: static; a sequence ends with one of these.
         steps: static size of the token buffer.
 
     Returns:
-        cache, last tokens, done, the tokens [B, steps] (-1 where none), and the steps done.
+        the state afterwards, the new tokens (-1 where a sequence had ended), and the number of steps.
     """
     ends = jnp.asarray(eos_ids, jnp.int32)
 
-    def running(state):
-        step, _, _, done, _ = state
-        return (step < limit) & ~jnp.all(done)
+    def running(carry):
+        step, state, _ = carry
+        return (step < limit) & ~jnp.all(state.ended)
 
-    def body(state):
-        step, cache, token, done, made = state
-        cache, logits = decode_step(params, config, method, cache, token)
+    def body(carry):
+        step, state, tokens = carry
+        cache, logits = decode_step(params, config, method, state.cache, state.token)
         token = sample(logits, sampling, key, first + step)
-        made = jax.lax.dynamic_update_slice(made, jnp.where(done, -1, token)[:, None], (0, step))
-        done = done | jnp.isin(token, ends)
-        return step + 1, cache, token, done, made
+        tokens = jax.lax.dynamic_update_slice(tokens, jnp.where(state.ended, -1, token)[:, None], (0, step))
+        return step + 1, DecodeState(cache, token, state.ended | jnp.isin(token, ends)), tokens
 
-    made = jnp.full((token.shape[0], steps), -1, jnp.int32)
-    state = (jnp.zeros((), jnp.int32), cache, token, done, made)
-    step, cache, token, done, made = jax.lax.while_loop(running, body, state)
-    return cache, token, done, made, step
+    tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
+    step, state, tokens = jax.lax.while_loop(running, body, (jnp.zeros((), jnp.int32), state, tokens))
+    return state, tokens, step
 
 
-feed_jit = jax.jit(feed, static_argnames=("config", "method"), donate_argnames=("cache",))
+append_step_jit = jax.jit(append_step, static_argnames=("config", "method"), donate_argnames=("cache",))
 due_jit = jax.jit(due, static_argnames=("method",))
 recompress_jit = jax.jit(recompress, static_argnames=("method",), donate_argnames=("cache",))
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
@@ -250,11 +255,11 @@ def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) 
 
 
 def _check_lengths(lengths: Int[Array | np.ndarray, " B"], batch: int, width: int) -> None:
-    known = concrete(lengths)
-    if known is None:
+    numbers = concrete(lengths)
+    if numbers is None:
         return
-    if known.shape != (batch,) or known.min() < 1 or known.max() > width:
-        raise ValueError(f"lengths must be {batch} numbers between 1 and {width}, got {known.tolist()}.")
+    if numbers.shape != (batch,) or numbers.min() < 1 or numbers.max() > width:
+        raise ValueError(f"lengths must be {batch} numbers between 1 and {width}, got {numbers.tolist()}.")
 
 
 def _positions(batch: int, width: int) -> Int[Array, "B N"]:
@@ -263,7 +268,7 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
 
 @partial(jax.jit, static_argnames=("config",))
 def _embed(
-    params: Params, config: ModelConfig, tokens: Int[Array | np.ndarray, "B N"], lengths: Int[Array, " B"]
+    params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
     """Hidden states, and the lengths on the same devices."""
     hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
@@ -303,8 +308,8 @@ def _prefill_layer(
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     prompt = Prompt(q, k, v, lengths, entering)
-    layer, state, selected = compress_layer(method, prompt, budgets, plan, key, selection)
-    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selected
+    layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
+    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selection
 
 
 def _layer_in_chunks(
@@ -327,11 +332,11 @@ def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shape
     def body(number: Array, into: Any) -> Any:
         start = jnp.minimum(number * size, width - size)
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
-        # The last chunk begins within the one before it, whose tokens are done.
-        left = start + jnp.arange(size) >= number * size
+        # The last chunk begins within the one before it, whose tokens stay.
+        fresh = start + jnp.arange(size) >= number * size
 
         def put(x: Array, old: Array, new: Array) -> Array:
-            new = jnp.where(left.reshape(-1, *[1] * (x.ndim - 2)), new, old)
+            new = jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 2)), new, old)
             return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=1)
 
         old = jax.tree.map(cut, into)

@@ -45,8 +45,8 @@ def out_of_memory_explained(doing: str, *, uses_host: bool) -> Iterator[None]:
 
 
 def _sentence(text: str, doing: str, uses_host: bool) -> str:
-    found = _SIZE.search(text)
-    asked = f" ({_gib(*found.groups()):.3g} GiB were asked for)" if found else ""
+    size = _SIZE.search(text)
+    request = f" ({_gib(*size.groups()):.3g} GiB were asked for)" if size else ""
     where, change = "device", ["a smaller budget", "a smaller prefill_chunk"]
     if not uses_host:
         change.append('ClusterKV with store="host"')
@@ -54,7 +54,7 @@ def _sentence(text: str, doing: str, uses_host: bool) -> str:
         limit = "on a GPU a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default)"
         where, change = "host", ['store="device"', limit]
     *some, last = ["a smaller batch", "a shorter prompt", *change]
-    return f"Out of {where} memory while {doing}{asked}; take {', '.join(some)} or {last}."
+    return f"Out of {where} memory while {doing}{request}; take {', '.join(some)} or {last}."
 
 
 def _gib(number: str, unit: str) -> float:

@@ -13,7 +13,15 @@ import numpy as np
 from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.decoding import decode_loop, due_jit, feed_jit, prefill, recompress_jit, sample_jit
+from clusterkv_jax.decoding import (
+    DecodeState,
+    append_step_jit,
+    decode_loop,
+    due_jit,
+    prefill,
+    recompress_jit,
+    sample_jit,
+)
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
@@ -37,9 +45,9 @@ class Stats:
         tpot_s: seconds per decode step after the first token, 0 if there was none.
         compile_s: seconds within this call that went into compiling programs not seen before.
         kept_rows: rows held at the end of prefill [layer][prompt][KV head]; equal prompts are read and counted once.
-        recalled_rows: rows that the last step chose to attend to [layer][row][query head], of methods that keep more
-            than they attend to; a layer that attends to everything, and any other method, has none.
-        union_rows: how many different ones the query heads of a KV head chose together [layer][row][KV head].
+        recalled_rows: rows that the last step chose to attend to [layer][sequence][query head], of methods that keep
+            more than they attend to; a layer that attends to everything, and any other method, has none.
+        union_rows: how many different ones the query heads of a KV head chose together [layer][sequence][KV head].
         cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
         host_bytes: those of them in the host store of a method that has one.
         moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
@@ -102,9 +110,9 @@ def generate(
         max_new_tokens: most tokens generated per prompt.
         sampling: greedy by default.
         seed: of the sampling, and of methods that draw.
-        stop: a row ends when its text contains one of these; the text is cut before it.
+        stop: a sequence ends when its text contains one of these; the text is cut before it.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
-        on_text: called as on_text(row, text) with each new piece of text.
+        on_text: called as on_text(sequence, text) with each new piece of text.
         progress: called as progress("prefill", layers done, layers) and progress("decode", steps done, steps).
 
     Returns:
@@ -121,16 +129,16 @@ def generate(
             f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
         )
     batch = make_batch(model, prompts, questions, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
-    texts, asked = batch.texts, batch.asked
+    texts, question_ids = batch.texts, batch.questions
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as compiled, _mesh(model), explained:
         begin = time.perf_counter()
         key = jax.random.key(seed)
-        cache, logits, kept = _read(model, method, batch, key, progress)
+        cache, logits, row_counts = _read(model, method, batch, key, progress)
         token = jax.block_until_ready(sample_jit(logits, sampling, key, 0))
         first = time.perf_counter()
         cache_bytes = nbytes(cache)
-        cache, made, steps = _decode(
+        cache, tokens, steps = _decode(
             model, method, cache, token, key, max_new_tokens, sampling, stop, on_text, progress
         )
         end = time.perf_counter()
@@ -139,7 +147,7 @@ def generate(
         ttft_s=first - begin,
         tpot_s=(end - first) / steps if steps else 0.0,
         compile_s=compiled.seconds,
-        kept_rows=kept,
+        kept_rows=row_counts,
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=cache_bytes,
@@ -147,10 +155,10 @@ def generate(
         **traffic(cache),
         full_cache_bytes=_full_bytes(model, batch, cache),
         prompt_tokens=[len(text) for text in texts],
-        question_tokens=[len(question) for question in asked] if asked else [0] * len(texts),
-        new_tokens=[len(row) for row in made],
+        question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
+        new_tokens=[len(sequence) for sequence in tokens],
     )
-    return Result([cut(decode(model, row), stop) for row in made], made, stats)
+    return Result([cut(decode(model, sequence), stop) for sequence in tokens], tokens, stats)
 
 
 def compile_ahead(
@@ -181,15 +189,15 @@ def compile_ahead(
         if len(batch.unique) != len(batch.texts):
             numbers = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(copy_sequences, (cache, logits), numbers)
-        if batch.asked:
+        if batch.questions:
             tokens = jax.ShapeDtypeStruct((len(batch.texts), batch.step_tokens), jnp.int32)
             counts = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
-            cache, logits = compile(feed_jit, model.params, model.config, method, cache, tokens, counts)
+            cache, logits = compile(append_step_jit, model.params, model.config, method, cache, tokens, counts)
             compile(due_jit, method, cache)
         token = compile(sample_jit, logits, sampling, key, 0)
         if max_new_tokens > 1:
-            done = jax.ShapeDtypeStruct(token.shape, jnp.bool_)
-            args = model.params, model.config, method, cache, token, done, key, jnp.int32(1), jnp.int32(1)
+            state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
+            args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
 
@@ -204,7 +212,7 @@ def _doing(batch: Batch) -> str:
 def _read(
     model: Model, method: Method, batch: Batch, key: jax.Array, progress: Progress | None
 ) -> tuple[KVCache, jax.Array, list[list[list[int]]]]:
-    """Prefill each different prompt once, give every question its own copy of the compressed cache, feed it.
+    """Prefill each different prompt once, give every question its own copy of the compressed cache, append it.
 
     Returns the cache, the logits, and the rows kept per layer, prompt and head.
     """
@@ -216,13 +224,13 @@ def _read(
             progress("prefill", number + 1, layers)
 
     cache, logits = _prefill(model, method, batch, key, on_layer=on_layer)
-    kept = occupancy(cache)
+    row_counts = occupancy(cache)
     if len(batch.unique) != len(batch.texts):
-        rows = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
-        cache, logits = take_sequences((cache, logits), rows)
-    if batch.asked:
-        cache, logits = _ask(model, method, cache, batch.asked, batch.step_tokens)
-    return cache, logits, kept
+        numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
+        cache, logits = take_sequences((cache, logits), numbers)
+    if batch.questions:
+        cache, logits = _append_questions(model, method, cache, batch.questions, batch.step_tokens)
+    return cache, logits, row_counts
 
 
 def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
@@ -247,17 +255,19 @@ def _full_bytes(model: Model, batch: Batch, cache: KVCache) -> int:
     return slot_bytes(cache) * (batch.width + batch.reserve) * heads * len(batch.texts)
 
 
-def _ask(model: Model, method: Method, cache: KVCache, asked: list[Tokens], step: int) -> tuple[KVCache, jax.Array]:
-    """Feed questions of unequal length, `step` tokens at a time; each row's logits are those after its last token."""
-    counts = np.asarray([len(question) for question in asked])
+def _append_questions(
+    model: Model, method: Method, cache: KVCache, questions: list[Tokens], step: int
+) -> tuple[KVCache, jax.Array]:
+    """Append questions of unequal length, `step` tokens at a time; logits are those after the last token of each."""
+    counts = np.asarray([len(question) for question in questions])
     width = -(-int(counts.max()) // step) * step
-    tokens = padded(asked, width)
+    tokens = padded(questions, width)
     logits = None
     for start in range(0, width, step):
         now = np.clip(counts - start, 0, step)
         part = jnp.asarray(tokens[:, start : start + step])
-        cache, latest = feed_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
-        # Asked on the host: most questions leave room, and clustering is then not even compiled here.
+        cache, latest = append_step_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
+        # The host looks: most questions leave room, and clustering is then not even compiled here.
         if due_jit(method, cache):
             cache = recompress_jit(method, cache)
         logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
@@ -277,31 +287,30 @@ def _decode(
     on_text: OnText | None,
     progress: Progress | None,
 ) -> tuple[KVCache, list[Tokens], int]:
-    """Segments of the decode loop until every row has ended or has its tokens.
+    """Segments of the decode loop until every sequence has ended or has its tokens.
 
-    Returns the cache as it is then, the tokens and the steps done.
+    Returns the cache as it is then, the tokens, and the number of steps.
     """
     ends = model.config.eos_ids
-    made = [[int(t)] for t in np.asarray(token)]
-    shown = ["" for _ in made]
-    done = np.asarray([row[-1] in ends for row in made])
+    sequences = [[int(t)] for t in np.asarray(token)]
+    on_screen = ["" for _ in sequences]
+    ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     steps = 0
     while True:
-        for i, row in enumerate(made):
-            done[i] |= shorten_at_stop(model, row, stop)
-            shown[i] = show(model, i, row, shown[i], stop, bool(done[i]) or steps + 1 == max_new_tokens, on_text)
+        for i, sequence in enumerate(sequences):
+            ended[i] |= shorten_at_stop(model, sequence, stop)
+            last = bool(ended[i]) or steps + 1 == max_new_tokens
+            on_screen[i] = show(model, i, sequence, on_screen[i], stop, last, on_text)
         if progress is not None:
-            progress("decode", max_new_tokens if done.all() else steps + 1, max_new_tokens)
+            progress("decode", max_new_tokens if ended.all() else steps + 1, max_new_tokens)
         limit = min(SEGMENT, max_new_tokens - 1 - steps)
-        if done.all() or limit == 0:
-            return cache, made, steps
-        cache, token, _, new, count = decode_loop(
+        if ended.all() or limit == 0:
+            return cache, sequences, steps
+        state, new, count = decode_loop(
             model.params,
             model.config,
             method,
-            cache,
-            token,
-            jnp.asarray(done),
+            DecodeState(cache, token, jnp.asarray(ended)),
             key,
             jnp.int32(steps + 1),
             jnp.int32(limit),
@@ -309,9 +318,10 @@ def _decode(
             eos_ids=ends,
             steps=SEGMENT,
         )
-        for i, row in enumerate(np.asarray(new)):
-            made[i].extend(int(t) for t in row[: int(count)] if t >= 0)
-            done[i] |= made[i][-1] in ends
+        cache, token = state.cache, state.token
+        for i, tokens in enumerate(np.asarray(new)):
+            sequences[i].extend(int(t) for t in tokens[: int(count)] if t >= 0)
+            ended[i] |= sequences[i][-1] in ends
         steps += int(count)
 
 

@@ -99,7 +99,7 @@ def move_to_host(
 
 
 def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tuple[LayerCache, Any]:
-    """One token for each batch row behind the rows there are, on the device.
+    """One token for each sequence behind the rows there are, on the device.
 
     Where more than U rows are not indexed, `length` says that there are more rows than slots.
     """
@@ -109,8 +109,8 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
     put = put_row(resident, slots, row, new.real[:, 0])
     lost = new.real & (slots >= resident.capacity)
     length = jnp.where(lost, group.capacity + 1, group.length + new.real.astype(jnp.int32))
-    kept = {"resident_keys": put.keys, "resident_values": put.values}
-    return replace(group, length=length), state | kept
+    resident = {"resident_keys": put.keys, "resident_values": put.values}
+    return replace(group, length=length), state | resident
 
 
 def attend(
@@ -118,12 +118,12 @@ def attend(
 ) -> tuple[Float[Array, "B 1 H D"], Any]:
     """Queries of one token attend to the rows recalled for them and to those that are resident.
 
-    Rows come cluster after cluster, -1 where there is none; a batch row without any keeps what the device holds.
+    Rows come cluster after cluster, -1 where there is none; a sequence without any keeps what the device holds.
     """
     names = ("cached_keys", "cached_values", "cached_rows", "starts", "sizes", "order")
-    held = {name: state[name] for name in names}
+    device = {name: state[name] for name in names}
     grouped = q.reshape(q.shape[0], group.length.shape[1], -1, q.shape[-1])
-    out, lse, fresh, counts = over_heads(_recall, grouped, group.keys, group.values, held, rows)
+    out, lse, fresh, counts = over_heads(_recall, grouped, group.keys, group.values, device, rows)
     recalled = out.reshape(q.shape), lse.reshape(q.shape[:3])
     both = combine(attend_cache(_resident(group, state, sinks), q), recalled)
     return both, state | fresh | {"counts": state["counts"] + counts}
@@ -132,28 +132,28 @@ def attend(
 def flush(
     group: LayerCache, state: Any, begin: Int[Array, " B"], ready: Bool[Array, " B"], *, sinks: int, interval: int
 ) -> tuple[LayerCache, Any]:
-    """The first `interval` rows behind the sinks enter the store from slot `begin` on, in batch rows that are ready."""
-    chosen = ready[:, None, None, None]
-    # Other batch rows write what they read: they may have too few slots left to write beyond their rows.
+    """The first `interval` rows behind the sinks enter the store from slot `begin` on, in sequences that are ready."""
+    is_ready = ready[:, None, None, None]
+    # Other sequences write what they read: they may have too few slots left to write beyond their rows.
     start = jnp.minimum(begin, group.capacity - interval)
     slots = jnp.where(ready[:, None], -1, start[:, None] + ordinals(interval, 2))
     slots = jnp.broadcast_to(slots[:, None], (*group.length.shape, interval))
 
     def move(store: Array, resident: Array) -> tuple[Array, Array]:
         leaving, rest = resident[:, :, sinks : sinks + interval], resident[:, :, sinks:]
-        block = to_host(jnp.where(chosen, leaving, over_heads(gather_rows, store, slots)))
+        block = to_host(jnp.where(is_ready, leaving, over_heads(gather_rows, store, slots)))
         for row in range(store.shape[0]):
             store = jax.lax.dynamic_update_slice(store, block[row : row + 1], (row, 0, start[row], 0))
-        moved = jnp.where(chosen, jnp.roll(rest, -interval, axis=2), rest)
-        return store, jnp.concatenate([resident[:, :, :sinks], moved], axis=2)
+        behind = jnp.where(is_ready, jnp.roll(rest, -interval, axis=2), rest)
+        return store, jnp.concatenate([resident[:, :, :sinks], behind], axis=2)
 
     keys, resident_keys = move(group.keys, state["resident_keys"])
     values, resident_values = move(group.values, state["resident_values"])
     stored = begin + jnp.where(ready, interval, 0)
     degree = (ordinals(group.capacity, 3) < stored[:, None, None]).astype(jnp.float32)
     degree = to_host(jnp.broadcast_to(degree, group.degree.shape))
-    kept = {"resident_keys": resident_keys, "resident_values": resident_values}
-    return replace(group, keys=keys, values=values, degree=degree), state | kept
+    resident = {"resident_keys": resident_keys, "resident_values": resident_values}
+    return replace(group, keys=keys, values=values, degree=degree), state | resident
 
 
 def find(rows: Int[Array, "B K n"], among: Int[Array, "B K m"], slots: int) -> Int[Array, "B K n"]:
@@ -172,23 +172,23 @@ def host_bytes(cache: KVCache) -> int:
     stores = (
         (group.keys, group.values, group.degree)
         for layer, state in zip(cache.layers, cache.state, strict=True)
-        for group, kept in zip(groups(layer), state, strict=True)
-        if on_host(kept)
+        for group, memory in zip(groups(layer), state, strict=True)
+        if on_host(memory)
     )
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tuple(stores)))
 
 
 def traffic(cache: KVCache) -> dict[str, Any]:
     """Since the prompt: bytes moved from the host store, and the shares of what was recalled that were not moved."""
-    moved, counts = 0, np.zeros(len(COUNTS), np.int64)
-    for kept in (kept for state in cache.state for kept in state if on_host(kept)):
-        here = np.asarray(kept["counts"]).sum((0, 1), dtype=np.int64)
-        cached = kept["cached_keys"]
-        moved += int(here[2] - here[3]) * 2 * cached.shape[-1] * cached.dtype.itemsize
+    nbytes, counts = 0, np.zeros(len(COUNTS), np.int64)
+    for memory in (memory for state in cache.state for memory in state if on_host(memory)):
+        here = np.asarray(memory["counts"]).sum((0, 1), dtype=np.int64)
+        cached = memory["cached_keys"]
+        nbytes += int(here[2] - here[3]) * 2 * cached.shape[-1] * cached.dtype.itemsize
         counts += here
-    share = lambda found, of: float(found / of) if of else 0.0  # noqa: E731
+    share = lambda part, of: float(part / of) if of else 0.0  # noqa: E731
     return {
-        "moved_bytes": moved,
+        "moved_bytes": nbytes,
         "cluster_hit_rate": share(counts[1], counts[0]),
         "row_hit_rate": share(counts[3], counts[2]),
     }
@@ -204,20 +204,20 @@ def _resident(group: LayerCache, state: Any, sinks: int) -> LayerCache:
     return LayerCache(keys, state["resident_values"], real.astype(jnp.float32), length)
 
 
-def _recall(q: Array, keys: Array, values: Array, held: dict[str, Array], rows: Array):
+def _recall(q: Array, keys: Array, values: Array, device: dict[str, Array], rows: Array):
     """Attention of every query to its rows, what the device holds afterwards, and how much of it was there before."""
     batch, heads, each, count = rows.shape
     slots, queries = keys.shape[2], q.shape[2]
-    wanted = rows.reshape(batch, heads, each * count)
-    place = find(wanted, held["cached_rows"], slots)
-    idle = jnp.all(wanted < 0, axis=(1, 2), keepdims=True)
+    targets = rows.reshape(batch, heads, each * count)
+    place = find(targets, device["cached_rows"], slots)
+    idle = jnp.all(targets < 0, axis=(1, 2), keepdims=True)
 
-    # A batch row with nothing to recall takes the newest cached rows as they are; its degrees are zero.
-    kept = held["cached_rows"][..., : wanted.shape[2]]
-    source = jnp.where(idle, jnp.arange(wanted.shape[2], dtype=jnp.int32), place)
-    numbers = jnp.where(idle, kept, wanted) if kept.size else wanted
-    near = (held[name] for name in ("cached_keys", "cached_values"))
-    fetched = [gather_rows(x, wanted, cached, source) for x, cached in zip((keys, values), near, strict=True)]
+    # A sequence with nothing to recall takes the newest cached rows as they are; its degrees are zero.
+    newest = device["cached_rows"][..., : targets.shape[2]]
+    source = jnp.where(idle, jnp.arange(targets.shape[2], dtype=jnp.int32), place)
+    numbers = jnp.where(idle, newest, targets) if newest.size else targets
+    near = (device[name] for name in ("cached_keys", "cached_values"))
+    fetched = [gather_rows(x, targets, cached, source) for x, cached in zip((keys, values), near, strict=True)]
     key_rows, value_rows = (x.reshape(batch, heads * each, count, -1) for x in fetched)
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
     heads_in_order = q.reshape(batch, 1, heads * queries, -1)
@@ -231,20 +231,20 @@ def _recall(q: Array, keys: Array, values: Array, held: dict[str, Array], rows: 
         return jnp.concatenate([new[:, :, :size], behind], axis=2)
 
     recalled = zip(("cached_keys", "cached_values", "cached_rows"), (*fetched, numbers), strict=True)
-    fresh = {name: remember(new, held[name]) for name, new in recalled}
-    counts = _count(rows, (place >= 0).reshape(rows.shape), held, slots)
+    fresh = {name: remember(new, device[name]) for name, new in recalled}
+    counts = _count(rows, (place >= 0).reshape(rows.shape), device, slots)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), fresh, counts
 
 
-def _count(rows: Array, found: Array, held: dict[str, Array], slots: int) -> Int[Array, "B K 4"]:
+def _count(rows: Array, hit: Array, device: dict[str, Array], slots: int) -> Int[Array, "B K 4"]:
     """`COUNTS` of one step.
 
     A cluster is cut at its tail, so that its first row is always recalled, and all of it was there if its last one was.
     """
-    first = jnp.where(held["sizes"] > 0, jnp.take_along_axis(held["order"], held["starts"], axis=-1), -1)
+    first = jnp.where(device["sizes"] > 0, jnp.take_along_axis(device["order"], device["starts"], axis=-1), -1)
     begins = find(rows.reshape(*rows.shape[:2], -1), first, slots).reshape(rows.shape) >= 0
     real = rows >= 0
     behind = [(0, 0)] * 3 + [(0, 1)]
     ends = real & jnp.pad((begins | ~real)[..., 1:], behind, constant_values=True)
-    counted = (begins, ends & found, real, found)
-    return jnp.stack([jnp.sum(x, axis=(2, 3), dtype=jnp.int32) for x in counted], axis=-1)
+    masks = (begins, ends & hit, real, hit)
+    return jnp.stack([jnp.sum(x, axis=(2, 3), dtype=jnp.int32) for x in masks], axis=-1)

@@ -1,4 +1,4 @@
-"""Cosine K-means of keys, for all batch rows and KV heads at once (ClusterKV section 4.2)."""
+"""Cosine K-means of keys, for all sequences and KV heads at once (ClusterKV section 4.2)."""
 
 from collections.abc import Callable
 from functools import partial

@@ -89,8 +89,8 @@ def calibrate(
     for i, tokens in enumerate(sequences):
         for number, layer in enumerate(observe_layers(model, tokens)):
             shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
-            kept = compress(method, layer.queries, layer.keys, layer.values)
-            rows[number] += np.asarray(groups(kept)[0].length[0]) / int(ratio * len(tokens))
+            layer_after = compress(method, layer.queries, layer.keys, layer.values)
+            rows[number] += np.asarray(groups(layer_after)[0].length[0]) / int(ratio * len(tokens))
             if progress is not None:
                 progress(i * config.num_layers + number + 1, total)
     shares, rows = shares / len(sequences), rows / len(sequences)

@@ -31,7 +31,7 @@ def paged(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = 
 
     Args:
         layer: of K heads.
-        keep: at most K * mean rows of each batch row, however they are spread over its heads.
+        keep: at most K * mean rows of each sequence, however they are spread over its heads.
         mean: rows that a head can come to hold on the average; all heads get equal room for more.
     """
     batch, heads, slots = keep.shape
@@ -86,8 +86,8 @@ def append(
 
     # Numbers per row are written by a mask, as in `cache.put_row`: which token is it that a slot would hold?
     count = jnp.sum(real, axis=1, dtype=jnp.int32)
-    held = jnp.take_along_axis(layer.length, owners(layer), axis=1)
-    number = (_first_rows(layer) - held)[..., None] + ordinals(layer.degree.shape[2], 3)
+    counts = jnp.take_along_axis(layer.length, owners(layer), axis=1)
+    number = (_first_rows(layer) - counts)[..., None] + ordinals(layer.degree.shape[2], 3)
     new = (number >= 0) & (number < count[:, None, None])
     at = jnp.take_along_axis(positions[:, None], jnp.clip(number, 0, tokens - 1), axis=2)
     return replace(
@@ -109,9 +109,13 @@ def _fill(
     first = _first_pages(length, pages, slots)
     target = jnp.where(keep, first[..., None] * slots + jnp.cumsum(keep, axis=-1) - 1, pages * slots)
     put = jax.vmap(lambda to, source: jnp.full(pages * slots, -1, jnp.int32).at[to].set(source, mode="drop"))
-    made = take_slots(rows, put(target.reshape(batch, -1), source.reshape(batch, -1))[:, None])
-    made = jax.tree.map(lambda x: x.reshape(batch, pages, slots, *x.shape[3:]) if x.ndim > 2 else x, made)
-    return PagedHeads(made.keys, made.values, made.degree, length, made.positions, first)
+    filled_pages = take_slots(rows, put(target.reshape(batch, -1), source.reshape(batch, -1))[:, None])
+    filled_pages = jax.tree.map(
+        lambda x: x.reshape(batch, pages, slots, *x.shape[3:]) if x.ndim > 2 else x, filled_pages
+    )
+    return PagedHeads(
+        filled_pages.keys, filled_pages.values, filled_pages.degree, length, filled_pages.positions, first
+    )
 
 
 def _first_pages(length: Int[Array, "B K"], pages: int, slots: int) -> Int[Array, "B K"]:

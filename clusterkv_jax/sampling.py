@@ -40,8 +40,8 @@ def sample(
     """The next token of each row; `step` numbers the draw, so that a request's draws do not depend on how it is run."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = filtered(logits.astype(jnp.float32) / sampling.temperature, sampling)
-    return jax.random.categorical(jax.random.fold_in(key, step), kept).astype(jnp.int32)
+    scores = filtered(logits.astype(jnp.float32) / sampling.temperature, sampling)
+    return jax.random.categorical(jax.random.fold_in(key, step), scores).astype(jnp.int32)
 
 
 def filtered(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

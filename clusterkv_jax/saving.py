@@ -82,7 +82,7 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
         for i, layer in enumerate(layers)
     )
     layers = tuple(
-        with_groups(layer, [place(group, kept) for group, kept in zip(groups(layer), keeps, strict=True)])
+        with_groups(layer, [place(group, tensors) for group, tensors in zip(groups(layer), keeps, strict=True)])
         for layer, keeps in zip(layers, state, strict=True)
     )
     cache = KVCache(layers, state, arrays["position"])
@@ -93,18 +93,18 @@ def _flat(cache: KVCache) -> dict[str, jax.Array]:
     """Arrays by their place; gathered, where they lie on several devices."""
     named: dict[str, Any] = {"position": cache.position}
     for i, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
-        for j, (group, kept) in enumerate(zip(groups(layer), state, strict=True)):
+        for j, (group, memory) in enumerate(zip(groups(layer), state, strict=True)):
             fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
             named |= {f"layers.{i}.{j}.{name}": x for name, x in fields.items() if x is not None}
-            named |= {f"state.{i}.{j}.{name}": x for name, x in (kept or {}).items()}
+            named |= {f"state.{i}.{j}.{name}": x for name, x in (memory or {}).items()}
     return {name: jnp.asarray(np.asarray(x)) for name, x in named.items()}
 
 
 def _layer(arrays: dict[str, jax.Array], where: str, heads: list[list[int]] | None) -> Layer:
     if heads is None:
         return _group(_named(arrays, f"{where}.0."))
-    made = [LayerCache(**_named(arrays, f"{where}.{j}.")) for j in range(len(heads))]
-    return HeadGroups(tuple(made), tuple(map(tuple, heads)))
+    parts = [LayerCache(**_named(arrays, f"{where}.{j}.")) for j in range(len(heads))]
+    return HeadGroups(tuple(parts), tuple(map(tuple, heads)))
 
 
 def _group(fields: dict[str, jax.Array]) -> Group:

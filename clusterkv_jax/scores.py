@@ -48,8 +48,8 @@ def probabilities(
     )
     row = layer.degree > 0
     bias = jnp.log(jnp.where(row, layer.degree, 1.0))
-    seen = (visible & row[:, :, None])[:, :, None]
-    score = jnp.where(seen, score * dim**-0.5 + bias[:, :, None, None], -jnp.inf)
+    mask = (visible & row[:, :, None])[:, :, None]
+    score = jnp.where(mask, score * dim**-0.5 + bias[:, :, None, None], -jnp.inf)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weight = jnp.exp(score - jnp.where(peak > -jnp.inf, peak, 0.0))
     total = jnp.sum(weight, axis=-1, keepdims=True)

@@ -45,8 +45,8 @@ def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -
     for name, size in zip(axes, shape, strict=True):
         split = mesh_axes(name, mesh)
         entries.append(split if split and size % _ways(split, mesh) == 0 else None)
-    used = [axis for entry in entries if entry for axis in entry]
-    if len(used) != len(set(used)):
+    names = [axis for entry in entries if entry for axis in entry]
+    if len(names) != len(set(names)):
         raise ValueError(f"logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}.")
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
 
@@ -60,8 +60,8 @@ def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:
     """Logical axes that this mesh would split but does not divide, sorted; they stay whole on every device."""
     whole = set()
     for spec in jax.tree.leaves(specs):
-        placed = partition(spec.axes, spec.shape, mesh)
-        whole |= {n for n, entry in zip(spec.axes, placed, strict=True) if mesh_axes(n, mesh) and entry is None}
+        spec_of = partition(spec.axes, spec.shape, mesh)
+        whole |= {n for n, entry in zip(spec.axes, spec_of, strict=True) if mesh_axes(n, mesh) and entry is None}
     return tuple(sorted(whole))
 
 
@@ -93,10 +93,10 @@ def constrain_cache(tree: Any) -> Any:
 
 
 def over_heads(function: Callable[..., Any], *args: Any) -> Any:
-    """Apply a function whose work is independent per batch row and KV head, each device on its own part.
+    """Apply a function whose work is independent per sequence and KV head, each device on its own part.
 
     Arguments and results are pytrees of cache arrays. Under a mesh this is a shard_map: loops over heads and, later,
-    Pallas calls must not be left to the partitioner, which would gather what they index. Scalars per batch row (rank
+    Pallas calls must not be left to the partitioner, which would gather what they index. Scalars per sequence (rank
     1) are computed alike by every device that holds heads of the row.
     """
     mesh = ambient_mesh()

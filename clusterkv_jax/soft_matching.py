@@ -63,8 +63,8 @@ def merge_round(
         length=jnp.full((batch, heads), rows, jnp.int32),
         positions=jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows)),
     )
-    layer, held = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
-    layer = pick(layer, held, 0, rows - merges)
+    layer, slots = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
+    layer = pick(layer, slots, 0, rows - merges)
     assert layer.positions is not None
     return layer.keys, layer.values, layer.degree, layer.positions
 
@@ -82,9 +82,9 @@ def cluster(
     edges: Edges | None = None,
     expected_rounds: int = 0,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
-    """Rounds of matching until every head of a batch row holds exactly its `budget` rows.
+    """Rounds of matching until every head of a sequence holds exactly its `budget` rows.
 
-    All heads of a layer hold equally many rows, so one count per batch row steers them. Rows with no more than their
+    All heads of a layer hold equally many rows, so one count per sequence steers them. Rows with no more than their
     budget stay as they are, bit for bit.
 
     Args:
@@ -107,17 +107,19 @@ def cluster(
     edge_table = edge_counts(layer.capacity, chunk)
 
     def merges_due(layer: LayerCache, rounds: Int[Array, " B"]) -> Int[Array, " B"]:
-        held = layer.length[:, 0]
-        middle = jnp.clip(held - sinks - recent, 0, layer.capacity)
-        planned = jnp.asarray(schedule)[jnp.minimum(rounds, len(schedule) - 1), middle]
-        merges = jnp.maximum(1, jnp.minimum(planned, held - budget))
-        return jnp.where(held > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
+        rows = layer.length[:, 0]
+        middle = jnp.clip(rows - sinks - recent, 0, layer.capacity)
+        share = jnp.asarray(schedule)[jnp.minimum(rounds, len(schedule) - 1), middle]
+        merges = jnp.maximum(1, jnp.minimum(share, rows - budget))
+        return jnp.where(rows > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
 
     def one_round(state):
-        layer, held, rounds, merges = state
-        layer, held = merge_best(layer, held, merges, sinks=sinks, recent=recent, chunk=chunk, edges=edges)
+        layer, slots_in_use, rounds, merges = state
+        layer, slots_in_use = merge_best(
+            layer, slots_in_use, merges, sinks=sinks, recent=recent, chunk=chunk, edges=edges
+        )
         rounds = rounds + (merges > 0).astype(jnp.int32)
-        return layer, held, rounds, merges_due(layer, rounds)
+        return layer, slots_in_use, rounds, merges_due(layer, rounds)
 
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
@@ -125,24 +127,24 @@ def cluster(
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
     state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
-    layer, held, rounds, _ = state
-    return pick(layer, held, sinks, layer.capacity if slots is None else slots), rounds
+    layer, slots_in_use, rounds, _ = state
+    return pick(layer, slots_in_use, sinks, layer.capacity if slots is None else slots), rounds
 
 
 def count_rounds(
     lengths: np.ndarray, budget: np.ndarray, schedule: np.ndarray, *, sinks: int, recent: int, chunk: int
 ) -> int:
     """The rounds in which `cluster` brings fresh prompts of these lengths to these budgets, those of the slowest."""
-    held = np.asarray(lengths)
-    edges = edge_counts(int(held.max()), chunk)
+    rows = np.asarray(lengths)
+    edges = edge_counts(int(rows.max()), chunk)
     rounds = 0
     while True:
-        middle = np.maximum(held - sinks - recent, 0)
-        merges = np.maximum(1, np.minimum(schedule[min(rounds, len(schedule) - 1), middle], held - budget))
-        merges = np.where(held > budget, np.minimum(merges, edges[middle]), 0)
+        middle = np.maximum(rows - sinks - recent, 0)
+        merges = np.maximum(1, np.minimum(schedule[min(rounds, len(schedule) - 1), middle], rows - budget))
+        merges = np.where(rows > budget, np.minimum(merges, edges[middle]), 0)
         if not merges.any():
             return rounds
-        held, rounds = held - merges, rounds + 1
+        rows, rounds = rows - merges, rounds + 1
 
 
 def merge_schedule(rows: int, chunk: int, ratios: tuple[float, ...], merge_of: str) -> np.ndarray:
@@ -164,7 +166,7 @@ def edge_counts(rows: int, chunk: int) -> np.ndarray:
 @partial(jax.jit, static_argnames=("sinks", "recent", "chunk", "edges"))
 def merge_best(
     layer: LayerCache,
-    held: Int[Array, "B K R"],
+    slots: Int[Array, "B K R"],
     merges: Int[Array, " B"],
     *,
     sinks: int = 0,
@@ -177,27 +179,27 @@ def merge_best(
     `held` lists the slots behind the sinks that are still in use, in positional order; `length` counts them and the
     sinks.
     """
-    if held.shape[2] == 0:
-        return layer, held
+    if slots.shape[2] == 0:
+        return layer, slots
     listed = layer.length - sinks
-    # Rows of a batch that are done are not even read.
+    # Sequences that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
-    where: dict[str, Any] = {"chunk": chunk, "length": middle, "index": held}
+    where: dict[str, Any] = {"chunk": chunk, "length": middle, "index": slots}
     if edges is None:
         match, score = chunked_matching(layer.keys, **where)
     else:
         match, score = chunked_matching(
             layer.keys,
             values=layer.values,
-            key_weight=1 / _mean_square(layer.keys, held, middle),
+            key_weight=1 / _mean_square(layer.keys, slots, middle),
             value_weight=edges.value_weight,
             bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
             **where,
         )
-    keys, values, degree, held = row_merge(
-        layer.keys, layer.values, layer.degree, held, listed, match, score, merges, chunk=chunk
+    keys, values, degree, slots = row_merge(
+        layer.keys, layer.values, layer.degree, slots, listed, match, score, merges, chunk=chunk
     )
-    return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), held
+    return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), slots
 
 
 def _mean_square(keys: Float[Array, "B K C D"], rows: Int[Array, "B K R"], count: Int[Array, "B K"]):
@@ -209,17 +211,17 @@ def _mean_square(keys: Float[Array, "B K C D"], rows: Int[Array, "B K R"], count
     return jnp.where(mean > 0, mean, 1.0)
 
 
-def pick(layer: LayerCache, held: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:
+def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:
     """The sinks and the rows listed in `held`, moved up into the first of `slots` slots; the others are empty."""
-    first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*held.shape[:2], sinks))
-    held = jnp.concatenate([first, held], axis=2)[:, :, :slots]
-    if held.shape[2] < slots:
-        held = jnp.pad(held, [(0, 0), (0, 0), (0, slots - held.shape[2])])
-    filled = ordinals(slots, 3) < layer.length[..., None]
-    index = jnp.where(filled, held, -1)
+    first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*listed.shape[:2], sinks))
+    listed = jnp.concatenate([first, listed], axis=2)[:, :, :slots]
+    if listed.shape[2] < slots:
+        listed = jnp.pad(listed, [(0, 0), (0, 0), (0, slots - listed.shape[2])])
+    occupied = ordinals(slots, 3) < layer.length[..., None]
+    index = jnp.where(occupied, listed, -1)
 
     def take(x: Array) -> Array:
-        return jnp.where(filled, jnp.take_along_axis(x, held, axis=2), jnp.zeros((), x.dtype))
+        return jnp.where(occupied, jnp.take_along_axis(x, listed, axis=2), jnp.zeros((), x.dtype))
 
     return LayerCache(
         keys=gather_rows(layer.keys, index),

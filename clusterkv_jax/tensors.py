@@ -65,11 +65,11 @@ def compress(
     # The lengths do not shape the program, so that other lengths reuse it.
     occurring = np.asarray([tokens]) if lengths is None else np.arange(1, tokens + 1)
     counts = np.full(batch, tokens) if lengths is None else lengths
-    known = concrete(counts)
-    if known is not None and (known.shape != (batch,) or known.min() < 1 or known.max() > tokens):
-        raise ValueError(f"lengths must be {batch} numbers between 1 and {tokens}, got {known.tolist()}.")
+    numbers = concrete(counts)
+    if numbers is not None and (numbers.shape != (batch,) or numbers.min() < 1 or numbers.max() > tokens):
+        raise ValueError(f"lengths must be {batch} numbers between 1 and {tokens}, got {numbers.tolist()}.")
     request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens)
-    method.check(np.empty(0, np.int64) if known is None else known.astype(np.int64), request)
+    method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     plan = plan_layer(method, layer, request)
     if not plan.selects:  # there is no earlier layer whose selection could be reused
         plan = replace(plan, needs=method.needs(0))
@@ -148,8 +148,8 @@ def _build(
     batch, _, tokens, _ = keys.shape
     lengths = jnp.full(batch, tokens, jnp.int32)
     prompt = from_tokens(keys, values, lengths)
-    shown = Rows(prompt, jnp.full(batch, rows, jnp.int32), lengths, {}, queries, key=key)
-    return method.index(shown, count, 0, **options)
+    group = Rows(prompt, jnp.full(batch, rows, jnp.int32), lengths, {}, queries, key=key)
+    return method.index(group, count, 0, **options)
 
 
 @partial(jax.jit, static_argnums=0)

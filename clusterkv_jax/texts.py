@@ -38,34 +38,36 @@ def decode(model: Model, tokens: Tokens) -> str:
 
 def cut(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop string."""
-    found = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return text[: min(found)] if found else text
+    places = [place for place in (text.find(s) for s in stop) if place >= 0]
+    return text[: min(places)] if places else text
 
 
-def shorten_at_stop(model: Model, row: Tokens, stop: Sequence[str]) -> bool:
+def shorten_at_stop(model: Model, tokens: Tokens, stop: Sequence[str]) -> bool:
     """Drop the tokens after the one that completes a stop string; True if there is one."""
-    text = decode(model, row) if stop else ""
+    text = decode(model, tokens) if stop else ""
     if cut(text, stop) == text:
         return False
-    low, high = 1, len(row)
+    low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
-        text = decode(model, row[:middle])
+        text = decode(model, tokens[:middle])
         low, high = (low, middle) if cut(text, stop) != text else (middle + 1, high)
-    del row[low:]
+    del tokens[low:]
     return True
 
 
-def show(model: Model, i: int, row: Tokens, shown: str, stop: Sequence[str], last: bool, on_text: OnText | None) -> str:
-    """Hand over what is new of a row's text; what may still change (half a character, half a stop string) waits."""
+def show(
+    model: Model, i: int, tokens: Tokens, before: str, stop: Sequence[str], last: bool, on_text: OnText | None
+) -> str:
+    """Pass on what is new of a sequence's text; what may still change (half a character, half a stop string) waits."""
     if on_text is None:
-        return shown
-    text = cut(decode(model, row), stop)
+        return before
+    text = cut(decode(model, tokens), stop)
     if not last:
         text = text.rstrip("\ufffd")
         half = max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         text = text[: len(text) - half]
-    if len(text) > len(shown):
-        on_text(i, text[len(shown) :])
+    if len(text) > len(before):
+        on_text(i, text[len(before) :])
         return text
-    return shown
+    return before

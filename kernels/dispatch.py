@@ -22,10 +22,10 @@ def device_kind() -> str:
 
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(chosen, str):
-        chosen = jax.local_devices(backend=chosen)[0]
-    return described or chosen or jax.local_devices()[0]
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return described or device or jax.local_devices()[0]
 
 
 def matmul_operands(*operands: Array) -> tuple[Array, ...]:
@@ -46,8 +46,8 @@ def head_after_head(function: Callable[..., Any], *operands: Array) -> Any:
     """`function` of the operands [B, K, ...] without B and K, one head after the other; its results [B, K, ...]."""
     heads = operands[0].shape[:2]
     flat = tuple(x.reshape(math.prod(heads), *x.shape[2:]) for x in operands)
-    made = jax.lax.map(lambda head: function(*head), flat)
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), made)
+    outputs = jax.lax.map(lambda head: function(*head), flat)
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
 
 
 def dispatch(

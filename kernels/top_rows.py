@@ -7,14 +7,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 def top_rows(score: Float[Array, "B K A"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K A"]:
     """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
-    wanted = count.reshape(count.shape[0], -1, 1)
+    counts = count.reshape(count.shape[0], -1, 1)
     rank = _ordered_bits(score)
-    least = _kth_highest(rank, wanted)
+    least = _kth_highest(rank, counts)
     edge = score > -jnp.inf
     above = edge & (rank > least)
     level = edge & (rank == least)
-    room = wanted - jnp.sum(above, axis=-1, keepdims=True)
-    return (above | (level & (jnp.cumsum(level, axis=-1) <= room))) & (wanted > 0)
+    room = counts - jnp.sum(above, axis=-1, keepdims=True)
+    return (above | (level & (jnp.cumsum(level, axis=-1) <= room))) & (counts > 0)
 
 
 def _ordered_bits(x: Float[Array, "B K A"]) -> UInt32[Array, "B K A"]:

@@ -42,15 +42,15 @@ def forget() -> None:
 @cache
 def _blocks(op: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> dict[str, int]:
     path = file(op, device)
-    given = dict(shape)
+    sizes = dict(shape)
     for entry in json.loads(path.read_text()) if path.exists() else []:
-        if unknown := entry["where"].keys() - given.keys():
-            raise ValueError(f"{path.name} of {op} names {', '.join(sorted(unknown))}; allowed: {', '.join(given)}.")
-        if all(_fits(given[name], wanted) for name, wanted in entry["where"].items()):
+        if unknown := entry["where"].keys() - sizes.keys():
+            raise ValueError(f"{path.name} of {op} names {', '.join(sorted(unknown))}; allowed: {', '.join(sizes)}.")
+        if all(_fits(sizes[name], limit) for name, limit in entry["where"].items()):
             return entry["blocks"]
-    log.info("%s has no measured block sizes on %s for %s", op, device, given)
+    log.info("%s has no measured block sizes on %s for %s", op, device, sizes)
     return {}
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    return wanted[0] <= value <= wanted[1] if isinstance(wanted, list) else value == wanted
+def _fits(value: Any, limit: Any) -> bool:
+    return limit[0] <= value <= limit[1] if isinstance(limit, list) else value == limit

@@ -125,12 +125,12 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
     raise ValueError(f"RoPE scaling {kind!r} is not supported; allowed: default, linear, llama3")
 
 
-def reject_sliding_window(published: dict[str, Any], *, window: int | None, used: bool) -> None:
-    """Raise ValueError if attention would be cut to a window; `window` and `used` are the family's defaults."""
+def reject_sliding_window(published: dict[str, Any], *, window: int | None, active: bool) -> None:
+    """Raise ValueError if attention would be cut to a window; `window` and `active` are the family's defaults."""
     window = published.get("sliding_window", window)
-    used = published.get("use_sliding_window", used)
+    active = published.get("use_sliding_window", active)
     positions = published["max_position_embeddings"]
-    if used and window is not None and window < positions:
+    if active and window is not None and window < positions:
         raise ValueError(
             f"sliding_window = {window} is not supported; allowed: null, or at least "
             f"max_position_embeddings = {positions}"

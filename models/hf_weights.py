@@ -47,12 +47,12 @@ def layout(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
     """A pytree like `abstract(config)` with a Stored in every place."""
     shapes = {_path(path): spec.shape for path, spec in jax.tree.leaves_with_path(abstract(config))}
     places: dict[str, Stored] = {}
-    used: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for pattern, name in table.items():
         for layer in map(str, range(config.num_layers) if "*" in pattern else [0]):
             path = pattern.replace("*", layer)
             if path in shapes:
-                places[path] = _place(path, name.replace("*", layer), shapes[path], used)
+                places[path] = _place(path, name.replace("*", layer), shapes[path], counts)
     return jax.tree.map_with_path(lambda path, _: places[_path(path)], abstract(config))
 
 
@@ -65,7 +65,7 @@ def file_shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _place(path: str, name: str, shape: tuple[int, ...], used: Counter[str]) -> Stored:
+def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -> Stored:
     leaf = path.rpartition(".")[2]
     if leaf in _LINEAR_INPUTS:
         inputs = _LINEAR_INPUTS[leaf]
@@ -74,8 +74,8 @@ def _place(path: str, name: str, shape: tuple[int, ...], used: Counter[str]) -> 
         rows = (math.prod(shape[:-1]), shape[-1])
     else:
         rows = (math.prod(shape),) if leaf.endswith("_bias") else shape
-    start = used[name]
-    used[name] += rows[0]
+    start = counts[name]
+    counts[name] += rows[0]
     return Stored(name, shape, rows, start, leaf in _LINEAR_INPUTS)
 
 

@@ -11,6 +11,6 @@ def from_hf(published: dict[str, Any]) -> ModelConfig:
     """Translate a `model_type: mistral` configuration; v0.1's sliding window is refused."""
     # The defaults of a key that the file leaves out are transformers'.
     published = {"max_position_embeddings": 131072, "num_key_value_heads": 8, **published}
-    reject_sliding_window(published, window=4096, used=True)
+    reject_sliding_window(published, window=4096, active=True)
     fields = decoder(published)
     return ModelConfig(**fields, rope=rope(published, fields["head_dim"]))

@@ -13,7 +13,7 @@ from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
 def from_hf(published: dict[str, Any]) -> ModelConfig:
     """Translate a `model_type: qwen2` or `qwen3` configuration; an active sliding window is refused."""
     published = {"max_position_embeddings": 32768, "num_key_value_heads": 32, **published}
-    reject_sliding_window(published, window=4096, used=False)
+    reject_sliding_window(published, window=4096, active=False)
     if published["model_type"] == "qwen2":
         fields = decoder(published)
         return ModelConfig(**fields, rope=rope(published, fields["head_dim"]), qkv_bias=True)

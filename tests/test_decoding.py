@@ -12,7 +12,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups, occupancy
-from clusterkv_jax.decoding import decode_loop, extend
+from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
@@ -131,7 +131,7 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
     cache, _ = prefill(method, prompt(1, 40), prompt(2, 30))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
     model = tiny()
-    once, logits = jax.jit(extend, static_argnums=(1, 2))(
+    once, logits = jax.jit(extend_step, static_argnums=(1, 2))(
         model.params, model.config, method, cache, tokens, jnp.asarray([7, 3])
     )
     single = cache
@@ -219,7 +219,7 @@ def test_dropping_at_every_token_does_not_depend_on_how_many_come_at_once(method
     question = prompt(4, 7)
     cache, _ = prefill(method, prompt(1, 40), prompt(2, 30))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
-    once, logits = jax.jit(extend, static_argnums=(1, 2))(
+    once, logits = jax.jit(extend_step, static_argnums=(1, 2))(
         tiny().params, tiny().config, method, cache, tokens, jnp.asarray([7, 3])
     )
     for i, token in enumerate(question):
@@ -235,7 +235,7 @@ def loop_arguments(method, limit, model=None):
     model = model or tiny()
     cache, _ = prefill(method, prompt(1, 48), prompt(2, 33), model=model)
     return (
-        (model.params, model.config, method, cache, jnp.asarray([1, 2]), jnp.asarray([False, False])),
+        (model.params, model.config, method, DecodeState(cache, jnp.asarray([1, 2]), jnp.asarray([False, False]))),
         (jax.random.key(0), jnp.int32(1), jnp.int32(limit)),
         {"sampling": ckv.Sampling(), "eos_ids": model.config.eos_ids, "steps": STEPS},
     )
@@ -244,17 +244,17 @@ def loop_arguments(method, limit, model=None):
 def test_the_loop_is_its_steps_and_one_program_however_many():
     first, second, static = loop_arguments(CENTROID, 3)
     with compilations() as compiled:
-        *_, made, count = decode_loop(*first, *second, **static)
+        _, made, count = decode_loop(*first, *second, **static)
     assert len([name for name in compiled if "decode_loop" in name]) <= 1
     first, second, static = loop_arguments(CENTROID, STEPS)
     with compilations() as compiled:
-        *_, more, _ = decode_loop(*first, *second, **static)
+        _, more, _ = decode_loop(*first, *second, **static)
     assert compiled == []
     assert int(count) == 3
     made, more = np.asarray(made), np.asarray(more)
     np.testing.assert_array_equal(made[:, :3], more[:, :3])
     assert (made[:, 3:] == -1).all()
-    cache, token = loop_arguments(CENTROID, STEPS)[0][3], jnp.asarray([1, 2])
+    cache, token = loop_arguments(CENTROID, STEPS)[0][3].cache, jnp.asarray([1, 2])
     for i in range(STEPS):
         cache, logits = step(CENTROID, cache, token)
         token = np.argmax(logits, -1)

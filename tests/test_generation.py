@@ -9,7 +9,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.batch import bucket
-from clusterkv_jax.decoding import extend
+from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.sampling import filtered, sample
 from tests.support.tiny import prompt, tiny
 
@@ -95,7 +95,7 @@ def test_a_question_that_makes_clustering_due_is_clustered():
         reserve=44,
         step_tokens=40,
     )
-    grow = functools.partial(jax.jit(extend, static_argnums=(1, 2)), model.params, model.config, method)
+    grow = functools.partial(jax.jit(extend_step, static_argnums=(1, 2)), model.params, model.config, method)
     cache, logits = grow(cache, jnp.asarray([question]), jnp.asarray([40]))
     assert int(cache.layers[0].length.max()) == 24
     expected = []

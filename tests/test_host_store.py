@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax import host_store
 from clusterkv_jax.cache import take_sequences
-from clusterkv_jax.decoding import extend
+from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation import responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -29,7 +29,7 @@ DEVICE = ckv.ClusterKV(
 )
 HOST = dataclasses.replace(DEVICE, store="host")
 PROMPTS, QUESTIONS = [prompt(1, 48), prompt(2, 33), prompt(3, 40)], [prompt(5, 7), prompt(6, 3), prompt(7, 5)]
-EXTEND = jax.jit(extend, static_argnums=(1, 2))
+EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
 
 
 def generate(method, rows=slice(None), **options):

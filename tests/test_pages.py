@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax import cache, pages
 from clusterkv_jax.attention import attend_cache
-from clusterkv_jax.decoding import extend
+from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
@@ -131,7 +131,7 @@ def read(method, *texts, model=None, new=24, width=200):
 
 
 STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2))
-EXTEND = jax.jit(extend, static_argnums=(1, 2))
+EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("mode", ["kvpress", "factory"])
@@ -187,7 +187,9 @@ def test_pages_take_over_what_another_method_read(first):
     assert len(result.tokens[0]) == 30
     held = read(method, prompt(1, 60))
     assert all(isinstance(layer, cache.PagedHeads) for layer in held.layers)
-    held, _ = extend(tiny().params, tiny().config, method, held, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    held, _ = extend_step(
+        tiny().params, tiny().config, method, held, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    )
     assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in held.layers)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.decoding import decode_loop, extend
+from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
@@ -149,7 +149,7 @@ def prefill(method, *prompts, width=48, **options):
     return ckv.prefill(tiny().params, tiny().config, method, jnp.asarray(tokens), lengths, **options)
 
 
-EXTEND = jax.jit(extend, static_argnums=(1, 2))
+EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
 
 
 def grow(method, cache, tokens, counts=None):
@@ -240,9 +240,7 @@ def test_the_loop_holds_one_conditional_at_most(method, expected):
         tiny().params,
         tiny().config,
         method,
-        cache,
-        jnp.asarray([1, 2]),
-        jnp.asarray([False, False]),
+        DecodeState(cache, jnp.asarray([1, 2]), jnp.asarray([False, False])),
         jax.random.key(0),
         jnp.int32(1),
         jnp.int32(3),

@@ -10,7 +10,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
-from clusterkv_jax.decoding import extend
+from clusterkv_jax.decoding import extend_step
 from tests.support.tiny import prompt, tiny
 
 METHOD = ckv.Chelsea(
@@ -26,7 +26,7 @@ def prefill(method=METHOD, model=None):
 
 
 def answer(cache, question, method=METHOD):
-    step = jax.jit(extend, static_argnums=(1, 2))
+    step = jax.jit(extend_step, static_argnums=(1, 2))
     return step(tiny().params, tiny().config, method, cache, jnp.asarray([question]), jnp.asarray([len(question)]))[1]
 
 

@@ -67,13 +67,13 @@ def calibrate(
         from clusterkv_jax import calibration, observation
         from clusterkv_jax.files import write_whole
 
-        loaded = ckv.load(model)
-        if tokens > loaded.config.max_positions:
-            raise ValueError(f"--tokens {tokens} exceed the model's {loaded.config.max_positions} positions.")
-        pieces = cut(loaded.tokenizer, texts, tokens, sequences, seed)
-        with progress_bar(len(pieces) * loaded.config.num_layers, "layers") as on_layers:
-            found = observation.calibrate(
-                loaded,
+        network = ckv.load(model)
+        if tokens > network.config.max_positions:
+            raise ValueError(f"--tokens {tokens} exceed the model's {network.config.max_positions} positions.")
+        pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
+        with progress_bar(len(pieces) * network.config.num_layers, "layers") as on_layers:
+            measures = observation.calibrate(
+                network,
                 pieces,
                 outliers=outliers,
                 whole_layers=tuple(whole_layer or ()),
@@ -83,9 +83,9 @@ def calibrate(
                 progress=lambda done, _: on_layers(done),
             )
         if plot:
-            draw(found, output.with_suffix(".png"))
-        write_whole(output, calibration.to_yaml(found))
-        _report(found, output, plot)
+            draw(measures, output.with_suffix(".png"))
+        write_whole(output, calibration.to_yaml(measures))
+        _report(measures, output, plot)
 
 
 def _check(output: Path, plot: bool, chunk: int, ratio: float) -> None:
@@ -115,10 +115,12 @@ def read_texts(data: str) -> list[str]:
     config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
-    found = sources.rows(None, name, (name, config or None, split or "train"))
-    if not found or not isinstance(found[0].get("text"), str):
-        raise ValueError(f"data set {data} has no column 'text'; it has {', '.join(found[0]) if found else 'no rows'}.")
-    return ["".join(row["text"] for row in found)]
+    entries = sources.rows(None, name, (name, config or None, split or "train"))
+    if not entries or not isinstance(entries[0].get("text"), str):
+        raise ValueError(
+            f"data set {data} has no column 'text'; it has {', '.join(entries[0]) if entries else 'no rows'}."
+        )
+    return ["".join(row["text"] for row in entries)]
 
 
 def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int) -> list[list[int]]:
@@ -138,27 +140,27 @@ def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int)
         pieces += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
     if not pieces:
         raise ValueError(f"no text has {tokens} tokens, the longest {longest}; give more text or fewer --tokens.")
-    chosen = np.random.default_rng(seed).permutation(len(pieces))[:most]
-    return [pieces[i] for i in sorted(chosen)]
+    numbers = np.random.default_rng(seed).permutation(len(pieces))[:most]
+    return [pieces[i] for i in sorted(numbers)]
 
 
-def draw(found: Any, file: Path) -> None:
+def draw(measures: Any, file: Path) -> None:
     """The share of rows without a similar neighbour by layer and head, outlier heads framed (Chelsea Figures 6, 7)."""
     import numpy as np
 
     from clusterkv_jax.evaluation.report.plots import new_figure
 
-    shares = np.asarray(found.outlier_share)
+    shares = np.asarray(measures.outlier_share)
     layers, heads = shares.shape
     figure, axes = new_figure(2.6 + 0.25 * heads, 2.2 + 0.15 * layers)
     image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for layer, head in found.outlier_heads:
+    for layer, head in measures.outlier_heads:
         axes.add_patch(_frame(head, layer))
     axes.set_xlabel("KV head")
     axes.set_ylabel("layer")
     axes.set_xticks(range(0, heads, max(1, heads // 8)))
     axes.set_yticks(range(0, layers, max(1, layers // 8)))
-    axes.set_title(found.model, fontsize=9)
+    axes.set_title(measures.model, fontsize=9)
     figure.colorbar(image, ax=axes, label="keys without a similar neighbour, %")
     temporary = file.with_suffix(".png.tmp")
     figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
@@ -171,27 +173,27 @@ def _frame(x: int, y: int):
     return Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=1.5)
 
 
-def _report(found: Any, output: Path, plot: bool) -> None:
+def _report(measures: Any, output: Path, plot: bool) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("layer", "without neighbours, by head", "rows if clustered", "rows if chosen by attention"):
         table.add_column(name, justify="right" if name == "layer" else "left")
-    by_layer = zip(found.outlier_share, found.cluster_shares, found.head_shares, strict=True)
-    for layer, (shares, clustered, chosen) in enumerate(by_layer):
+    by_layer = zip(measures.outlier_share, measures.cluster_shares, measures.head_shares, strict=True)
+    for layer, (shares, clustered, budgets) in enumerate(by_layer):
         cells = (
-            f"[red]{share:.0%}[/]" if (layer, head) in found.outlier_heads else f"{share:.0%}"
+            f"[red]{share:.0%}[/]" if (layer, head) in measures.outlier_heads else f"{share:.0%}"
             for head, share in enumerate(shares)
         )
         table.add_row(
-            str(layer), " ".join(cells), *(" ".join(f"{row:g}" for row in rows) for rows in (clustered, chosen))
+            str(layer), " ".join(cells), *(" ".join(f"{row:g}" for row in rows) for rows in (clustered, budgets))
         )
     console = Console()
     console.print(table)
-    used = found.settings
-    heads = sum(map(len, found.outlier_share))
+    sizes = measures.settings
+    heads = sum(map(len, measures.outlier_share))
     console.print(
-        f"{len(found.outlier_heads)} of {heads} heads are outliers, from {used['sequences']} pieces of "
-        f"{used['tokens']:,} tokens.",
+        f"{len(measures.outlier_heads)} of {heads} heads are outliers, from {sizes['sequences']} pieces of "
+        f"{sizes['tokens']:,} tokens.",
         highlight=False,
     )
-    written = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
-    console.print(f"Written to {written}", highlight=False, soft_wrap=True)
+    files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
+    console.print(f"Written to {files}", highlight=False, soft_wrap=True)

@@ -58,26 +58,26 @@ def evaluate(
 
         use_compilation_cache(compilation_cache)
         entries = parse_entries(split(methods), split(budgets))
-        loaded = ckv.load(model, dtype=dtype)
-        if loaded.tokenizer is None:
+        network = ckv.load(model, dtype=dtype)
+        if network.tokenizer is None:
             raise ValueError(f"model {model} has no tokenizer, which evaluation needs.")
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
-        positions = loaded.config.max_positions
+        positions = network.config.max_positions
         if without := suites.left_out(suite, options):
             note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."
             Console(stderr=True, highlight=False).print(note, style="dim")
         with Console(stderr=True).status(f"Building the cases of {suite} ..."):
-            found = suites.cases(suite, options, loaded.tokenizer, positions)
-            found = [building.query_aware(case) for case in found] if query_aware else found
+            examples = suites.cases(suite, options, network.tokenizer, positions)
+            examples = [building.query_aware(case) for case in examples] if query_aware else examples
             jobs = [
-                runner.Job(i, case, building.build_prompt(case, loaded.tokenizer, positions))
-                for i, case in enumerate(found)
+                runner.Job(i, case, building.build_prompt(case, network.tokenizer, positions))
+                for i, case in enumerate(examples)
             ]
         config = {
             "suite": suite,
             "model": model,
-            "parameters": manifest.fingerprint(loaded.params),
-            "dtype": str(loaded.params["embed"].dtype),
+            "parameters": manifest.fingerprint(network.params),
+            "dtype": str(network.params["embed"].dtype),
             "methods": {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries},
             "query_aware": query_aware,
             "batch_size": batch_size,
@@ -89,9 +89,9 @@ def evaluate(
                 manifest.about(),
                 jobs,
                 entries,
-                responses.responder(loaded),
+                responses.responder(network),
                 batch_size=batch_size,
-                possible=partial(responses.possible, loaded),
+                possible=partial(responses.possible, network),
                 on_lines=on_lines,
             )
         _write(output, suite, model, lines, None if published is None else split(published))
@@ -142,8 +142,8 @@ def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tu
     from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
-    chosen = table.matching(suite, model) if names is None else names
-    summary = table.beside(table.summarize(lines), [table.published(name) for name in chosen])
+    names_of_peers = table.matching(suite, model) if names is None else names
+    summary = table.beside(table.summarize(lines), [table.published(name) for name in names_of_peers])
     run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
     write_whole(output / "table.md", table.markdown(summary))
     write_whole(output / "report.html", report.report(summary, lines, run))
@@ -159,18 +159,20 @@ def _screen(summary: Any) -> Table:
     """The table without the intervals of single tasks, which table.md has."""
     from clusterkv_jax.evaluation.report.table import budget_name, cell_text
 
-    found = Table(box=SIMPLE_HEAD)
+    grid = Table(box=SIMPLE_HEAD)
     for name in ("method", "kept", *summary.columns, "average"):
-        left = name in ("method", "kept")
-        found.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=left or name == "average")
+        is_text = name in ("method", "kept")
+        grid.add_column(
+            name, justify="left" if is_text else "right", overflow="fold", no_wrap=is_text or name == "average"
+        )
     for row in summary.rows:
         measured = row.source == "measured"
         cells = [row.cells.get(name) for name in summary.columns]
         values = [cell_text(cell, summary.perplexity).split(" ")[0] for cell in cells]
         name = row.method if measured else f"{row.method}, {row.source}"
         average = cell_text(row.average, summary.perplexity)
-        found.add_row(name, budget_name(row.budget), *values, average, style=None if measured else "dim italic")
-    return found
+        grid.add_row(name, budget_name(row.budget), *values, average, style=None if measured else "dim italic")
+    return grid
 
 
 def _list_suites() -> None:

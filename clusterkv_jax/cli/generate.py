@@ -102,21 +102,21 @@ def generate(
         methods = _methods(method or ["full"], cache_ratio, cache_tokens, measured)
 
         sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        loaded = ckv.load(model)
+        network = ckv.load(model)
         if measured is not None:
-            measured.check(loaded.config)
-        prompts, questions = _wrap(loaded.tokenizer, text, question or [], chat)
+            measured.check(network.config)
+        prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
         stream = len(methods) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         sizes |= {"sampling": sampling, "stop": tuple(stop or ())}
-        answer = partial(ckv.generate, loaded, prompts, **sizes, seed=seed)
+        answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
-        for name, chosen in methods:
+        for name, candidate in methods:
             with compiling(name, quiet=as_json) as on_program:
-                compile_ahead(loaded, prompts, method=chosen, **sizes, on_program=on_program)
+                compile_ahead(network, prompts, method=candidate, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
-                result = answer(method=chosen, progress=progress, on_text=_streamer(clear) if stream else None)
-            runs.append(Run(name, chosen, result.texts, result.stats))
+                result = answer(method=candidate, progress=progress, on_text=_streamer(clear) if stream else None)
+            runs.append(Run(name, candidate, result.texts, result.stats))
         if as_json:
             print(json.dumps(_as_json(model, question or [], runs), indent=2, ensure_ascii=False))
             return
@@ -134,12 +134,12 @@ def methods(
     with one_sentence_errors(debug):
         from clusterkv_jax.presets import list_presets
 
-        found = list_presets().values()
+        entries = list_presets().values()
         table = Table(box=None, pad_edge=False)
-        table.add_column("name", min_width=max(len(preset.name) for preset in found))
+        table.add_column("name", min_width=max(len(preset.name) for preset in entries))
         for column in ("what it does", "source"):
             table.add_column(column, no_wrap=True, overflow="ellipsis")
-        for preset in found:
+        for preset in entries:
             table.add_row(preset.name, preset.description, preset.source)
         # A line each: cut at the edge of a terminal, whole in a file or a pipe.
         Console(width=None if Console().is_terminal else 1000).print(table)

@@ -45,10 +45,10 @@ def inspect_keys(
         from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
 
-        loaded = ckv.load(model)
-        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
-        chosen = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
-        write_whole(output, inspection_page.page_of(loaded, ids, chosen))
+        network = ckv.load(model)
+        ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
+        by_name = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
+        write_whole(output, inspection_page.page_of(network, ids, by_name))
         Console().print(f"Written to {output}", highlight=False)
 
 
@@ -78,32 +78,32 @@ def inspect_recall(
                 raise ValueError(
                     f"--methods must be methods that recall, and {entry.name} keeps no more than it reads."
                 )
-        loaded = ckv.load(model)
-        ids = _tokens_of(loaded, sources.body(sources.read_text(text)), tokens)
+        network = ckv.load(model)
+        ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
         if not 1 <= steps < tokens:
             raise ValueError(f"--steps must be between 1 and {tokens - 1}, got {steps}.")
-        layers = observations.observe(loaded, ids)
-        found = {}
+        layers = observations.observe(network, ids)
+        rates = {}
         for entry in entries:
-            found[entry.name, int(entry.budget)] = recall_rates.recall_rates(layers, entry.method, steps)
-        write_whole(output, recall_rates.recall_page(loaded, tokens, steps, found))
+            rates[entry.name, int(entry.budget)] = recall_rates.recall_rates(layers, entry.method, steps)
+        write_whole(output, recall_rates.recall_page(network, tokens, steps, rates))
         table = Table(box=SIMPLE_HEAD)
         table.add_column("method")
-        rows = sorted({budget for _, budget in found})
+        rows = sorted({budget for _, budget in rates})
         for budget in rows:
             table.add_column(f"B = {budget:,}", justify="right")
-        for name in dict.fromkeys(name for name, _ in found):
-            table.add_row(name, *(f"{recall_rates.mean_rate(found[name, budget]):.3f}" for budget in rows))
+        for name in dict.fromkeys(name for name, _ in rates):
+            table.add_row(name, *(f"{recall_rates.mean_rate(rates[name, budget]):.3f}" for budget in rows))
         Console().print(table)
         Console().print(f"Written to {output}", highlight=False)
 
 
-def _tokens_of(loaded: Any, text: str, tokens: int) -> list[int]:
+def _tokens_of(network: Any, text: str, tokens: int) -> list[int]:
     """The first `tokens` tokens of a text."""
-    if loaded.tokenizer is None:
-        raise ValueError(f"model {loaded.name} has no tokenizer, which inspection needs.")
-    ids = loaded.tokenizer.encode(text, verbose=False)
-    most = min(len(ids), loaded.config.max_positions)
+    if network.tokenizer is None:
+        raise ValueError(f"model {network.name} has no tokenizer, which inspection needs.")
+    ids = network.tokenizer.encode(text, verbose=False)
+    most = min(len(ids), network.config.max_positions)
     if not 256 <= tokens <= most:
         raise ValueError(f"--tokens must be between 256 and {most}, what text and model have, got {tokens}.")
     return ids[:tokens]

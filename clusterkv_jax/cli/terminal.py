@@ -57,7 +57,7 @@ def compiling(name: str, quiet: bool) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True, quiet=quiet, highlight=False)
     with console.status(f"Compiling {name} ...") as spinner, compilation() as total:
         yield lambda program: spinner.update(f"Compiling {name}: {program} ...")
-    made = {"compiled": total.programs - total.cached, "found in the cache": total.cached}
-    counts = " and ".join(f"{count} programs {how}" for how, count in made.items() if count)
+    by_origin = {"compiled": total.programs - total.cached, "found in the cache": total.cached}
+    counts = " and ".join(f"{count} programs {how}" for how, count in by_origin.items() if count)
     if counts:
         console.print(f"{name}: {counts} in {total.seconds:.1f} s", style="dim")

@@ -144,17 +144,17 @@ class CompressedLM(TemplateLM):
         del disable_tqdm, kwargs
         jobs = []
         for number, (_, context, continuation) in enumerate(requests):
-            kept = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
-            jobs.append(_job(number, kept, continuation))
+            context_cut = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
+            jobs.append(_job(number, context_cut, continuation))
         return [(sum(answer.logprobs), answer.greedy) for answer in self._answers(jobs)]
 
     # --- how they are answered ---
 
-    def _generation(self, number: int, text: str, wanted: dict[str, Any]) -> Job:
-        until = wanted.get("until") or []
+    def _generation(self, number: int, text: str, settings: dict[str, Any]) -> Job:
+        until = settings.get("until") or []
         stop = (until,) if isinstance(until, str) else tuple(until)
-        new = int(wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or 256)
-        if wanted.get("do_sample") and float(wanted.get("temperature") or 0) > 0:
+        new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256)
+        if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
             raise ValueError("the harness's model clusterkv is greedy; the task asks for sampling (do_sample).")
         context = self._fit(self.tok_encode(text), new)
         case = Case(str(number), NAME, max_new_tokens=new, stop=tuple(part for part in stop if part))
@@ -177,13 +177,15 @@ class CompressedLM(TemplateLM):
             _log.warning(
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
             )
-        found: dict[int, Answer] = {}
-        for method, chosen in ((self.method, True), (Full(), False)):
-            for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is chosen], self.batch_size):
+        by_number: dict[int, Answer] = {}
+        for method, is_method in ((self.method, True), (Full(), False)):
+            for batch in batches(
+                [job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size
+            ):
                 case = batch[0].case
                 answers = respond(method, [job.prompt for job in batch], case.max_new_tokens, case.stop)
-                found.update((job.number, answer) for job, answer in zip(batch, answers, strict=True))
-        return [found[job.number] for job in jobs]
+                by_number.update((job.number, answer) for job, answer in zip(batch, answers, strict=True))
+        return [by_number[job.number] for job in jobs]
 
 
 def _job(number: int, context: Sequence[int], continuation: Sequence[int]) -> Job:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.decoding import extend, prefill
+from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation import generate
@@ -71,13 +71,15 @@ def generations(
     model: Model, method: Method, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]
 ) -> list[Answer]:
     """Greedy answers; equal contexts are read once. All prompts have a question, or none has."""
-    asked = [list(prompt.question) for prompt in prompts] if prompts[0].question else None
+    question_ids = [list(prompt.question) for prompt in prompts] if prompts[0].question else None
     contexts = [list(prompt.context) for prompt in prompts]
     begin = time.perf_counter()
-    made = generate(model, contexts, method=method, questions=asked, max_new_tokens=max_new_tokens, stop=tuple(stop))
-    seconds = (time.perf_counter() - begin - made.stats.compile_s) / len(prompts)
-    rows = _rows_each(made.stats.kept_rows, prompts)
-    return [Answer(text, rows=kept, seconds=seconds) for text, kept in zip(made.texts, rows, strict=True)]
+    result = generate(
+        model, contexts, method=method, questions=question_ids, max_new_tokens=max_new_tokens, stop=tuple(stop)
+    )
+    seconds = (time.perf_counter() - begin - result.stats.compile_s) / len(prompts)
+    rows = _rows_each(result.stats.kept_rows, prompts)
+    return [Answer(text, rows=row_count, seconds=seconds) for text, row_count in zip(result.texts, rows, strict=True)]
 
 
 def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -101,8 +103,8 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
         )
         rows = _rows_each(occupancy(cache), prompts)
         if len(unique) != len(prompts):
-            chosen = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
-            cache, logits = take_sequences((cache, logits), chosen)
+            numbers = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
+            cache, logits = take_sequences((cache, logits), numbers)
         tokens = jnp.asarray(padded([prompt.continuation for prompt in prompts], steps))
         _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
         scores, hits = jax.device_get((scores, hits))
@@ -137,17 +139,17 @@ def _follow(
         cache, logits = state
         token = tokens[:, place]
         scores = jax.nn.log_softmax(logits.astype(jnp.float32))
-        found = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0], jnp.argmax(scores, axis=1) == token
+        result = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0], jnp.argmax(scores, axis=1) == token
         more = (place + 1 < counts).astype(jnp.int32)
-        cache, latest = extend(params, config, method, cache, token[:, None], more)
-        return (cache, jnp.where(more[:, None] > 0, latest.astype(logits.dtype), logits)), found
+        cache, latest = extend_step(params, config, method, cache, token[:, None], more)
+        return (cache, jnp.where(more[:, None] > 0, latest.astype(logits.dtype), logits)), result
 
     (cache, _), (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
     return cache, scores.T, hits.T
 
 
-def _rows_each(kept: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:
+def _rows_each(counts: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:
     """Mean rows per head of each prompt, from rows [layer][different context][head]."""
     unique = list(dict.fromkeys(prompt.context for prompt in prompts))
-    each = [float(np.mean([head for layer in kept for head in layer[i]])) for i in range(len(unique))]
+    each = [float(np.mean([head for layer in counts for head in layer[i]])) for i in range(len(unique))]
     return [each[unique.index(prompt.context)] for prompt in prompts]

@@ -83,13 +83,13 @@ def run(
     with _alone(folder):
         _open_run(folder, {**config, "cases": _digest(jobs)}, about)
         lines = read_lines(folder / RESULTS)
-        known = {_key(line) for line in lines}
-        if len(known) != len(lines):
+        finished = {_key(line) for line in lines}
+        if len(finished) != len(lines):
             raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
         on_lines(len(lines))
         with (folder / RESULTS).open("ab") as file:
             for entry, (method, batch) in plan:
-                missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in known}
+                missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in finished}
                 if not missing:
                     continue
                 first = batch[0].case
@@ -138,11 +138,11 @@ def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:
                 raise ValueError(
                     f"{folders[0]} and {folder} differ in {key}: {first.get(key)!r} and {run['config'].get(key)!r}."
                 )
-    known: set[tuple[str, str, str]] = set()
+    earlier: set[tuple[str, str, str]] = set()
     for line in lines:
-        if _key(line) in known:
+        if _key(line) in earlier:
             raise ValueError("two runs hold {} with budget {} of example {}.".format(*_key(line)))
-        known.add(_key(line))
+        earlier.add(_key(line))
     methods = {name: text for run in runs for name, text in run["config"]["methods"].items()}
     sessions = [session for run in runs for session in run["sessions"]]
     return {"config": {**first, "methods": methods}, "sessions": sessions}, lines
@@ -187,8 +187,8 @@ def _split(
             f"{entry.name} with budget {entry.budget} is impossible for every prompt; they have {min(lengths)} to "
             f"{max(lengths)} tokens."
         )
-    for method, chosen in ((entry.method, True), (Full(), False)):
-        for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is chosen], size):
+    for method, is_method in ((entry.method, True), (Full(), False)):
+        for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], size):
             yield method, batch
 
 
@@ -221,18 +221,18 @@ def parse_lines(raw: bytes, file: Path) -> list[Line]:
 def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Write run.json, or add this session to it; another configuration is refused."""
     file = folder / RUN
-    wanted = json.loads(json.dumps(config))
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"config": wanted, "sessions": []}
+    settings = json.loads(json.dumps(config))
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"config": settings, "sessions": []}
     if not file.exists() and (folder / RESULTS).exists():
         raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
-    for key in {**found["config"], **wanted}:
-        if found["config"].get(key) != wanted.get(key):
+    for key in {**record["config"], **settings}:
+        if record["config"].get(key) != settings.get(key):
             raise ValueError(
-                f"{folder} holds a run with {key} = {found['config'].get(key)!r}, not {wanted.get(key)!r}; "
+                f"{folder} holds a run with {key} = {record['config'].get(key)!r}, not {settings.get(key)!r}; "
                 "choose another folder, or give the same options."
             )
-    sessions = [*found["sessions"], dict(about)]
-    write_whole(file, json.dumps({"config": wanted, "sessions": sessions}, indent=2, ensure_ascii=False) + "\n")
+    sessions = [*record["sessions"], dict(about)]
+    write_whole(file, json.dumps({"config": settings, "sessions": sessions}, indent=2, ensure_ascii=False) + "\n")
 
 
 def _digest(jobs: Sequence[Job]) -> str:

@@ -56,12 +56,12 @@ def first_line(text: str) -> str:
     return text.lstrip("\n").split("\n")[0]
 
 
-def _f1(found: Sequence[str], right: Sequence[str]) -> float:
+def _f1(words: Sequence[str], reference: Sequence[str]) -> float:
     """F1 of two bags of words."""
-    common = sum((Counter(found) & Counter(right)).values())
+    common = sum((Counter(words) & Counter(reference)).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(found), common / len(right)
+    precision, recall = common / len(words), common / len(reference)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -84,10 +84,10 @@ def rouge_l(output: str, answer: str) -> float:
     """ROUGE-L F1; 0 where either side holds no words."""
     scorer = _rouge()
     try:
-        found = scorer.get_scores([output], [answer], avg=True)
+        scores = scorer.get_scores([output], [answer], avg=True)
     except (ValueError, RecursionError):  # an empty side; sentences beyond the recursion limit
         return 0.0
-    return found["rouge-l"]["f"]
+    return scores["rouge-l"]["f"]
 
 
 def rouge_l_chinese(output: str, answer: str) -> float:
@@ -98,8 +98,8 @@ def rouge_l_chinese(output: str, answer: str) -> float:
 
 def number_share(output: str, answer: str) -> float:
     """Which share of the numbers in the output is the one number of the answer."""
-    wanted, found = re.findall(r"\d+", answer)[0], re.findall(r"\d+", output)
-    return found.count(wanted) / len(found) if found else 0.0
+    number, numbers = re.findall(r"\d+", answer)[0], re.findall(r"\d+", output)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def code_similarity(output: str, answer: str) -> float:

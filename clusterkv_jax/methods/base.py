@@ -109,7 +109,7 @@ class Rows:
 
     Attributes:
         cache: the rows; after the prompt one for each token, C = N.
-        budget: rows to keep, B. A batch row that holds no more stays as it is, bit for bit.
+        budget: rows to keep, B. A sequence that holds no more stays as it is, bit for bit.
         position: tokens seen.
         memory: what `remember` made, as the steps left it.
         queries: of the prompt, padded; None while decoding, and for bare tensors without them.

@@ -51,7 +51,7 @@ class CaM(Streaming):
 
     @override
     def remember(self, rows: Rows) -> Memory:
-        """The key: every batch row's own copy, so that a row draws alike in any batch."""
+        """The key: every sequence's own copy, so that a sequence draws alike in any batch."""
         if not self.stochastic:
             return {}
         assert rows.key is not None

@@ -2,10 +2,10 @@
 
     compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and what is remembered
     step_layer       new tokens enter every group and attend
-    due, recompress  one condition for all layers, and the way back to the budget of the batch rows that are due
+    due, recompress  one condition for all layers, and the way back to the budget of the sequences that are due
 
 A group's memory is None where its tokens are only ever appended. Otherwise it holds what the method remembers, and of a
-method with a schedule `budget`, B of each batch row, and `due`, the rows at which the group is compressed again.
+method with a schedule `budget`, B of each sequence, and `due`, the rows at which the group is compressed again.
 """
 
 from collections.abc import Sequence
@@ -102,13 +102,13 @@ def _compress_group(
         queries = query_heads(queries, plan.heads, prompt.keys.shape[1], axis=1)
     rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, prompt.hidden, key, selection, plan)
     rows = replace(rows, memory=method.remember(rows))
-    made = method.compress(rows)
-    memory = rows.memory if made.memory is None else made.memory
+    result = method.compress(rows)
+    memory = rows.memory if result.memory is None else result.memory
     if method.schedule.kind != "append":
         memory = {"budget": budgets[:, -1]} | memory
     if method.schedule.kind == "interval" and method.forgets:
         memory = memory | {"due": budgets[:, -1] + method.schedule.interval}
-    return made.cache, memory or None, made.selection
+    return result.cache, memory or None, result.selection
 
 
 def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None:
@@ -145,17 +145,17 @@ def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
 
 
 def recompress(method: Method, cache: KVCache) -> KVCache:
-    """Bring every batch row that is due back to its budget; the others stay as they are, bit for bit."""
+    """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit."""
     layers, states, selection = [], [], None
     for number, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         before = selection if "selection" in method.needs(number) else None
-        made = [
+        parts = [
             _recompress_group(method, group, memory, cache.position, None if before is None else before[i])
             for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
         ]
-        selection = tuple(part.selection for part in made) if before is None else before
-        layers.append(with_groups(layer, [part.cache for part in made]))
-        states.append(tuple(part.memory for part in made))
+        selection = tuple(part.selection for part in parts) if before is None else before
+        layers.append(with_groups(layer, [part.cache for part in parts]))
+        states.append(tuple(part.memory for part in parts))
     return replace(cache, layers=tuple(layers), state=tuple(states))
 
 
@@ -164,17 +164,17 @@ def _recompress_group(
 ) -> Compressed:
     if memory is None or "due" not in memory:
         return Compressed(group, memory)
-    held = rows_held(group)
-    target = jnp.where(held >= memory["due"], memory["budget"], held)
+    counts = rows_held(group)
+    target = jnp.where(counts >= memory["due"], memory["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots)
-    made = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
-    return replace(made, memory=memory | (made.memory or {}))
+    result = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
+    return replace(result, memory=memory | (result.memory or {}))
 
 
-def with_groups(layer: Layer, made: Sequence[Any]) -> Layer:
+def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:
     """The layer with other groups in the place of its own."""
-    return replace(layer, groups=tuple(made)) if isinstance(layer, HeadGroups) else made[0]
+    return replace(layer, groups=tuple(parts)) if isinstance(layer, HeadGroups) else parts[0]
 
 
 def _of_heads(tokens: NewTokens, heads: tuple[int, ...]) -> NewTokens:

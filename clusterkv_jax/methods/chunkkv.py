@@ -127,7 +127,7 @@ def _sizes(rows: Int[Array, "B 1"], chunk: int, count: int) -> Int[Array, "B 1 c
 def _fill(
     scores: Float[Array, "B 1 count"],
     rows: Int[Array, "B 1"],
-    wanted: Int[Array, " B"],
+    counts: Int[Array, " B"],
     chunk: int,
     capacity: int,
     whole: bool = False,
@@ -144,6 +144,6 @@ def _fill(
     ahead = behind - jnp.take_along_axis(cost, order, axis=-1)
     # Back from the order of scores to that of the rows.
     ahead = jnp.take_along_axis(ahead, jnp.argsort(order, axis=-1), axis=-1)
-    take = jnp.minimum(jnp.clip(wanted[:, None, None] - ahead, 0, chunk), sizes)
-    taken = ordinals(chunk, 4) < take[..., None]
-    return taken.reshape(*scores.shape[:2], count * chunk)[..., :capacity]
+    take = jnp.minimum(jnp.clip(counts[:, None, None] - ahead, 0, chunk), sizes)
+    selection = ordinals(chunk, 4) < take[..., None]
+    return selection.reshape(*scores.shape[:2], count * chunk)[..., :capacity]

@@ -93,13 +93,13 @@ class ClusterKV(Recall):
     @override
     def compress(self, rows: Rows) -> Compressed:
         """The prompt, where it is to be kept, and its index."""
-        made, plan = super().compress(rows), rows.plan
+        result, plan = super().compress(rows), rows.plan
         if self.store == "device":
-            return made
+            return result
         unindexed = min(plan.reserve, self.unindexed(plan.step_tokens))
         size = {"sinks": self.sinks, "unindexed": unindexed, "steps": self.cached_steps}
-        group: Any = made.cache
-        return Compressed(*host_store.move_to_host(group, made.memory, plan.capacity, **size))
+        group: Any = result.cache
+        return Compressed(*host_store.move_to_host(group, result.memory, plan.capacity, **size))
 
     @override
     def selections(self, queries: int) -> int:
@@ -128,7 +128,7 @@ class ClusterKV(Recall):
         """Cluster the keys behind the sinks, with room for the clusters of `reserve` tokens.
 
         Centroids are means in float32 and held in the dtype of the keys: a step reads all of them.
-        Clusters start from these rows of the prompt, or from random ones, of which a row of the batch draws those that
+        Clusters start from these rows of the prompt, or from random ones, of which a sequence draws those that
         it would draw alone.
         """
         key: Any = rows.key
@@ -210,7 +210,7 @@ class ClusterKV(Recall):
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
-        """Cluster intervals of the batch rows that have one, until none has."""
+        """Cluster intervals of the sequences that have one, until none has."""
 
         def more(state: tuple[Any, Memory]) -> Bool[Array, ""]:
             return jnp.any(rows.position >= state[1]["due"])
@@ -223,7 +223,7 @@ class ClusterKV(Recall):
     def _cluster_interval(
         self, group: LayerCache, state: Index, position: Int[Array, " B"]
     ) -> tuple[LayerCache, Index]:
-        """The first `interval` rows that are not clustered, in batch rows that have so many."""
+        """The first `interval` rows that are not clustered, in sequences that have so many."""
         begin = state["indexed"]
         ready = position - begin >= self.interval
         number = ordinals(self.interval, 2)
@@ -238,24 +238,24 @@ class ClusterKV(Recall):
             keys = jnp.take_along_axis(source, rows[..., None], axis=2)
             centroids, labels, sizes = cluster(keys, seeds, max_iterations=self.max_iterations)
             order, starts = group_rows(labels, most)
-            found = {
+            new_index = {
                 "centroids": _put(index["centroids"], centroids.astype(index["centroids"].dtype), clusters),
                 "sizes": _put(index["sizes"], sizes, clusters),
                 "starts": _put(index["starts"], begin[:, None, None] + starts[..., :-1], clusters),
                 "order": _put(index["order"], begin[:, None, None] + order, begin),
             }
-            chosen = lambda new, old: jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
-            return jax.tree.map(chosen, found, index)
+            where_ready = lambda new, old: jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
+            return jax.tree.map(where_ready, new_index, index)
 
         each = jnp.broadcast_to(seeds[:, None], (*group.length.shape, most))
         index = {name: state[name] for name in ("centroids", "sizes", "starts", "order")}
-        made = over_heads(make, source, at, index, each, begin, state["clusters"], ready)
-        made["indexed"] = begin + jnp.where(ready, self.interval, 0)
-        made["due"] = made["indexed"] + self.interval
-        made["clusters"] = state["clusters"] + jnp.where(ready, most, 0)
+        index_after = over_heads(make, source, at, index, each, begin, state["clusters"], ready)
+        index_after["indexed"] = begin + jnp.where(ready, self.interval, 0)
+        index_after["due"] = index_after["indexed"] + self.interval
+        index_after["clusters"] = state["clusters"] + jnp.where(ready, most, 0)
         if not on_host:
-            return group, state | made
-        return host_store.flush(group, state | made, begin, ready, sinks=self.sinks, interval=self.interval)
+            return group, state | index_after
+        return host_store.flush(group, state | index_after, begin, ready, sinks=self.sinks, interval=self.interval)
 
 
 def _draw(key: Array, numbers: Int[Array, " N"]) -> Float[Array, " N"]:
@@ -273,7 +273,7 @@ def _lowest(
 
 
 def _put(x: Shaped[Array, "B K C ..."], part: Shaped[Array, "B K n ..."], at: Int[Array, " B"]) -> Array:
-    """`x` with `part` from entry at[b] on, in every batch row."""
+    """`x` with `part` from entry at[b] on, in every sequence."""
 
     def one_row(x: Array, part: Array, at: Array) -> Array:
         return jax.lax.dynamic_update_slice(x, part, (jnp.int32(0), at, *[jnp.int32(0)] * (x.ndim - 2)))

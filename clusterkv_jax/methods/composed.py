@@ -107,16 +107,16 @@ class Composed(Method):
     def compress(self, rows: Rows) -> Compressed:
         """The prefill method's cache, with the decoding method's memory."""
         before = replace(rows, memory=self.prefill.remember(rows))
-        made = self.prefill.compress(before)
+        result = self.prefill.compress(before)
         if self.decode == Full():
-            moved = self.prefill.holds == "moved"
-            return replace(made, memory=({"budget": rows.budget} | (made.memory or {})) if moved else {})
-        cache: Any = made.cache
+            rotated = self.prefill.holds == "moved"
+            return replace(result, memory=({"budget": rows.budget} | (result.memory or {})) if rotated else {})
+        cache: Any = result.cache
         cache = resize(cache, rows.plan.capacity)
         memory = self.decode.remember(replace(rows, cache=cache))
         if self.decode.holds == "pages":
             cache = pages.paged(cache, cache.degree > 0, rows.plan.capacity)
-        return Compressed(cache, memory, made.selection)
+        return Compressed(cache, memory, result.selection)
 
     @override
     def recompress(self, rows: Rows) -> Compressed:

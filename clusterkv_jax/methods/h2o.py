@@ -116,6 +116,6 @@ class H2O(Method):
 
         last = group.length - 1
         here, end = (ordinals(group.capacity, 3) == at[..., None] for at in (slot, last))
-        moved = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
-        sums = jnp.where(drop[:, None, None], moved, sums)
+        sums_after = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
+        sums = jnp.where(drop[:, None, None], sums_after, sums)
         return attended, replace_row(group, slot, drop), memory | {"sums": sums}

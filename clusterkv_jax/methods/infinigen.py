@@ -98,16 +98,16 @@ class InfiniGen(Recall):
         """The rows of the highest scores, best first."""
         count = index["recalled"].shape[-1]
         scores = over_heads(index_scores, _project(q, index["projection"]), index["partial"])
-        known = ordinals(scores.shape[-1], 4) < index["indexed"][:, None, None, None]
-        scores = jnp.where(known, scores, -jnp.inf)
-        wanted = index["budget"]
+        indexed = ordinals(scores.shape[-1], 4) < index["indexed"][:, None, None, None]
+        scores = jnp.where(indexed, scores, -jnp.inf)
+        counts = index["budget"]
         if self.alpha is not None:
-            wanted = jnp.minimum(wanted, rows_within(scores, self.alpha))
+            counts = jnp.minimum(counts, rows_within(scores, self.alpha))
         best, rows = jax.lax.top_k(scores, min(count, scores.shape[-1]))
-        taken = (ordinals(rows.shape[-1], 4) < wanted[:, None, None, None]) & (best > -jnp.inf)
+        selection = (ordinals(rows.shape[-1], 4) < counts[:, None, None, None]) & (best > -jnp.inf)
         spare = [(0, 0)] * 3 + [(0, count - rows.shape[-1])]
-        found = jnp.pad(jnp.where(taken, rows.astype(jnp.int32), -1), spare, constant_values=-1)
-        return unless_over(real, found, index)
+        result = jnp.pad(jnp.where(selection, rows.astype(jnp.int32), -1), spare, constant_values=-1)
+        return unless_over(real, result, index)
 
 
 def skew_of(queries: Float[Array, "B K G N D"]) -> Float[Array, "B K D D"]:

@@ -50,20 +50,20 @@ def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: Req
         return everything
     after_prompt, schedule = rows[:, 0], method.schedule
     over = (lengths > after_prompt) & (lengths >= after_prompt + schedule.slack)
-    held = np.where(over, after_prompt, lengths)
-    return np.minimum(_most_held(schedule, held, rows[:, -1], request), everything)
+    after = np.where(over, after_prompt, lengths)
+    return np.minimum(_most_held(schedule, after, rows[:, -1], request), everything)
 
 
-def _most_held(schedule: Schedule, held: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
+def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
     """The most rows of a head that holds `held` after the prompt, and returns to `rows` by this schedule."""
-    appended = held + request.reserve
+    appended = after + request.reserve
     if schedule.kind == "interval" and request.reserve:
         # A step begins with less than B + interval rows, or with what the prompt left.
-        appended = np.maximum(held, rows + schedule.interval - 1) + request.step_tokens
+        appended = np.maximum(after, rows + schedule.interval - 1) + request.step_tokens
     elif schedule.kind == "token":  # one slot more for the token whose step decides what goes
-        appended = np.minimum(appended, np.maximum(held, rows) + 1)
+        appended = np.minimum(appended, np.maximum(after, rows) + 1)
     elif schedule.kind == "ring":
-        appended = np.minimum(appended, np.maximum(held, rows))
+        appended = np.minimum(appended, np.maximum(after, rows))
     return appended + schedule.rounding
 
 
@@ -71,11 +71,11 @@ def rows_of_request(
     method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int, request: Request
 ) -> Int[Array, "B groups stages"]:
     """B of each prompt and group of the layer's heads, as device numbers that the host computes."""
-    known = concrete(lengths)
-    at = np.arange(int(np.max(request.lengths)) + 1) if known is None else known
+    numbers = concrete(lengths)
+    at = np.arange(int(np.max(request.lengths)) + 1) if numbers is None else numbers
     first = [heads[0] for heads in plan.heads]
     rows = np.minimum(stages(method.budget_rows(at, layer, request))[:, first], MOST_ROWS)
-    if known is not None:
+    if numbers is not None:
         return jnp.asarray(rows, jnp.int32)
     # Lengths that are traced cannot be checked: every head keeps at least what it must.
     return look_up(np.maximum(rows, method.protected.fewest), lengths)
@@ -87,7 +87,7 @@ def stages(rows: np.ndarray) -> np.ndarray:
 
 
 def aligned(slots: int) -> int:
-    """`slots`, on a TPU rounded up to its tile of 16 rows: of another size, XLA would lay the cache out by batch rows
+    """`slots`, on a TPU rounded up to its tile of 16 rows: of another size, XLA would lay the cache out by sequences
     and copy all of it into and out of the decode loop.
     """
     return -(-slots // 16) * 16 if platform() == "tpu" else slots

@@ -81,12 +81,12 @@ class Quest(Recall):
         wider = jnp.concatenate([jnp.maximum(high, key), jnp.minimum(low, key)], axis=-1)
         at = jnp.where(token.real, newest, old.shape[2])
         put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
-        known = (length - 1) // self.page * self.page
+        indexed = (length - 1) // self.page * self.page
         others = (self._pages(index["budget"]) - 1) * self.page
         return index | {
             "bounds": put(old, wider, at),
-            "indexed": known,
-            "room": jnp.where(length <= index["budget"], known, others),
+            "indexed": indexed,
+            "room": jnp.where(length <= index["budget"], indexed, others),
         }
 
     @override
@@ -94,16 +94,16 @@ class Quest(Recall):
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K G R"]:
         """The best of the pages that are indexed."""
-        known, bounds, count = index["indexed"], index["bounds"], index["recalled"].shape[-1]
+        indexed, bounds, count = index["indexed"], index["bounds"], index["recalled"].shape[-1]
         start = jnp.arange(bounds.shape[2], dtype=jnp.int32) * self.page
-        sizes = jnp.where(start[None] < known[:, None], self.page, 0)
+        sizes = jnp.where(start[None] < indexed[:, None], self.page, 0)
 
         def best(q: Array, bounds: Array, sizes: Array, starts: Array, room: Array) -> Array:
             return select_rows(page_scores(q, bounds), sizes, starts, None, room, count=count)
 
         sizes, starts = (jnp.broadcast_to(x, bounds.shape[:3]) for x in (sizes[:, None], start))
         rows = over_heads(best, q, bounds, sizes, starts, index["room"])
-        return unless_over(real, jnp.where(rows < known[:, None, None, None], rows, -1), index)
+        return unless_over(real, jnp.where(rows < indexed[:, None, None, None], rows, -1), index)
 
     def _pages(self, rows: Int[Array, " B"]) -> Int[Array, " B"]:
         """Pages of a budget, whether there are so many or not."""

@@ -91,10 +91,10 @@ class StreamingLLM(Streaming):
         They are turned from what they were, not from what they became: errors must not add up.
         """
         assert token.rope is not None
-        dropped = jnp.maximum(token.positions[:, 0] + 1 - memory["budget"], 0) - memory["moved"]
-        turned = _turned(memory["sinks"], jnp.repeat(dropped[:, None], self.sinks, axis=1), token.rope)
-        held = group.keys[:, :, : self.sinks]
-        turned = jnp.where((token.real[:, 0] & (dropped > 0))[:, None, None, None], turned, held)
+        distance = jnp.maximum(token.positions[:, 0] + 1 - memory["budget"], 0) - memory["moved"]
+        turned = _turned(memory["sinks"], jnp.repeat(distance[:, None], self.sinks, axis=1), token.rope)
+        sink_keys = group.keys[:, :, : self.sinks]
+        turned = jnp.where((token.real[:, 0] & (distance > 0))[:, None, None, None], turned, sink_keys)
         keys = jax.lax.dynamic_update_slice_in_dim(group.keys, turned, 0, axis=2)
         return moved_back(token, memory), replace(group, keys=keys)
 

@@ -46,10 +46,11 @@ def accumulated_attention(
         raise NotImplementedError("the GPU kernel of accumulated_attention needs queries.")
     if power_of_two(dim) > 256:
         raise NotImplementedError(f"the GPU kernel of accumulated_attention takes D up to 256, got {dim}.")
-    known = blocks("accumulated_attention", dim=dim, itemsize=q.dtype.itemsize)
-    chosen = _sizes(q.dtype) | known | dict(sizes or {})
-    tile, options = chosen["tile"], {"warps": chosen["warps"], "stages": chosen["stages"], "interpret": interpret}
-    shape = {"tile": tile, "block": chosen["block"], "group": heads // kv_heads}
+    measured = blocks("accumulated_attention", dim=dim, itemsize=q.dtype.itemsize)
+    blocking = _sizes(q.dtype) | measured | dict(sizes or {})
+    tile = blocking["tile"]
+    options: dict[str, Any] = {"warps": blocking["warps"], "stages": blocking["stages"], "interpret": interpret}
+    shape = {"tile": tile, "block": blocking["block"], "group": heads // kv_heads}
     ends = jnp.repeat(lengths.astype(jnp.int32), kv_heads)
     queries, rows = q.reshape(batch * heads, tokens, dim), keys.reshape(batch * kv_heads, tokens, dim)
 

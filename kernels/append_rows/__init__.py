@@ -21,7 +21,7 @@ def append_rows(
     *,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
-    """Token t of a batch row enters the slots `length + t` of its heads, with degree 1.
+    """Token t of a sequence enters the slots `length + t` of its heads, with degree 1.
 
     Args:
         keys, values, degree, positions: the slots; positions may be None.

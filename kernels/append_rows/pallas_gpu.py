@@ -49,20 +49,20 @@ def append_rows(
 def _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
     tile, warps, interpret = options
     batch, heads, tokens, _ = new_keys.shape
-    given = (new_keys, new_values, new_positions, real, length)
+    inputs = (new_keys, new_values, new_positions, real, length)
     # In the shapes that they have: reshaped, XLA would take what else reads them for other arrays, and copy.
     buffers = [x for x in (keys, values, degree, positions) if x is not None]
-    made = call(
+    outputs = call(
         partial(_kernel, tile=tile),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
-        *given,
+        *inputs,
         *buffers,
         grid=(heads, batch, pl.cdiv(tokens, tile)),
         warps=warps,
-        aliases={len(given) + i: i for i in range(len(buffers))},
+        aliases={len(inputs) + i: i for i in range(len(buffers))},
         interpret=interpret,
     )
-    return (*made, None) if positions is None else tuple(made)
+    return (*outputs, None) if positions is None else tuple(outputs)
 
 
 @_append.defjvp

@@ -57,9 +57,9 @@ def biased_attention(
     queries = tokens * heads // kv_heads
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
-    known = blocks("biased_attention", heads=programs, tile=tile, slots=slots, dim=dim, itemsize=q.dtype.itemsize)
-    chosen = split_sizes(q.dtype, slots, programs) | known | dict(sizes or {})
-    block, span, warps = chosen["block"], chosen["span"], chosen["warps"]
+    measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, dim=dim, itemsize=q.dtype.itemsize)
+    options = split_sizes(q.dtype, slots, programs) | measured | dict(sizes or {})
+    block, span, warps = options["block"], options["span"], options["warps"]
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
     end = end.astype(jnp.int32)
@@ -76,7 +76,7 @@ def biased_attention(
         *cache,
         grid=(splits, batch * kv_heads, pl.cdiv(queries, tile)),
         warps=warps,
-        stages=chosen["stages"],
+        stages=options["stages"],
         interpret=interpret,
     )
     out, lse = call(
@@ -117,7 +117,7 @@ def split_sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
 
 
 def _query_rows(q, head, first, tile, kv_heads):
-    """One tile of the T G query rows of a KV head: batch row, token, query head, whether there is such a row."""
+    """One tile of the T G query rows of a KV head: sequence, token, query head, whether there is such a row."""
     tokens, heads = q.shape[1:3]
     group = heads // kv_heads
     row = first + arange(tile)

@@ -77,9 +77,9 @@ def _block(rows: int, capacity: int, dim: int, itemsize: int) -> int:
     lanes = -(-dim // LANES) * LANES
     read = 2 * lanes * itemsize
     # Twice what is read (the next block arrives meanwhile), the scores in float32 and their exponentials.
-    held = 2 * read + (4 + 4 + 4 + itemsize) * max(rows, 8)
-    wanted = min(step_bytes() / read, vmem_budget() / held, 2**16)
-    return max(LANES, 2 ** int(math.log2(wanted)))
+    memory = 2 * read + (4 + 4 + 4 + itemsize) * max(rows, 8)
+    size = min(step_bytes() / read, vmem_budget() / memory, 2**16)
+    return max(LANES, 2 ** int(math.log2(size)))
 
 
 def _call(q, keys, values, bias, ends, block, with_scores, interpret):

@@ -101,7 +101,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
     a, a_inside, a_rows = locate(pl.program_id(0) % blocks, 0)
     out = number * half + a
     weight = optional["key_weight"][head] if "key_weight" in optional else 1.0
-    written = (a < half) & (out < edges)
+    real = (a < half) & (out < edges)
 
     @pl.when(number * chunk < n)
     def _():
@@ -130,13 +130,13 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
         best = (jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf, jnp.float32))
         best = best_of(0, best) if blocks == 1 else jax.lax.fori_loop(0, blocks, best_of, best)
         partner = jnp.where(best[1] > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
-        plgpu.store(match.at[head, out], partner, mask=written)
-        plgpu.store(score.at[head, out], best[1], mask=written)
+        plgpu.store(match.at[head, out], partner, mask=real)
+        plgpu.store(score.at[head, out], best[1], mask=real)
 
     @pl.when(number * chunk >= n)
     def _():
-        plgpu.store(match.at[head, out], jnp.full((tile,), -1, jnp.int32), mask=written)
-        plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=written)
+        plgpu.store(match.at[head, out], jnp.full((tile,), -1, jnp.int32), mask=real)
+        plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=real)
 
 
 def _products(features, head, a_rows, a_inside, b_rows, b_inside, step, value=None):

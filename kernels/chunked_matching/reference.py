@@ -109,11 +109,11 @@ def as_product(
         norm = jnp.sqrt(jnp.sum(values**2, axis=-1, keepdims=True))
         values = values * (value_weight**0.5 / jnp.where(norm > 0, norm, 1.0))
         w = w[..., None]
-        made = jnp.concatenate([keys * jnp.sqrt(w)[..., None], values], axis=-1)
+        joint = jnp.concatenate([keys * jnp.sqrt(w)[..., None], values], axis=-1)
         bias = bias - w * jnp.sum(keys**2, axis=-1) / 2
         begin = None if start is None else first
-        found, score = match(made, bias=bias, normalize=False, start=begin, length=count, index=None)
-        return found[0, 0], score[0, 0]
+        edge, score = match(joint, bias=bias, normalize=False, start=begin, length=count, index=None)
+        return edge[0, 0], score[0, 0]
 
     return head_after_head(one_head, keys, values, bias, key_weight.astype(jnp.float32), first, count, index)
 
@@ -133,5 +133,5 @@ def rows_from(
 ) -> tuple[Array, Array | None]:
     """Rows `first + offset`, the last row where there is none."""
     index = jnp.minimum(first[..., None] + offset[None, None], features.shape[2] - 1)
-    taken = jnp.take_along_axis(features, index[..., None], axis=2)
-    return taken, None if bias is None else jnp.take_along_axis(bias, index, axis=2)
+    values = jnp.take_along_axis(features, index[..., None], axis=2)
+    return values, None if bias is None else jnp.take_along_axis(bias, index, axis=2)

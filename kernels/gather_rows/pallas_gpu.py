@@ -30,40 +30,40 @@ def gather_rows(
 ) -> Shaped[Array, "B K R D"]:
     """See `clusterkv_jax.kernels.gather_rows.gather_rows`."""
     batch, heads, _, width = source.shape
-    wanted = rows.shape[2]
+    count = rows.shape[2]
     if not jnp.issubdtype(source.dtype, jnp.floating):
         raise NotImplementedError(f"the GPU kernel of gather_rows moves floating point rows, got {source.dtype}.")
     # The source may be in another memory, so that what is not there is never looked at.
     sources = [(source, rows)] if near is None or place is None else [(near, place), (source, rows)]
     sources = [(x, numbers) for x, numbers in sources if x.size > 0]
     if not sources or rows.size == 0:
-        return jnp.zeros((batch, heads, wanted, width), source.dtype)
-    tile = min(power_of_two(wanted), max(1, tile_bytes // (power_of_two(width) * source.dtype.itemsize)))
+        return jnp.zeros((batch, heads, count, width), source.dtype)
+    tile = min(power_of_two(count), max(1, tile_bytes // (power_of_two(width) * source.dtype.itemsize)))
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
-    made = call(
+    outputs = call(
         partial(_kernel, tile=tile),
-        jax.ShapeDtypeStruct((batch * heads, wanted, width), source.dtype),
+        jax.ShapeDtypeStruct((batch * heads, count, width), source.dtype),
         *(flat(x) for pair in sources for x in pair),
-        grid=(pl.cdiv(wanted, tile), batch * heads),
+        grid=(pl.cdiv(count, tile), batch * heads),
         warps=warps,
         interpret=interpret,
     )
-    return made.reshape(batch, heads, wanted, width)
+    return outputs.reshape(batch, heads, count, width)
 
 
 def _kernel(*refs, tile):
     """`refs` are a source and the numbers of its rows, once or twice, and the output; the first that has a row wins."""
-    *given, out = refs
-    head, wanted, width = pl.program_id(1), *out.shape[1:]
+    *inputs, out = refs
+    head, count, width = pl.program_id(1), *out.shape[1:]
     entry = pl.program_id(0) * tile + arange(tile)
-    inside = entry < wanted
+    inside = entry < count
     columns = arange(power_of_two(width))
-    todo, found = inside, jnp.zeros((tile, columns.shape[0]), out.dtype)
-    for source, rows in zip(given[::2], given[1::2], strict=True):
+    todo, result = inside, jnp.zeros((tile, columns.shape[0]), out.dtype)
+    for source, rows in zip(inputs[::2], inputs[1::2], strict=True):
         row = plgpu.load(rows.at[head, entry], mask=inside, other=-1)
         here = todo & (row >= 0) & (row < source.shape[1])
-        found = jnp.where(here[:, None], load_rows(source, head, row, columns, here, width), found)
+        result = jnp.where(here[:, None], load_rows(source, head, row, columns, here, width), result)
         todo &= ~here
     plgpu.store(
-        out.at[head, entry[:, None], columns[None, :]], found, mask=inside[:, None] & (columns < width)[None, :]
+        out.at[head, entry[:, None], columns[None, :]], result, mask=inside[:, None] & (columns < width)[None, :]
     )

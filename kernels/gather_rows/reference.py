@@ -14,8 +14,8 @@ def gather_rows(
     far, _ = _take(source, rows)
     if near is None or place is None:
         return far
-    found, here = _take(near, place)
-    return jnp.where(here, found, far)
+    result, here = _take(near, place)
+    return jnp.where(here, result, far)
 
 
 def _take(x: Array, rows: Array) -> tuple[Array, Bool[Array, "B K R 1"]]:
@@ -24,5 +24,5 @@ def _take(x: Array, rows: Array) -> tuple[Array, Bool[Array, "B K R 1"]]:
     real = ((rows >= 0) & (rows < count))[..., None]
     if count == 0:
         return jnp.zeros((*rows.shape, x.shape[-1]), x.dtype), real
-    taken = jnp.take_along_axis(x, jnp.clip(rows, 0, count - 1)[..., None], axis=2)
-    return jnp.where(real, taken, jnp.zeros((), x.dtype)), real
+    values = jnp.take_along_axis(x, jnp.clip(rows, 0, count - 1)[..., None], axis=2)
+    return jnp.where(real, values, jnp.zeros((), x.dtype)), real

@@ -38,7 +38,7 @@ def group_rows(
     flat = labels.reshape(all_heads, rows)
     of_rows = jax.ShapeDtypeStruct((all_heads, rows), jnp.int32)
     of_classes = jax.ShapeDtypeStruct((all_heads, classes), jnp.int32)
-    rank, found = run(
+    rank, totals = run(
         partial(_count, tile=tile, barrier=not interpret),
         (of_rows, jax.ShapeDtypeStruct((all_heads, tiles, classes), jnp.int32)),
         flat,
@@ -46,8 +46,8 @@ def group_rows(
     )
     before, total = run(
         partial(_before, tiles=min(sizes["tiles"], power_of_two(tiles)), block=sizes["labels"]),
-        (jax.ShapeDtypeStruct(found.shape, jnp.int32), of_classes),
-        found,
+        (jax.ShapeDtypeStruct(totals.shape, jnp.int32), of_classes),
+        totals,
         grid=(pl.cdiv(classes, sizes["labels"]), all_heads),
         aliases={0: 0},
     )
@@ -62,17 +62,17 @@ def _class(labels, row, classes):
     return jnp.where(label < 0, classes - 1, label)
 
 
-def _count(labels, rank, found, *, tile, barrier):
+def _count(labels, rank, totals, *, tile, barrier):
     """One tile: rows of the same label before each row, and how many of each label there are."""
     number, head = pl.program_id(0), pl.program_id(1)
-    every = arange(power_of_two(found.shape[2]))
-    plgpu.store(found.at[head, number, every], jnp.zeros_like(every), mask=every < found.shape[2])
+    every = arange(power_of_two(totals.shape[2]))
+    plgpu.store(totals.at[head, number, every], jnp.zeros_like(every), mask=every < totals.shape[2])
     if barrier:  # other threads of this program write their numbers over the zeros
         plgpu.debug_barrier()
-    i, none = arange(tile), found.shape[2] - 1
+    i, none = arange(tile), totals.shape[2] - 1
     row = number * tile + i
     inside = row < labels.shape[1]
-    label = jnp.where(inside, _class(labels, row, found.shape[2]), -1)
+    label = jnp.where(inside, _class(labels, row, totals.shape[2]), -1)
     some = jnp.sum((inside & (label < none)).astype(jnp.int32)) > 0
 
     @pl.when(some)
@@ -82,18 +82,18 @@ def _count(labels, rank, found, *, tile, barrier):
         earlier = (i[:, None] < i[None, :]).astype(jnp.float32)
         plgpu.store(rank.at[head, row], jnp.sum(same * earlier, axis=0).astype(jnp.int32), mask=inside)
         # All rows of a label write the same number.
-        there = jnp.where(inside, label, found.shape[2])
-        plgpu.store(found.at[head, number, there], jnp.sum(same, axis=0).astype(jnp.int32), mask=inside)
+        there = jnp.where(inside, label, totals.shape[2])
+        plgpu.store(totals.at[head, number, there], jnp.sum(same, axis=0).astype(jnp.int32), mask=inside)
 
     @pl.when(~some)
     def _():
         plgpu.store(rank.at[head, row], i, mask=inside)
-        found[head, number, none] = jnp.sum(inside.astype(jnp.int32))
+        totals[head, number, none] = jnp.sum(inside.astype(jnp.int32))
 
 
-def _before(found, before, total, *, tiles, block):
+def _before(totals, before, total, *, tiles, block):
     """A few labels: rows in earlier tiles for every tile, and in all."""
-    del found  # read and written as the output that aliases it
+    del totals  # read and written as the output that aliases it
     head, label = pl.program_id(1), pl.program_id(0) * block + arange(block)
     there = label < total.shape[1]
 

@@ -67,7 +67,7 @@ def lloyd(
     return means, labels, sizes, changed
 
 
-def _kmeans(keys: Array, centroids: Array, *given: Array | None, backend: str | None, **options: Any):
+def _kmeans(keys: Array, centroids: Array, *rest: Array | None, backend: str | None, **options: Any):
     if not centroids.shape[2]:
         raise ValueError("kmeans needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, *given, **options)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, *rest, **options)

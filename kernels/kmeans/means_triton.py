@@ -52,7 +52,7 @@ def means(
     )
     row_bytes = power_of_two(keys.shape[2], 16) * keys.dtype.itemsize
     tile = max(16, min(sizes["mean_keys"], READ // row_bytes))
-    found, numbers, _ = call(
+    sums, numbers, _ = call(
         partial(_add, tile=tile, tiles=min(sizes["mean_tiles"], power_of_two(tiles)), barrier=not interpret),
         (jax.ShapeDtypeStruct(old.shape, jnp.float32), jax.ShapeDtypeStruct((heads, count), jnp.int32), of_keys),
         keys,
@@ -66,7 +66,7 @@ def means(
         aliases={4: 0},
         interpret=interpret,
     )
-    return found, numbers
+    return sums, numbers
 
 
 def _sort(labels, ends, order, starts, *, together):

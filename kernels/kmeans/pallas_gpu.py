@@ -67,8 +67,8 @@ def kmeans(
         )
     # Constants, and limits within the kernels: a loop over steps would compute them anew in each.
     end, present, labels = (
-        np.full(shape, otherwise, np.int32) if given is None else given.reshape(shape).astype(jnp.int32)
-        for given, shape, otherwise in (
+        np.full(shape, otherwise, np.int32) if array is None else array.reshape(shape).astype(jnp.int32)
+        for array, shape, otherwise in (
             (length, batch * heads, rows),
             (used, batch * heads, count),
             (before, (batch * heads, rows), -1),
@@ -76,14 +76,14 @@ def kmeans(
     )
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
-    chosen = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
+    options = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
     first = first_guess or _first_guess(flat, interpret)
-    labels, changed = _labels(flat, scaled, old, end, present, labels, first, chosen, interpret)
+    labels, changed = _labels(flat, scaled, old, end, present, labels, first, options, interpret)
     if not with_means:
         return labels.reshape(keys.shape[:3])
-    moved, found = means(flat, labels, end, old, means_sizes | chosen, interpret)
+    change, counts = means(flat, labels, end, old, means_sizes | options, interpret)
     changed = jnp.any(changed > 0, axis=1).reshape(batch, heads)
-    return labels.reshape(keys.shape[:3]), moved.reshape(centroids.shape), found.reshape(centroids.shape[:3]), changed
+    return labels.reshape(keys.shape[:3]), change.reshape(centroids.shape), counts.reshape(centroids.shape[:3]), changed
 
 
 def scaled_keys(
@@ -138,14 +138,14 @@ def _labels(
     if keys.dtype == jnp.float32:
         programs = pl.cdiv(rows, exact["tile"])
         out = of_rows, jax.ShapeDtypeStruct((heads, programs), jnp.int32)
-        given = (keys, *parts, end, present, before)
-        return call(partial(_exact, **exact), out, *given, grid=(programs, heads), aliases={5: 0}, **settings)
+        inputs = (keys, *parts, end, present, before)
+        return call(partial(_exact, **exact), out, *inputs, grid=(programs, heads), aliases={5: 0}, **settings)
     scaled = scaled or scaled_keys(keys[None], sizes=sizes, interpret=interpret)
     assert scaled is not None  # keys of 16 bits
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
-    given = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
-    guess = first.first_guess(*given, shape, first.SIZES | sizes, interpret)
+    inputs = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
+    guess = first.first_guess(*inputs, shape, first.SIZES | sizes, interpret)
     programs = pl.cdiv(rows, settled)
     labels, changed, _ = call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
@@ -227,14 +227,14 @@ def _settle(keys, heads_of, tails_of, present, guess, _, labels, changed, listed
     if barrier:  # other threads of this program read them
         plgpu.debug_barrier()
 
-    def body(i, moved):
+    def body(i, changes):
         place = first + i * tile + arange(tile)
         row = plgpu.load(listed.at[head, place], mask=place < end, other=labels.shape[1])
         label = _first_nearest(keys, heads_of, tails_of, head, row, place < end, present, **exact)
-        return moved + _put(labels, head, row, label, place < end)
+        return changes + _put(labels, head, row, label, place < end)
 
-    moved = jnp.sum((other & (label >= 0)).astype(jnp.int32))
-    changed[head, pl.program_id(0)] = jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, moved)
+    changes = jnp.sum((other & (label >= 0)).astype(jnp.int32))
+    changed[head, pl.program_id(0)] = jax.lax.fori_loop(0, pl.cdiv(end - first, tile), body, changes)
 
 
 def _exact(keys, heads_of, tails_of, end, present, _, labels, changed, *, tile, **exact):

@@ -45,8 +45,8 @@ def recalled_attention(
     if q.size == 0 or keys.size == 0 or count == 0 or power_of_two(dim) > 256:
         raise NotImplementedError(f"the GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
     lists, share = batch * heads * each, queries // each
-    chosen = split_sizes(q.dtype, count, lists) | dict(sizes or {})
-    block, span = chosen["block"], chosen["span"]
+    options = split_sizes(q.dtype, count, lists) | dict(sizes or {})
+    block, span = options["block"], options["span"]
     splits = pl.cdiv(count, span)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     end = jnp.full((batch, heads), keys.shape[2], jnp.int32) if length is None else length
@@ -63,8 +63,8 @@ def recalled_attention(
         jnp.zeros(batch, jnp.int32) if since is None else since,
         end.reshape(-1),
         grid=(splits, lists),
-        warps=chosen["warps"],
-        stages=chosen["stages"],
+        warps=options["warps"],
+        stages=options["stages"],
         interpret=interpret,
     )
     shape = (batch, 1, heads * queries, dim)

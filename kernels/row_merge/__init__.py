@@ -40,7 +40,7 @@ def row_merge(
         length: entries of `rows` that are real.
         match: for list position 2a, the list position of its b row, in the same chunk of the list; -1 for none.
         score: of that edge, -inf for none. Both are what `chunked_matching` returns for `rows`.
-        merges: edges to merge in every head of a batch row, at most those there are.
+        merges: edges to merge in every head of a sequence, at most those there are.
         chunk: rows per chunk, as in the matching.
 
     Returns:

@@ -57,15 +57,15 @@ def row_merge(
 
     sizes = SIZES | blocks("row_merge", chunk=chunk, dim=width, itemsize=keys.dtype.itemsize)
     score, match, length = flat(score), flat(match), length.reshape(-1)
-    wanted = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
+    edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
     chunks = pl.cdiv(edges, chunk // 2)
-    threshold, last, before = _thresholds(score, wanted, length, chunk, chunks, interpret)
+    threshold, last, before = _thresholds(score, edges_of_head, length, chunk, chunks, interpret)
 
     half = chunk // 2
     listed = jax.ShapeDtypeStruct((batch * heads, chunks * half), jnp.int32)
     weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
     degree_shape, list_shape = ((batch * heads, *x.shape[2:]) for x in (degree, rows))
-    new_degree, new_rows, total, joined, weight, start, count = call(
+    new_degree, new_rows, total, targets, weight, start, count = call(
         partial(_plan, half=half),
         (
             jax.ShapeDtypeStruct(degree_shape, jnp.float32),
@@ -90,14 +90,14 @@ def row_merge(
         interpret=interpret,
     )
     in_place = [flat(keys), flat(values)]
-    made = call(
+    outputs = call(
         partial(_move, tile=sizes["moved_rows"], width=width),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
         *in_place,
         flat(rows),
         length,
         total,
-        joined,
+        targets,
         weight,
         start,
         count,
@@ -106,11 +106,11 @@ def row_merge(
         aliases={0: 0, 1: 1},
         interpret=interpret,
     )
-    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*made, new_degree, new_rows))
+    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*outputs, new_degree, new_rows))
 
 
 def _thresholds(
-    score: Array, wanted: Array, length: Array, chunk: int, chunks: int, interpret: bool
+    score: Array, merges: Array, length: Array, chunk: int, chunks: int, interpret: bool
 ) -> tuple[Array, Array, Array]:
     """Per head: the key that a merged edge has at least, the last edge of exactly that key that is merged, and the
     number of edges merged before each chunk.
@@ -121,7 +121,7 @@ def _thresholds(
         partial(_threshold, chunk=chunk, chunks=chunks, edges=edges),
         (one, one, jax.ShapeDtypeStruct((heads, chunks), jnp.int32)),
         score,
-        wanted,
+        merges,
         length,
         grid=(heads,),
         warps=min(32, max(4, power_of_two(edges) // 256)),
@@ -142,10 +142,10 @@ def _merged(score: Array, edge: Array, threshold: Array, last: Array) -> Array:
     return (score > -jnp.inf) & ((key > threshold) | ((key == threshold) & (edge <= last)))
 
 
-def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks, edges):
+def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges):
     """Threshold of one head; see `_thresholds`."""
     head = pl.program_id(0)
-    k = wanted[head]
+    k = merges[head]
     n = jnp.minimum((length[head] + 1) // 2, edges)
     size = min(MOST_SCORES, power_of_two(edges, 32))
 
@@ -162,9 +162,11 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
             return measure(0, only_tile, start)
         return jax.lax.fori_loop(0, pl.cdiv(n, size), lambda i, result: measure(i * size, keys_of(i), result), start)
 
-    def count(chosen):
+    def count(is_edge):
         """How many edges `chosen` is true for."""
-        return over_tiles(lambda first, key, total: total + jnp.sum(chosen(first, key).astype(jnp.int32)), jnp.int32(0))
+        return over_tiles(
+            lambda first, key, total: total + jnp.sum(is_edge(first, key).astype(jnp.int32)), jnp.int32(0)
+        )
 
     lowest = over_tiles(
         lambda _, key, low: jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST))), jnp.int32(HIGHEST)
@@ -175,9 +177,9 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     def halve(state):
         low, high, reached = state
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        found = count(lambda _, key: key >= middle)
-        enough = found >= k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, found, reached)
+        total = count(lambda _, key: key >= middle)
+        enough = total >= k
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, total, reached)
 
     def undecided(state):
         low, high, reached = state
@@ -191,8 +193,8 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
     def halve_last(state):
         low_edge, high_edge = state
         middle = (low_edge + high_edge) // 2
-        found = count(lambda first, key: (key == low) & (arange(size, first) <= middle))
-        return jnp.where(found < room, middle, low_edge), jnp.where(found < room, high_edge, middle)
+        total = count(lambda first, key: (key == low) & (arange(size, first) <= middle))
+        return jnp.where(total < room, middle, low_edge), jnp.where(total < room, high_edge, middle)
 
     _, last_edge = jax.lax.while_loop(
         lambda state: (reached > k) & (state[0] < state[1] - 1), halve_last, (jnp.int32(-1), n)
@@ -211,16 +213,16 @@ def _threshold(score, wanted, length, threshold, last, before, *, chunk, chunks,
         j = arange(across)
         edge = number[:, None] * half + j[None, :]
         value = plgpu.load(score.at[head, edge], mask=(edge < n) & (j < half)[None, :], other=-jnp.inf)
-        merged = jnp.sum(_merged(value, edge, low, last_edge).astype(jnp.int32), axis=1)
-        plgpu.store(before.at[head, number], total + jnp.cumsum(merged) - merged, mask=number < chunks)
-        return total + jnp.sum(merged)
+        merges_before = jnp.sum(_merged(value, edge, low, last_edge).astype(jnp.int32), axis=1)
+        plgpu.store(before.at[head, number], total + jnp.cumsum(merges_before) - merges_before, mask=number < chunks)
+        return total + jnp.sum(merges_before)
 
     jax.lax.fori_loop(0, pl.cdiv(chunks, down), offsets, jnp.int32(0))
 
 
 def _plan(
     degree, rows, length, match, score, threshold, last, before,
-    new_degree, new_rows, total, joined, weight, start, count, *, half,
+    new_degree, new_rows, total, targets, weight, start, count, *, half,
 ):  # fmt: skip
     """One chunk: the new list entries of its rows, and its merged a rows in the order of their b rows."""
     del degree  # in place: read and written as the output that aliases it
@@ -238,28 +240,28 @@ def _plan(
         partner = plgpu.load(match.at[head, edge], mask=a_inside, other=0)
         a_degree = plgpu.load(new_degree.at[head, a_slot], mask=a_inside, other=0.0)
         b_degree = plgpu.load(new_degree.at[head, b_slot], mask=b_inside, other=0.0)
-        merged = _merged(value, edge, threshold[head], last[head])
-        gone = before[head, number] + jnp.cumsum(merged.astype(jnp.int32))
-        _put(new_rows, head, 2 * edge - gone, a_slot, a_inside & ~merged)
+        is_merged = _merged(value, edge, threshold[head], last[head])
+        gone = before[head, number] + jnp.cumsum(is_merged.astype(jnp.int32))
+        _put(new_rows, head, 2 * edge - gone, a_slot, a_inside & ~is_merged)
         _put(new_rows, head, 2 * edge + 1 - gone, b_slot, b_inside)
 
         # b of every merged a, as a number within the chunk; of the others one beyond all.
-        b = jnp.where(merged, partner // 2 - number * half, half)
+        b = jnp.where(is_merged, partner // 2 - number * half, half)
         # Sums run down the columns: along the rows they would be shuffles between threads.
         joins = b[:, None] == i[None, :]
         grown = b_degree + jnp.sum(jnp.where(joins, a_degree[:, None], 0.0), axis=0)
         joins = jnp.sum(joins.astype(jnp.int32), axis=0)
         order = b * half + i
         place = jnp.sum((order[:, None] < order[None, :]).astype(jnp.int32), axis=0)
-        _put(joined, head, number * half + place, a_slot, merged)
-        _put(weight, head, number * half + place, a_degree, merged)
+        _put(targets, head, number * half + place, a_slot, is_merged)
+        _put(weight, head, number * half + place, a_degree, is_merged)
         _put(start, head, edge, number * half + jnp.cumsum(joins) - joins, i < half)
         _put(count, head, edge, joins, i < half)
         _put(total, head, edge, grown, i < half)
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, joined, weight, start, count, new_keys, new_values, *, tile, width):
+def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, width):
     """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
     del keys, values  # in place: read and written as the outputs that alias them
     head, edge = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
@@ -273,16 +275,16 @@ def _move(keys, values, rows, length, total, joined, weight, start, count, new_k
             first = plgpu.load(start.at[head, edge], mask=inside, other=0)
             joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
             whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
-            _move_rows(x, head, slot, whole, first, joins, joined, weight, width)
+            _move_rows(x, head, slot, whole, first, joins, targets, weight, width)
 
 
-def _move_rows(x, head, slot, total, first, joins, joined, weight, width):
+def _move_rows(x, head, slot, total, first, joins, targets, weight, width):
     columns, grows = arange(power_of_two(width, 16)), joins > 0
     own = load_rows(x, head, slot, columns, grows, width).astype(jnp.float32)
 
     def add(j, change):
         there = j < joins
-        a_slot = plgpu.load(joined.at[head, first + j], mask=there, other=0)
+        a_slot = plgpu.load(targets.at[head, first + j], mask=there, other=0)
         n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
         return change + n[:, None] * (load_rows(x, head, a_slot, columns, there, width).astype(jnp.float32) - own)
 

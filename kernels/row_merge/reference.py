@@ -22,11 +22,11 @@ def row_merge(
 ) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     del chunk
-    merged = top_rows(score, merges)
-    a_row = jnp.where(merged, rows[:, :, ::2], 0)
-    partner = jnp.where(merged, jnp.take_along_axis(rows, jnp.maximum(match, 0), axis=2), 0)
-    b_row = jnp.where(merged, partner, degree.shape[2])  # beyond the end: dropped
-    weight = jnp.where(merged, jnp.take_along_axis(degree, a_row, axis=2), 0.0)
+    leaves = top_rows(score, merges)
+    a_row = jnp.where(leaves, rows[:, :, ::2], 0)
+    partner = jnp.where(leaves, jnp.take_along_axis(rows, jnp.maximum(match, 0), axis=2), 0)
+    b_row = jnp.where(leaves, partner, degree.shape[2])  # beyond the end: dropped
+    weight = jnp.where(leaves, jnp.take_along_axis(degree, a_row, axis=2), 0.0)
     add = jax.vmap(jax.vmap(lambda total, rows, x: total.at[rows].add(x, mode="drop")))
     degree = add(degree, b_row, weight)
 
@@ -36,15 +36,15 @@ def row_merge(
         # Slots that are not on the list may hold anything; adding 0 to them keeps it.
         return (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
 
-    return mean(keys), mean(values), degree, _close_gaps(rows, length, merged)
+    return mean(keys), mean(values), degree, _close_gaps(rows, length, leaves)
 
 
 def _close_gaps(
-    rows: Int[Array, "B K R"], length: Int[Array, "B K"], merged: Bool[Array, "B K A"]
+    rows: Int[Array, "B K R"], length: Int[Array, "B K"], leaves: Bool[Array, "B K A"]
 ) -> Int[Array, "B K R"]:
     """The list without the merged A rows."""
     place = ordinals(rows.shape[2], 3)
-    gone = jnp.zeros(rows.shape, bool).at[:, :, ::2].set(merged)
+    gone = jnp.zeros(rows.shape, bool).at[:, :, ::2].set(leaves)
     keep = (place < length[..., None]) & ~gone
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, rows.shape[2])
     return jax.vmap(jax.vmap(lambda to, x: jnp.zeros_like(x).at[to].set(x, mode="drop")))(target, rows)

@@ -27,8 +27,8 @@ def select_rows(
         scores: f32, of every cluster for each of J selections per KV head.
         sizes, starts: cluster c holds the rows `order[starts[c] : starts[c] + sizes[c]]`; one of size 0 is none.
         order: rows by cluster; None where they stand so already.
-        room: rows wanted in each batch row; sinks come whatever the room is, and no more than `count` rows.
-        kept, active: batch rows that are not active get what is kept of an earlier call; by default all are active.
+        room: rows wanted in each sequence; sinks come whatever the room is, and no more than `count` rows.
+        kept, active: sequences that are not active get what is kept of an earlier call; by default all are active.
         count: static.
         sinks: static; rows before these are in no cluster.
 

@@ -58,28 +58,28 @@ def select_rows(
     warps = 4 if clusters <= 1024 else 8 if clusters <= 4096 else 16
     places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))
     blocks = pl.cdiv(count, places)
-    wanted = count if order is None else count * clusters // order.shape[-1]
-    groups = min(power_of_two(EACH * wanted, GROUPS[0]), GROUPS[1])
-    chosen = SIZES | {"groups": groups} | (tuning or {})
-    marked = places >= chosen["marked"] * warps
+    typical = count if order is None else count * clusters // order.shape[-1]  # clusters that fill the room
+    groups = min(power_of_two(EACH * typical, GROUPS[0]), GROUPS[1])
+    options = SIZES | {"groups": groups} | (tuning or {})
+    marked = places >= options["marked"] * warps
     own = (selections, blocks)
     scratch = [jax.ShapeDtypeStruct((*own, 4 if marked else 3, clusters + 1), jnp.int32)]
     # One to spare for what is masked, and seven that keep every program's marks at a multiple of 8 bytes.
     scratch += [jax.ShapeDtypeStruct((*own, places + 8), jnp.int8)] if marked else []
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
-    # What is kept is in the place of what is chosen, so that inactive batch rows write nothing.
-    given = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
+    # What is kept is in the place of what is chosen, so that inactive sequences write nothing.
+    inputs = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
     rows, *_ = call(
         partial(
             _kernel,
-            optional=len(given),
+            optional=len(inputs),
             sinks=min(sinks, count),
             each=each,
             ordered=order is not None,
             places=places,
-            groups=min(chosen["groups"], power_of_two(clusters, 32) // 8),
-            few=chosen["few"],
-            tile=chosen["listed"] if marked or places < 512 else chosen["listed"] // 2,
+            groups=min(options["groups"], power_of_two(clusters, 32) // 8),
+            few=options["few"],
+            tile=options["listed"] if marked or places < 512 else options["listed"] // 2,
             barrier=(lambda: None) if interpret else plgpu.debug_barrier,
         ),
         (jax.ShapeDtypeStruct((selections, count), jnp.int32), *scratch),
@@ -88,10 +88,10 @@ def select_rows(
         flat(starts),
         flat(starts if order is None else order),
         room,
-        *given,
+        *inputs,
         grid=(blocks, selections),
         warps=warps,
-        aliases={6: 0} if given else None,
+        aliases={6: 0} if inputs else None,
         interpret=interpret,
     )
     return rows.reshape(batch, heads, each, count)
@@ -100,7 +100,7 @@ def select_rows(
 def _kernel(
     scores, sizes, starts, order, room, *refs, optional, sinks, each, ordered, places, groups, few, tile, barrier
 ):  # fmt: skip
-    given, (out, listing, *marks) = refs[:optional], refs[optional:]
+    inputs, (out, listing, *marks) = refs[:optional], refs[optional:]
     block, selection = pl.program_id(0), pl.program_id(1)
     clusters, count = scores.shape[1], out.shape[1]
     head, number, place = selection // each, arange(power_of_two(clusters, 32)), block * places + arange(places)
@@ -120,9 +120,9 @@ def _kernel(
         inside = (score >= bound) & (size > 0)
         return bound, jnp.sum(inside.astype(jnp.int32)), jnp.sum(jnp.where(inside, size, 0))
 
-    known = at_least(_bound(score, size, limit, groups))
-    raised = lambda: at_least(_raised(known[0], score, size, limit))  # noqa: E731
-    bound, length, held = jax.lax.cond(known[1] > few, raised, lambda: known)
+    state = at_least(_bound(score, size, limit, groups))
+    raised = lambda: at_least(_raised(state[0], score, size, limit))  # noqa: E731
+    bound, length, total = jax.lax.cond(state[1] > few, raised, lambda: state)
     listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1
     # The interpreter writes what is masked back as it was, so that it needs a place of its own.
@@ -131,20 +131,20 @@ def _kernel(
         plgpu.store(listing.at[*own, i, at], value, mask=listed)
     barrier()
 
-    wanted = place - sinks
-    filled = (wanted >= 0) & (wanted < jnp.minimum(limit, held))
+    rank = place - sinks
+    real = (rank >= 0) & (rank < jnp.minimum(limit, total))
     ranked = partial(_ranked, listing, own, length, tile)
     tiles = pl.cdiv(length, tile)
     if marks:
         first = block * places - sinks
-        found = wanted + _ahead_by_marks(marks[0], listing, own, first, filled, length, tiles, ranked, barrier)
+        rows = rank + _ahead_by_marks(marks[0], listing, own, first, real, length, tiles, ranked, barrier)
     else:
-        found = wanted + _ahead(wanted, tiles, ranked)
+        rows = rank + _ahead(rank, tiles, ranked)
     if ordered:
-        found = plgpu.load(order.at[head, found], mask=filled, other=0)
-    found = jnp.where(place < sinks, place, jnp.where(filled, found, -1))
-    inside = (place < count) & (given[0][row] > 0) if given else place < count
-    plgpu.store(out.at[selection, place], found, mask=inside)
+        rows = plgpu.load(order.at[head, rows], mask=real, other=0)
+    rows = jnp.where(place < sinks, place, jnp.where(real, rows, -1))
+    inside = (place < count) & (inputs[0][row] > 0) if inputs else place < count
+    plgpu.store(out.at[selection, place], rows, mask=inside)
 
 
 def _bound(score, size, limit, groups):
@@ -164,39 +164,39 @@ def _raised(low, score, size, limit):
     some = size > 0
 
     def unsure(state):
-        _, _, held, turn = state
-        return (held > limit + limit // SPARE) & (turn < ROUNDS)
+        _, _, total, turn = state
+        return (total > limit + limit // SPARE) & (turn < ROUNDS)
 
     def narrow(state):
-        low, high, held, turn = state
+        low, high, total, turn = state
         part = arange(TRIED).astype(jnp.float32) / TRIED
         bound = jnp.where(part > 0, low + (high - low) * part, low)
         rows = jnp.sum(jnp.where(score[None, :] >= bound[:, None], size[None, :], 0), axis=1)
         enough = rows >= limit
         low = jnp.max(jnp.where(enough, bound, low))
         high = jnp.min(jnp.where(enough, high, bound))
-        return low, high, jnp.min(jnp.where(enough, rows, held)), turn + 1
+        return low, high, jnp.min(jnp.where(enough, rows, total)), turn + 1
 
     low = jnp.maximum(low, jnp.min(jnp.where(some, score, jnp.inf)))
-    held = jnp.sum(jnp.where(score >= low, size, 0))
-    return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), held, jnp.int32(0)))[0]
+    total = jnp.sum(jnp.where(score >= low, size, 0))
+    return jax.lax.while_loop(unsure, narrow, (low, jnp.max(score), total, jnp.int32(0)))[0]
 
 
-def _ahead(wanted, tiles, ranked):
+def _ahead(rank, tiles, ranked):
     """For every wanted place of a selection how far ahead of it its row stands by the clusters' `starts`."""
 
-    def search(j, found):
+    def search(j, ahead):
         _, size, start, before, _ = ranked(j)
         # As unsigned numbers, those below 0 are beyond every size.
-        inside = _unsigned(wanted[None, :] - before[:, None]) < _unsigned(size)[:, None]
-        return found + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
+        inside = _unsigned(rank[None, :] - before[:, None]) < _unsigned(size)[:, None]
+        return ahead + jnp.sum(jnp.where(inside, (start - before)[:, None], 0), axis=0)
 
-    return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(wanted))
+    return jax.lax.fori_loop(0, tiles, search, jnp.zeros_like(rank))
 
 
-def _ahead_by_marks(marks, listing, own, first_wanted, filled, length, tiles, ranked, barrier):
+def _ahead_by_marks(marks, listing, own, first_wanted, real, length, tiles, ranked, barrier):
     """The same: clusters list by rank how far ahead they are, and a place's rank is that of the marks up to it."""
-    places = filled.shape[0]
+    places = real.shape[0]
 
     def mark(j, skipped):
         mine, size, start, before, rank = ranked(j)
@@ -211,7 +211,7 @@ def _ahead_by_marks(marks, listing, own, first_wanted, filled, length, tiles, ra
     skipped = jax.lax.fori_loop(0, tiles, mark, jnp.int32(0))
     barrier()
     passed = jax.lax.cumsum(plgpu.load(marks.at[*own, arange(places)]).astype(jnp.int32))
-    return plgpu.load(listing.at[*own, 3, skipped + passed - 1], mask=filled, other=0)
+    return plgpu.load(listing.at[*own, 3, skipped + passed - 1], mask=real, other=0)
 
 
 def _ranked(listing, own, length, tile, j):

@@ -27,7 +27,7 @@ import numpy as np
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import nbytes, take_sequences
-from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig, Rope
@@ -66,11 +66,11 @@ def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int
     """Seconds that `steps` steps of a decode loop compiled for `most` take, and the cache after them."""
     batch = cache.position.shape[0]
     # Made anew: what came out of a program with host memory would compile another one.
-    token, done = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-    rest = (token, done, jax.random.key(0), jnp.int32(1), jnp.int32(steps))
+    state = DecodeState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+    rest = (jax.random.key(0), jnp.int32(1), jnp.int32(steps))
     loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=most)
-    taken, (cache, *_) = seconds(lambda: loop(params, config, method, cache, *rest))
-    return taken, cache
+    taken, (state, *_) = seconds(lambda: loop(params, config, method, state, *rest))
+    return taken, state.cache
 
 
 def kernel_seconds(run: Callable[[], Any]) -> dict[str, Times]:

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
@@ -90,12 +90,13 @@ def programs(array):
     def decoding(method):
         config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
 
-        def decode(params, cache, token, done, key, number):
+        def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
             both = zip(cache.layers, cache.state, strict=True)
             cache = replace(cache, layers=tuple(place(layer, state[0]) for layer, state in both))
             fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
-            return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
+            state = DecodeState(cache, token, ended)
+            return decode_loop(params, config, method, state, key, number, number, **fixed)
 
         params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
         given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))

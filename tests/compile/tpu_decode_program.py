@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
-from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import preset
@@ -58,9 +58,7 @@ def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, f
             params,
             config,
             method,
-            cache,
-            whole((batch,), jnp.int32),
-            whole((batch,), jnp.bool_),
+            DecodeState(cache, whole((batch,), jnp.int32), whole((batch,), jnp.bool_)),
             whole(key.shape, key.dtype),
             whole((), jnp.int32),
             whole((), jnp.int32),

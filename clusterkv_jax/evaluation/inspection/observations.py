@@ -72,7 +72,7 @@ def outlier_map(layers: Sequence[Observed], chunk: int = 256) -> Float[np.ndarra
 
 def kept_positions(layers: Sequence[Observed], method: Method) -> list[list[set[int]]]:
     """Positions kept [layer][head]; a centroid counts at its row's position."""
-    found = []
+    by_layer = []
     for number, layer in enumerate(layers):
         cache = compress(method, layer.queries, layer.keys, layer.values, layer=number, num_layers=len(layers))
         heads = {}
@@ -80,13 +80,13 @@ def kept_positions(layers: Sequence[Observed], method: Method) -> list[list[set[
             assert group.positions is not None  # `compress` always says them
             real, positions = np.asarray(group.degree[0] > 0), np.asarray(group.positions[0])
             heads |= {head: set(positions[i, real[i]].tolist()) for i, head in enumerate(numbers)}
-        found.append([heads[head] for head in sorted(heads)])
-    return found
+        by_layer.append([heads[head] for head in sorted(heads)])
+    return by_layer
 
 
-def neighbour_similarity(kept: Sequence[Sequence[set[int]]]) -> Float[np.ndarray, " pairs"]:
+def neighbour_similarity(by_layer: Sequence[Sequence[set[int]]]) -> Float[np.ndarray, " pairs"]:
     """Mean Jaccard similarity of the positions kept by the same head of successive layers."""
-    pairs = (zip(x, y, strict=True) for x, y in pairwise(kept))
+    pairs = (zip(x, y, strict=True) for x, y in pairwise(by_layer))
     return np.array([np.mean([len(a & b) / len(a | b) for a, b in heads]) for heads in pairs])
 
 
@@ -96,7 +96,7 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
     The text before these queries is compressed, and they attend to what is left of it; a method that recalls keeps all
     of it, and each query attends to the rows that are selected for it.
     """
-    found = []
+    errors = []
     for number, layer in enumerate(layers):
         cut = max(1, layer.keys.shape[2] - QUERIES)
         full = _outputs(layer, cut, Full(), number, len(layers))
@@ -107,8 +107,8 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
             less = _outputs(layer, cut, method, number, len(layers))
         norms = np.linalg.norm(full, axis=-1) * np.linalg.norm(less, axis=-1)
         cosine = np.mean((full * less).sum(-1) / np.maximum(norms, 1e-12))
-        found.append([float(cosine), float(np.abs(full - less).sum() / np.abs(full).sum())])
-    return np.array(found)
+        errors.append([float(cosine), float(np.abs(full - less).sum() / np.abs(full).sum())])
+    return np.array(errors)
 
 
 def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "1 T H D"]:
@@ -123,8 +123,8 @@ def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.nda
     heads = keys.shape[1]
 
     def attended(both: tuple[Float[Array, "1 H D"], Float[Array, "1 H D"]]) -> Float[Array, "H D"]:
-        query, asked = both
-        rows = select(method, index, asked)
+        query, lookup = both
+        rows = select(method, index, lookup)
         q, rows = (x.reshape(1, heads, -1, x.shape[-1]) for x in (query, rows))
         return recalled_attention(q, keys, values, rows).reshape(query.shape[1:])
 

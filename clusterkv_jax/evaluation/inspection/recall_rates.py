@@ -32,11 +32,11 @@ def recall_rates(layers: Sequence[Observed], method: Recall, steps: int) -> Rate
         ValueError: if the prompt, all but the last `steps` tokens, is not longer than the budget.
     """
     heads = layers[0].queries.shape[1]
-    found = np.full((len(layers), heads, steps), np.nan)
+    by_layer = np.full((len(layers), heads, steps), np.nan)
     for number, layer in enumerate(layers):
         if not method.is_dense(number):
-            found[number] = np.asarray(_layer_rates(layer, method, steps))
-    return found
+            by_layer[number] = np.asarray(_layer_rates(layer, method, steps))
+    return by_layer
 
 
 def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H S"]:
@@ -47,25 +47,25 @@ def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H
     budget = int(index["budget"][0])
     if budget >= cut:
         raise ValueError(f"the recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
-    asked = seen_by(layer, method)
-    return _rates(method, budget, index, layer.queries[:, :, cut:], asked[:, :, cut:], keys)
+    lookups = seen_by(layer, method)
+    return _rates(method, budget, index, layer.queries[:, :, cut:], lookups[:, :, cut:], keys)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _rates(method: Recall, budget: int, index, queries: Array, asked: Array, keys: Array) -> Float[Array, "H S"]:
+def _rates(method: Recall, budget: int, index, queries: Array, lookups: Array, keys: Array) -> Float[Array, "H S"]:
     kv_heads, tokens, dim = keys.shape[1:]
 
     def step(both):
-        query, asked = both  # [1, H, D]
-        rows = select(method, index, asked)[0]
+        query, lookup = both  # [1, H, D]
+        rows = select(method, index, lookup)[0]
         score = jnp.einsum("kgd,knd->kgn", query.reshape(kv_heads, -1, dim), keys[0], precision="highest")
         _, best = jax.lax.top_k(score.reshape(-1, tokens), budget)
         member = jax.vmap(lambda rows: jnp.zeros(tokens, bool).at[rows].set(True, mode="drop"))
         # -1 would name the last row.
-        chosen = member(jnp.where(rows < 0, tokens, rows))
-        return jnp.sum(jnp.take_along_axis(chosen, best, axis=1), axis=1) / budget
+        selection = member(jnp.where(rows < 0, tokens, rows))
+        return jnp.sum(jnp.take_along_axis(selection, best, axis=1), axis=1) / budget
 
-    return jax.lax.map(step, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(asked, 2, 0))).T
+    return jax.lax.map(step, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(lookups, 2, 0))).T
 
 
 def mean_rate(rates: Rates) -> float:
@@ -73,15 +73,15 @@ def mean_rate(rates: Rates) -> float:
     return float(np.nanmean(rates))
 
 
-def recall_page(model: Model, tokens: int, steps: int, found: Mapping[tuple[str, int], Rates]) -> str:
+def recall_page(model: Model, tokens: int, steps: int, by_entry: Mapping[tuple[str, int], Rates]) -> str:
     """Pictures of the rates of every (method, budget): over the budget, by layer, by head, over the steps."""
-    most = max(budget for _, budget in found)
-    largest = {name: rates for (name, budget), rates in found.items() if budget == most}
+    most = max(budget for _, budget in by_entry)
+    largest = {name: rates for (name, budget), rates in by_entry.items() if budget == most}
     parts = [
         f"<h1>{html.escape(model.name)}: recall rate</h1>",
         f"<p>A prompt of {tokens - steps:,} tokens and the queries of the {steps} tokens after it: the share of the B "
         "rows with the largest attention that each method selects.</p>",
-        f"<figure>{_over_budget(found)}</figure>",
+        f"<figure>{_over_budget(by_entry)}</figure>",
         f"<h2>By layer, B = {most:,}</h2>",
         f"<figure>{by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, 'recall rate')}</figure>",
         f"<h2>By layer (down) and head (across), B = {most:,}</h2>",
@@ -92,18 +92,18 @@ def recall_page(model: Model, tokens: int, steps: int, found: Mapping[tuple[str,
     return page(f"{model.name}: recall rate", parts)
 
 
-def _over_budget(found: Mapping[tuple[str, int], Rates]) -> str:
+def _over_budget(by_entry: Mapping[tuple[str, int], Rates]) -> str:
     figure, axes = new_figure(7.5, 3.6)
-    for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in found), strict=False):
-        line = sorted((budget, mean_rate(rates)) for (other, budget), rates in found.items() if other == name)
+    for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in by_entry), strict=False):
+        line = sorted((budget, mean_rate(rates)) for (other, budget), rates in by_entry.items() if other == name)
         axes.plot(*zip(*line, strict=True), marker="o", markersize=4, label=name, color=colour)
     axes.set_xlabel("rows recalled")
     return _finished(figure, axes)
 
 
-def _over_steps(found: Mapping[str, Rates]) -> str:
+def _over_steps(by_name: Mapping[str, Rates]) -> str:
     figure, axes = new_figure(7.5, 3.2)
-    for colour, (name, rates) in zip(COLOURS, found.items(), strict=False):
+    for colour, (name, rates) in zip(COLOURS, by_name.items(), strict=False):
         axes.plot(1 + np.arange(rates.shape[2]), np.nanmean(rates, axis=(0, 1)), label=name, color=colour)
     axes.set_xlabel("step")
     return _finished(figure, axes)
@@ -116,12 +116,12 @@ def _finished(figure, axes) -> str:
     return as_svg(figure)
 
 
-def _by_head(found: Mapping[str, Rates]) -> str:
-    layers, heads, _ = next(iter(found.values())).shape
-    figure, axes = new_figure((1.2 + 0.25 * heads) * len(found) + 0.8, 1.2 + 0.25 * layers)
+def _by_head(by_name: Mapping[str, Rates]) -> str:
+    layers, heads, _ = next(iter(by_name.values())).shape
+    figure, axes = new_figure((1.2 + 0.25 * heads) * len(by_name) + 0.8, 1.2 + 0.25 * layers)
     axes.remove()
-    places = figure.subplots(1, len(found), squeeze=False)[0]
-    for place, (name, rates) in zip(places, found.items(), strict=True):
+    places = figure.subplots(1, len(by_name), squeeze=False)[0]
+    for place, (name, rates) in zip(places, by_name.items(), strict=True):
         image = place.imshow(rates.mean(-1), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         place.set_title(name, fontsize=8)
     figure.colorbar(image, ax=places)

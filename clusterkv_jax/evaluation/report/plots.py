@@ -29,12 +29,12 @@ def score_over_budget(summary: Summary) -> str | None:
         return None
     figure, axes = new_figure(7.5, 4.2)
     colours, dashes = _colours(summary), _turns(summary, _DASHES)
-    for name, found in lines.items():
-        rows: list[Row] = sorted([*found, *([full] if full else [])], key=lambda row: float(row.budget))
-        kept = [100 * float(row.budget) for row in rows]
+    for name, rows_of_method in lines.items():
+        rows: list[Row] = sorted([*rows_of_method, *([full] if full else [])], key=lambda row: float(row.budget))
+        budgets = [100 * float(row.budget) for row in rows]
         values, reach = [row.average.value for row in rows], _reach([row.average for row in rows])
         look = {"color": colours[name], "linestyle": dashes[name], "marker": "o", "markersize": 4, "capsize": 2}
-        axes.errorbar(kept, values, yerr=reach, label=name, **look)
+        axes.errorbar(budgets, values, yerr=reach, label=name, **look)
     ticks = sorted({100 * float(row.budget) for rows in lines.values() for row in rows} | ({100.0} if full else set()))
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g} %" for tick in ticks])
@@ -58,10 +58,10 @@ def bars_by_task(summary: Summary, budget: str) -> str:
     for axes, columns in zip(panels, parts, strict=True):
         for i, row in enumerate(rows):
             cells = [row.cells.get(column, Cell(0.0)) for column in columns]
-            left, heights = np.arange(len(columns)) + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
+            places, heights = np.arange(len(columns)) + (i + 0.5) * width - 0.4, [cell.value for cell in cells]
             look = {"color": colours[row.method], "hatch": hatches[row.method], "edgecolor": "white", "linewidth": 0}
-            axes.bar(left, heights, width, label=row.method, **look)
-            axes.errorbar(left, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
+            axes.bar(places, heights, width, label=row.method, **look)
+            axes.errorbar(places, heights, yerr=_reach(cells), fmt="none", ecolor="black", elinewidth=0.7)
         axes.set_xticks(range(len(columns)), columns)
         axes.set_xlim(-0.5, in_a_row - 0.5)
         axes.set_ylabel("perplexity" if summary.perplexity else "score")
@@ -73,16 +73,16 @@ def bars_by_task(summary: Summary, budget: str) -> str:
 
 def needle_map(lines: Sequence[Mapping[str, Any]], method: str, budget: str) -> str | None:
     """Mean scores by depth (down, to the nearest tenth) and length (across); None without lines that have both."""
-    found = [
+    matches = [
         (line["facts"]["length"], round(line["facts"]["depth"] * (_DEPTHS - 1)), line["score"])
         for line in lines
         if (line["method"], line["budget"]) == (method, budget) and {"depth", "length"} <= line["facts"].keys()
     ]
-    if not found:
+    if not matches:
         return None
-    lengths = sorted({length for length, _, _ in found})
+    lengths = sorted({length for length, _, _ in matches})
     scores: dict[tuple[int, int], list[float]] = {}
-    for length, depth, value in found:
+    for length, depth, value in matches:
         scores.setdefault((depth, lengths.index(length)), []).append(value)
     grid = np.full((_DEPTHS, len(lengths)), np.nan)
     for place, values in scores.items():

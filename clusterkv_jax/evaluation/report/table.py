@@ -62,13 +62,13 @@ def summarize(lines: Sequence[Line]) -> Summary:
     several = len({line["facts"].get("length") for line in lines}) > 1
     groups: dict[tuple[str, str], dict[str, list[float]]] = {}
     for line in lines:
-        found = groups.setdefault((line["method"], line["budget"]), {})
-        found.setdefault(column(line, several), []).append(line["score"])
-    met = dict.fromkeys(name for found in groups.values() for name in found)
-    columns = tuple(sorted(met, key=lambda name: _ORDER.get(name.split("@")[0], len(_ORDER))))
+        by_task = groups.setdefault((line["method"], line["budget"]), {})
+        by_task.setdefault(column(line, several), []).append(line["score"])
+    tasks = dict.fromkeys(name for by_task in groups.values() for name in by_task)
+    columns = tuple(sorted(tasks, key=lambda name: _ORDER.get(name.split("@")[0], len(_ORDER))))
     rows = tuple(
-        _row(method, budget, {name: _cell(scores, perplexity) for name, scores in found.items()}, perplexity)
-        for (method, budget), found in groups.items()
+        _row(method, budget, {name: _cell(scores, perplexity) for name, scores in by_task.items()}, perplexity)
+        for (method, budget), by_task in groups.items()
     )
     return Summary(
         columns,
@@ -132,9 +132,9 @@ class Published:
 def published(name: str) -> Published:
     """One table by the name of its file. Raises ValueError for an unknown one."""
     folder = resources.files("clusterkv_jax.configs") / "evaluation" / "published"
-    known = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
-    if name not in known:
-        raise ValueError(f"published table {name!r} is unknown; known: {', '.join(known)}.")
+    names = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
+    if name not in names:
+        raise ValueError(f"published table {name!r} is unknown; known: {', '.join(names)}.")
     content = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     columns, source = tuple(content["columns"]), content["source"]
     label = f"{source}, {content['model'].split('/')[-1]}"
@@ -158,9 +158,9 @@ def published_names() -> list[str]:
 
 def matching(suite: str, model: str) -> list[str]:
     """The published tables of a suite and model; those of RULER stand beside generated and published rows."""
-    wanted, last = ("ruler" if suite.startswith("ruler") else suite), model.rstrip("/").split("/")[-1].lower()
+    suite_name, last = ("ruler" if suite.startswith("ruler") else suite), model.rstrip("/").split("/")[-1].lower()
     tables = map(published, published_names())
-    return [t.name for t in tables if t.suite == wanted and t.model.split("/")[-1].lower() == last]
+    return [t.name for t in tables if t.suite == suite_name and t.model.split("/")[-1].lower() == last]
 
 
 def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
@@ -215,11 +215,11 @@ def markdown(summary: Summary) -> str:
 def notes(summary: Summary) -> list[str]:
     """What a reader must know about the numbers."""
     what = "Perplexities" if summary.perplexity else "Scores in per cent"
-    found = [f"{what} with their 95 % intervals."]
+    sentences = [f"{what} with their 95 % intervals."]
     if summary.uncompressed:
-        found.append(
+        sentences.append(
             f"{summary.uncompressed} answers come from the full cache: their prompts are too short for the budget."
         )
     if summary.cut:
-        found.append(f"{summary.cut} prompts lost tokens in their middle to fit into the model's positions.")
-    return [*found, *summary.protocols]
+        sentences.append(f"{summary.cut} prompts lost tokens in their middle to fit into the model's positions.")
+    return [*sentences, *summary.protocols]

@@ -82,19 +82,21 @@ def question(rng: np.random.Generator, length: int, count: Count, source: Librar
 
     Raises ValueError where not even the documents that the question needs fit.
     """
-    asked = source.questions[number % len(source.questions)]
-    others = [int(i) for i in rng.permutation(len(source.documents)) if int(i) not in asked.documents]
+    wording = source.questions[number % len(source.questions)]
+    others = [int(i) for i in rng.permutation(len(source.documents)) if int(i) not in wording.documents]
     seed = int(rng.integers(2**32))
 
     def assemble(extra: int) -> tuple[list[int], str]:
-        order = np.random.default_rng(seed).permutation([*asked.documents, *others[:extra]]).tolist()
+        order = np.random.default_rng(seed).permutation([*wording.documents, *others[:extra]]).tolist()
         return order, _text(source, order)
 
     if count(assemble(0)[1]) > length:
         raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}")
     # The bare minimum may be all that fits, which `longest` never tries.
     text = assemble(0)[1] if not others or count(assemble(1)[1]) > length else _fill(assemble, others, length, count)
-    return Example(text, f"{_ORDER}\n\nQuestion: {asked.text}", " Answer:", asked.answers, f" {asked.answers[0]}", task)
+    return Example(
+        text, f"{_ORDER}\n\nQuestion: {wording.text}", " Answer:", wording.answers, f" {wording.answers[0]}", task
+    )
 
 
 def _text(source: Library, numbers: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ def questions(data: str | None) -> list[dict[str, Any]]:
     return rows(data, "test", ("openai/gsm8k", "main", "test"))
 
 
-def cases(examples: Sequence[Mapping[str, str]], asked: Sequence[Mapping[str, Any]]) -> list[Case]:
+def cases(examples: Sequence[Mapping[str, str]], problems: Sequence[Mapping[str, Any]]) -> list[Case]:
     """Worked examples as context, a question each; the answer is what follows #### in the solution."""
     context = "".join(f"Q: {shot['question']}\nA: {shot['target']}\n\n" for shot in examples)
     return [
@@ -43,5 +43,5 @@ def cases(examples: Sequence[Mapping[str, str]], asked: Sequence[Mapping[str, An
             max_new_tokens=MAX_NEW_TOKENS,
             stop=("Q:",),
         )
-        for number, row in enumerate(asked)
+        for number, row in enumerate(problems)
     ]

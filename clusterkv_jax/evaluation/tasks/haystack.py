@@ -33,14 +33,14 @@ def passage(rng: np.random.Generator, source: Book, room: int) -> list[str]:
     """Consecutive sentences of at least `room` tokens from a random place; a book that is too short starts again."""
     ends = np.cumsum(source.lengths)
     start = int(rng.integers(max(1, np.searchsorted(ends, ends[-1] - room) + 1)))
-    taken: list[str] = []
+    pieces: list[str] = []
     while room > 0:
         before = ends[start - 1] if start else 0
         stop = min(int(np.searchsorted(ends, before + room)) + 1, len(ends))
-        taken += source.sentences[start:stop]
+        pieces += source.sentences[start:stop]
         room -= int(ends[stop - 1] - before)
         start = 0
-    return taken
+    return pieces
 
 
 def insert(hay: list[str], needles: list[str], depths: Float[np.ndarray, " S"]) -> list[str]:
@@ -54,15 +54,15 @@ def insert(hay: list[str], needles: list[str], depths: Float[np.ndarray, " S"]) 
 
 def cut(hay: list[str], room: int, count: Count, between: str) -> list[str]:
     """As much hay as fits into `room` tokens; the last piece is cut anywhere, to the token."""
-    kept: list[str] = []
+    pieces: list[str] = []
     for piece in hay:
         size = count(between + piece)
         if size > room:
             short = _prefix(piece, room, count, between)
-            return [*kept, short] if short else kept
-        kept.append(piece)
+            return [*pieces, short] if short else pieces
+        pieces.append(piece)
         room -= size
-    return kept
+    return pieces
 
 
 def _prefix(piece: str, room: int, count: Count, between: str) -> str:
@@ -101,10 +101,10 @@ def longest(
     low, high, best = 0, most, None
     size = min(most, max(1, length // item))
     while low < high:
-        made = assemble(size)
-        tokens = count(made[1])
+        candidate = assemble(size)
+        tokens = count(candidate[1])
         if tokens <= length:
-            low, best = size, made
+            low, best = size, candidate
             if tokens >= 0.99 * length:
                 break
         else:

@@ -55,9 +55,9 @@ def official_prompt(task: str, row: Mapping[str, Any], tokenizer: Any, most: int
     tokens = tuple(tokenizer.encode(text, verbose=False))
     if len(tokens) <= most:
         return text, 0
-    kept = middle_cut(tokens, most)
-    halves = kept[: most // 2], kept[most // 2 :]
-    return "".join(tokenizer.decode(list(half), skip_special_tokens=True) for half in halves), len(tokens) - len(kept)
+    ids = middle_cut(tokens, most)
+    halves = ids[: most // 2], ids[most // 2 :]
+    return "".join(tokenizer.decode(list(half), skip_special_tokens=True) for half in halves), len(tokens) - len(ids)
 
 
 def official_case(task: str, number: int, row: Mapping[str, Any], tokenizer: Any, limit: int) -> Case:
@@ -111,7 +111,7 @@ def by_length(scores: Iterable[float], lengths: Iterable[int]) -> dict[str, floa
     ranges: dict[str, list[float]] = {"0-4k": [], "4-8k": [], "8k+": []}
     for score, length in zip(scores, lengths, strict=True):
         ranges["0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"].append(score)
-    return {name: _mean(found) for name, found in ranges.items()}
+    return {name: _mean(of_range) for name, of_range in ranges.items()}
 
 
 def _mean(scores: Sequence[float]) -> float:

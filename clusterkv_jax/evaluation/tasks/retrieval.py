@@ -50,10 +50,10 @@ def lines(number: int, length: int, count: Count, seed: int, questions: int = 4)
     if len(record) < questions:
         raise ValueError(f"length = {length} tokens is too small for {questions} lines")
     context = _LINES_BEFORE + "".join(line for line, _ in record.values())
-    asked = [list(record)[int((i + rng.random()) * len(record) / questions)] for i in range(questions)]
+    targets = [list(record)[int((i + rng.random()) * len(record) / questions)] for i in range(questions)]
     return [
         _line(context, key, *record[key], len(record), f"lines/{length}/{number}/{i}", length)
-        for i, key in enumerate(asked)
+        for i, key in enumerate(targets)
     ]
 
 

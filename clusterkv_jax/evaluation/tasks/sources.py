@@ -24,8 +24,8 @@ def rows(data: str | None, name: str, hub: tuple[str, str | None, str]) -> list[
     if data is not None:
         return read_rows(local(data, [f"{name}{end}" for end in (".jsonl", ".jsonl.gz", ".json", ".json.gz")]))
     source, config, split = hub
-    loaded = library("datasets", "Reading from the hub").load_dataset(source, config, split=split)
-    return [dict(row) for row in loaded]
+    dataset = library("datasets", "Reading from the hub").load_dataset(source, config, split=split)
+    return [dict(row) for row in dataset]
 
 
 def local(data: str, patterns: Iterable[str]) -> Path:
@@ -35,10 +35,10 @@ def local(data: str, patterns: Iterable[str]) -> Path:
         return place
     if not place.is_dir():
         raise ValueError(f"there is no file or folder {data}.")
-    found = next((path for pattern in patterns for path in sorted(place.glob(pattern))), None)
-    if found is None:
+    match = next((path for pattern in patterns for path in sorted(place.glob(pattern))), None)
+    if match is None:
         raise ValueError(f"folder {data} holds none of {', '.join(patterns)}.")
-    return found
+    return match
 
 
 def read_text(file: Path) -> str:
@@ -68,11 +68,11 @@ def books(data: str | None) -> dict[str, str]:
     if data is None:
         data = str(resources.files("clusterkv_jax.evaluation.tasks") / "books")
     if data == HUB:
-        found = rows(None, "pg19", ("emozilla/pg19", None, "test"))
-        return {row["short_book_title"]: row["text"] for row in found}
+        entries = rows(None, "pg19", ("emozilla/pg19", None, "test"))
+        return {row["short_book_title"]: row["text"] for row in entries}
     place = Path(data)
-    found = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
-    files = [place] if place.is_file() else sorted(found)
+    entries = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
+    files = [place] if place.is_file() else sorted(entries)
     if not files:
         raise ValueError(f"there are no .txt or .txt.gz books in {data}.")
     return {file.name.split(".")[0]: body(read_text(file)) for file in files}

@@ -60,12 +60,12 @@ def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[C
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"limit must be at least 1, got {options.limit}.")
     without = left_out(name, options)
-    chosen = options.tasks or tuple(task for task in suite.tasks if task not in without)
+    names = options.tasks or tuple(task for task in suite.tasks if task not in without)
     from_hub = replace(options, data=None if options.data == sources.HUB else options.data)
-    made = suite.build(from_hub, chosen, tokenizer, positions)
-    if not made:
+    examples = suite.build(from_hub, names, tokenizer, positions)
+    if not examples:
         raise ValueError(f"suite {name} has no cases with these options.")
-    return made
+    return examples
 
 
 def left_out(name: str, options: Options) -> tuple[str, ...]:
@@ -73,8 +73,8 @@ def left_out(name: str, options: Options) -> tuple[str, ...]:
     return SUITES[name].from_data if name in SUITES and not (options.tasks or options.data) else ()
 
 
-def _limited(found: Sequence[Any], limit: int | None) -> Sequence[Any]:
-    return found if limit is None else found[:limit]
+def _limited(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    return examples if limit is None else examples[:limit]
 
 
 def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
@@ -140,28 +140,30 @@ def _lines(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: 
 
 def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tokenizer, positions
-    found = []
+    examples = []
     for length in options.lengths:
         if options.data is not None:
             file = sources.local(options.data, [f"*{length}*.jsonl", f"*{length}*.jsonl.gz"])
             named = next(
                 (task for task in sorted(ruler.TASKS, key=len, reverse=True) if file.name.startswith(task)), None
             )
-            made = ruler.published(sources.read_rows(file), length, named)
+            published = ruler.published(sources.read_rows(file), length, named)
         else:
-            made = ruler.published(sources.rows(None, "ruler", ("simonjegou/ruler", str(length), "test")), length)
-        found += [case for task in tasks for case in _limited([c for c in made if c.task == task], options.limit)]
-    return found
+            published = ruler.published(sources.rows(None, "ruler", ("simonjegou/ruler", str(length), "test")), length)
+        examples += [
+            case for task in tasks for case in _limited([c for c in published if c.task == task], options.limit)
+        ]
+    return examples
 
 
 def _ruler_subset(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tokenizer, positions
     (length,) = options.lengths
-    made = ruler.published(
+    published = ruler.published(
         sources.rows(options.data, f"ruler_{length}", ("simonjegou/ruler", str(length), "test")), length
     )
-    chosen = [made[i] for i in ruler.papers_subset(len(made))]
-    return [case for task in tasks for case in _limited([c for c in chosen if c.task == task], options.limit)]
+    subset = [published[i] for i in ruler.papers_subset(len(published))]
+    return [case for task in tasks for case in _limited([c for c in subset if c.task == task], options.limit)]
 
 
 def _longbench(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
@@ -207,8 +209,8 @@ def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, position
     if options.data is not None:
         texts = sources.books(options.data)
     else:
-        found = sources.rows(None, "wikitext", ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"))
-        texts = {"wikitext": "".join(row["text"] for row in found)}
+        lines = sources.rows(None, "wikitext", ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"))
+        texts = {"wikitext": "".join(row["text"] for row in lines)}
     return _read(texts, options, tasks, tokenizer)
 
 

@@ -131,8 +131,8 @@ def niah(
     if depths is not None and (len(depths) != len(needles) or list(depths) != sorted(depths)):
         raise ValueError(f"depths must be {len(needles)} rising numbers, one per needle, got {depths!r}")
     text = _hide(rng, length, count, spec, book, intro, needles, split, depths)
-    asked = _draw(rng, list(hidden), spec.queries, questions)
-    return tuple(_needle_example(text, spec, names, [hidden[name] for name in names], task) for names in asked)
+    groups = _draw(rng, list(hidden), spec.queries, questions)
+    return tuple(_needle_example(text, spec, names, [hidden[name] for name in names], task) for names in groups)
 
 
 _INTRO = (
@@ -238,8 +238,8 @@ def _hide(
     places = np.sort(rng.random(len(needles))) if depths is None else np.asarray(depths, np.float64)
 
     def assemble(target: int) -> str:
-        kept = cut(hay, target - count(intro) - sum(lengths), count, between)
-        return intro + between.join(insert(kept, needles, places)) + "\n"
+        passage = cut(hay, target - count(intro) - sum(lengths), count, between)
+        return intro + between.join(insert(passage, needles, places)) + "\n"
 
     return fit(assemble, length, count)
 
@@ -279,12 +279,12 @@ def variable_tracking(
     groups = [names[i * (hops + 1) : (i + 1) * (hops + 1)] for i in range(chains)]
     intro = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
     lines = _shuffle_in_order(rng, [_chain(group, value) for group, value in zip(groups, values, strict=True)])
-    used = sum(count(line + "\n") for line in lines) + count(intro)
-    hay = [NOISE] * (max(0, length - used) // (count(NOISE + "\n") - 1) + 2)
+    fixed = sum(count(line + "\n") for line in lines) + count(intro)
+    hay = [NOISE] * (max(0, length - fixed) // (count(NOISE + "\n") - 1) + 2)
     depths = np.sort(rng.random(len(lines)))
 
     def assemble(target: int) -> str:
-        return intro + "\n".join(insert(cut(hay, target - used, count, "\n"), lines, depths)) + "\n"
+        return intro + "\n".join(insert(cut(hay, target - fixed, count, "\n"), lines, depths)) + "\n"
 
     text = fit(assemble, length, count)
     return tuple(_tracking_example(text, group, value, task) for group, value in zip(groups, values, strict=True))

@@ -130,7 +130,7 @@ class Clustering(Method):
     @override
     def recompress(self, rows: Rows) -> Compressed:
         """The same in place. The GPU kernels merge all heads where they lie; elsewhere float32 copies are made, so one
-        head of one batch row at a time.
+        head of one sequence at a time.
         """
 
         def cluster(tree):

@@ -96,11 +96,11 @@ class Eviction(Method):
         return Compressed(group, selection=stay)
 
     def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
-        """The rows that stay: all of them in batch rows that hold no more than their budget."""
+        """The rows that stay: all of them in sequences that hold no more than their budget."""
         cache: Any = rows.cache
-        chosen = self.choose(self.score(rows), cache.length, rows.budget, cache.capacity)
+        keep = self.choose(self.score(rows), cache.length, rows.budget, cache.capacity)
         over = rows_held(cache) > rows.budget
-        return jnp.where(over[:, None, None], chosen, cache.degree > 0)
+        return jnp.where(over[:, None, None], keep, cache.degree > 0)
 
     def _recompress_pages(self, rows: Rows) -> Any:
         """Heads are taken out of the pages one by one to be scored, each with room for all rows of the layer."""
@@ -114,10 +114,10 @@ class Eviction(Method):
             return self.score(alone)[:, 0]
 
         scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
-        chosen = self.choose(scores, group.length, rows.budget, slots // heads)
+        keep = self.choose(scores, group.length, rows.budget, slots // heads)
         every_row = ordinals(slots, 3) < group.length[..., None]
         over = rows_held(group) > rows.budget
-        return pages.chosen(group, jnp.where(over[:, None, None], chosen, every_row))
+        return pages.chosen(group, jnp.where(over[:, None, None], keep, every_row))
 
 
 class Windowed(Eviction):

@@ -81,7 +81,7 @@ class Recall(Method):
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K J R"]:
-        """The rows to recall for these queries; in batch rows that are not `real` (default all) those recalled last.
+        """The rows to recall for these queries; in sequences that are not `real` (default all) those recalled last.
 
         Sinks that nothing fills yet are among them.
         """
@@ -155,7 +155,7 @@ class Recall(Method):
 
 
 def unless_over(real: Bool[Array, " B"] | None, rows: Int[Array, "B K J R"], index: Index) -> Int[Array, "B K J R"]:
-    """`rows`, in batch rows that are not `real` those recalled last."""
+    """`rows`, in sequences that are not `real` those recalled last."""
     return rows if real is None else jnp.where(real[:, None, None, None], rows, index["recalled"])
 
 
@@ -166,20 +166,24 @@ def by_kv_head(q: Float[Array, "B 1 H D"], group: LayerCache) -> Float[Array, "B
 
 def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """What the last step recalled, as nested lists: rows of each query head (or of all of a KV head together, where
-    they share them) [layer][batch row][selection], and different rows of each KV head [layer][batch row][KV head].
+    they share them) [layer][sequence][selection], and different rows of each KV head [layer][sequence][KV head].
 
     Layers without an index have none; where heads stand in groups, they come in the order of the groups.
     """
     rows, union = [], []
     named = [
-        [(kept["recalled"], group.length) for group, kept in zip(groups(layer), state, strict=True) if _recalls(kept)]
+        [
+            (memory["recalled"], group.length)
+            for group, memory in zip(groups(layer), state, strict=True)
+            if _recalls(memory)
+        ]
         for layer, state in zip(cache.layers, cache.state, strict=True)
     ]
     for both in jax.device_get(named):
         # Before a prompt has filled its sinks they hold nothing.
-        found = [np.where(x < length[:, :, None, None], x, -1) for x, length in both]
-        rows.append(_per_row([(x >= 0).sum(-1) for x in found]))
-        union.append(_per_row([_different(x) for x in found]))
+        tokens = [np.where(x < length[:, :, None, None], x, -1) for x, length in both]
+        rows.append(_per_row([(x >= 0).sum(-1) for x in tokens]))
+        union.append(_per_row([_different(x) for x in tokens]))
     return (rows, union) if any(rows) else ([], [])
 
 

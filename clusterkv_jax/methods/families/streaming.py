@@ -48,7 +48,7 @@ class Streaming(Method):
 
 
 def replace_row(group: LayerCache, slot: Int[Array, "B K"], drop: Bool[Array, " B"]) -> LayerCache:
-    """Drop a row per head by moving the last one into its slot, in batch rows where `drop` holds."""
+    """Drop a row per head by moving the last one into its slot, in sequences where `drop` holds."""
     last = group.length - 1
     group = put_row(group, slot, row_at(group, last), drop)
     nothing = LayerCache(

@@ -1,0 +1,67 @@
+"""The map in docs/develop/architecture.md is the tree's: every module once, on the floor that its imports give it."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "clusterkv_jax"
+PAGE = (ROOT / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
+MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", PAGE, re.MULTILINE)}
+FOLDERS = ("", "methods/", "models/", "kernels/", "evaluation/", "cli/")
+
+
+def files():
+    """Modules as paths inside the package; `models` and `kernels` are links."""
+    inside = [path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts]
+    linked = [PACKAGE / path.relative_to(ROOT) for part in ("models", "kernels") for path in (ROOT / part).rglob("*.py")]
+    return sorted({str(path.relative_to(PACKAGE)) for path in inside + linked})
+
+
+def imports(file):
+    """The modules that a file imports, as paths inside the package."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("clusterkv_jax"):
+            continue
+        for name in node.names:
+            parts = [*node.module.split("."), name.name][1:]
+            options = ("/".join(parts) + ".py", "/".join([*parts, "__init__.py"]))
+            options += ("/".join(parts[:-1]) + ".py", "/".join([*parts[:-1], "__init__.py"]).lstrip("/"))
+            yield next(path for path in options if (PACKAGE / path).exists())
+
+
+def room_of(file, folder):
+    """The room of this folder's table that a file belongs to, or None outside the folder."""
+    if not file.startswith(folder):
+        return None
+    first, *rest = file.removeprefix(folder).split("/")
+    return f"{folder}{first}/" if rest else f"{folder}{first}"
+
+
+@cache
+def floors(folder):
+    """The floor of each room of a folder: one above the highest that it imports."""
+    below = {}
+    for file in files():
+        if (room := room_of(file, folder)) is not None:
+            others = {room_of(other, folder) for other in imports(file)}
+            below.setdefault(room, set()).update(others - {room, None})
+
+    def floor(room, path=()):
+        assert room not in path, f"a circle: {' -> '.join((*path, room))}"
+        return 1 + max((floor(other, (*path, room)) for other in below[room]), default=0)
+
+    return {room: floor(room) for room in below}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_map_shows_every_room_on_its_floor(folder):
+    drawn = {room: floor for room, floor in MAP.items() if room != folder and room_of(room, folder) == room}
+    assert drawn == floors(folder)
+
+
+def test_the_house_has_twelve_floors_at_most():
+    assert max(floors("").values()) <= 12
