@@ -17,13 +17,17 @@ FOLDERS = ("", "methods/", "models/", "kernels/", "evaluation/", "cli/")
 def files():
     """Modules as paths inside the package; `models` and `kernels` are links."""
     inside = [path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts]
-    linked = [PACKAGE / path.relative_to(ROOT) for part in ("models", "kernels") for path in (ROOT / part).rglob("*.py")]
+    linked = [
+        PACKAGE / path.relative_to(ROOT) for part in ("models", "kernels") for path in (ROOT / part).rglob("*.py")
+    ]
     return sorted({str(path.relative_to(PACKAGE)) for path in inside + linked})
 
 
 def imports(file):
     """The modules that a file imports, as paths inside the package."""
     for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import) and any(name.name == "clusterkv_jax" for name in node.names):
+            yield "__init__.py"
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("clusterkv_jax"):
             continue
         for name in node.names:
