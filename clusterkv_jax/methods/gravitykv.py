@@ -1,4 +1,4 @@
-"""GravityKV: chunked soft matching that merges what changes attention least (docs/methods.md)."""
+"""GravityKV: chunked soft matching that merges what changes attention least (docs/methods/gravitykv.md)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

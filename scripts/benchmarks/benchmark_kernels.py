@@ -47,7 +47,7 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.causal_attention import causal_attention
 
 HEADS, GROUP, DIM = 8, 4, 128
-# Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/kernels.md).
+# Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/results/speed.md).
 LAYERS, PREFILL_64K, PREFILL_32K = 32, 3.398, 1.215
 REPEATS, WARM_UP = 20, 3
 CASES = 3  # of every shape that is checked; it is the compilation of each that takes its time

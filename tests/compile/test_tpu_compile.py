@@ -65,8 +65,8 @@ def test_attention_that_is_counted_is_a_kernel_on_every_device_too():
 def test_reading_a_prompt_makes_no_square_of_it():
     """Beside parameters and caches: the activations of one layer, its own full keys and values, and no n x n scores.
 
-    H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/methods.md has
-    the others.
+    H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/results/speed.md
+    has the others.
     """
     found = run("tpu_prefill_programs.py", "32768", "h2o", "adakv")
     for name, program in found.items():

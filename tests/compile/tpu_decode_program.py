@@ -1,6 +1,6 @@
 """Compiles the decode program for a TPU topology and prints what it found as JSON; run by test_tpu_compile.
 
-Usage: python tests/tpu_decode_program.py PRESET LAYERS BATCH TOKENS
+Usage: python tests/compile/tpu_decode_program.py PRESET LAYERS BATCH TOKENS
 A process of its own: libtpu reads its settings from the environment once, and a compiler's abort must not end the
 tests.
 """

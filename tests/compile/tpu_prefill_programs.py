@@ -1,6 +1,6 @@
 """Compiles one layer's prefill for a TPU, method by method, and prints its memory as JSON; run by test_tpu_compile.
 
-Usage: python tests/tpu_prefill_programs.py TOKENS [METHOD ...]
+Usage: python tests/compile/tpu_prefill_programs.py TOKENS [METHOD ...]
 A process of its own, as tpu_decode_program. Prefill is a host loop over one jitted layer: beside the program's own
 memory there are the parameters and the caches of the layers that are done.
 """
