@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
@@ -131,9 +132,29 @@ def test_chat_cuts_the_template_between_text_and_question(model, text):
     assert stats["question_tokens"] == [len("Who?</user><assistant>")]
 
 
+def test_methods_and_budgets_are_repeated_or_stand_between_commas(model, text):
+    ways = (
+        ["--method", "full", "--method", "centroidkv", "--budget", "0.5", "--budget", "100"],
+        ["--methods", "full,centroidkv", "--budgets", "0.5,100"],
+    )
+    for arguments in ways:
+        result = _generate(model, text, *arguments, "--max-new-tokens", 2, "--json")
+        assert result.exit_code == 0, result.stderr
+        runs = json.loads(result.stdout)["runs"]
+        assert [run["name"] for run in runs] == ["full", "centroidkv 0.5", "centroidkv 100"]
+        assert np.unique(runs[2]["stats"]["kept_rows"]).tolist() == [100]
+
+
+def test_a_model_is_named_once(model, text):
+    command = ["inspect", "keys", "--text", str(text), "--tokens", "256"]
+    for names in ([], [str(model), "--model", str(model)]):
+        _assert_sentence(CliRunner().invoke(cli.app, [*command, *names]), "One model is needed, as MODEL or as --model")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--budget", "0.5", "--cache-ratio", "0.5"], "Give --budget, --cache-ratio or --cache-tokens, not several"),
         (["--method", "centroid"], "Unknown method or preset 'centroid'; known: adakv, adakv-kvpress, cam,"),
         (["--method", "centroidkv"], "--method centroidkv needs --cache-ratio or --cache-tokens."),
         (["--cache-ratio", "0.5"], "--method full keeps the whole cache and takes no --cache-ratio or --cache-tokens."),

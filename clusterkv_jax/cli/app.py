@@ -15,7 +15,7 @@ app = typer.Typer(
     help="Decode from long prompts with a clustered KV cache that keeps a fraction of the rows.",
 )
 app.command(epilog=generate.EXAMPLES)(generate.generate)
-app.command()(generate.methods)
+app.command("methods")(generate.list_methods)
 app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)

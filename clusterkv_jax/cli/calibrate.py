@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.options import CompilationCache
+from clusterkv_jax.cli.options import CompilationCache, ModelArgument, ModelOption, one_model
 from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
 
 EXAMPLES = """[bold]What for[/bold]
@@ -36,10 +36,11 @@ _statistic = partial(typer.Option, rich_help_panel="Statistic")
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
     data: Annotated[
         str, typer.Option(help="A text file, a folder of .txt files (.gz too), or a hub data set as ID:CONFIG:SPLIT.")
     ],
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
     output: Annotated[Path, typer.Option(help="The YAML file; the map goes beside it as .png.")] = Path(
         "calibration.yaml"
     ),
@@ -67,7 +68,7 @@ def calibrate(
         from clusterkv_jax import calibration, observation
         from clusterkv_jax.files import write_whole
 
-        network = ckv.load(model)
+        network = ckv.load(one_model(model, model_option))
         if tokens > network.config.max_positions:
             raise ValueError(f"--tokens {tokens} exceed the model's {network.config.max_positions} positions.")
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)

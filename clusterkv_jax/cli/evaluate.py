@@ -12,7 +12,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.options import CompilationCache, parse_count, parse_entries, split
+from clusterkv_jax.cli.options import (
+    MODEL,
+    CompilationCache,
+    budgets_option,
+    methods_option,
+    parse_count,
+    parse_entries,
+    split,
+)
 from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
@@ -20,9 +28,9 @@ _what = partial(typer.Option, rich_help_panel="What is asked")
 
 def evaluate(
     suite: Annotated[str, typer.Option(help="ruler, longbench, niah, gsm8k, pg19 ...; 'list' shows all of them.")],
-    model: Annotated[str, typer.Option(help="'demo', a folder or a hub id in Hugging Face format.")] = "demo",
-    methods: Annotated[str, typer.Option(help="Methods, presets or preset files, between commas.")] = "full",
-    budgets: Annotated[str, typer.Option(help="Shares of the cache (0.25) or rows (1024), between commas.")] = "1.0",
+    model: Annotated[str, typer.Option(help=MODEL)] = "demo",
+    methods: Annotated[list[str], methods_option()] = ["full"],
+    budgets: Annotated[list[str], budgets_option()] = ["1.0"],
     output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
         "results"
     ),

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.options import CompilationCache
+from clusterkv_jax.cli.options import MODEL, CompilationCache, budgets_option, methods_option, parse_budget, split
 from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -56,13 +56,11 @@ class Run:
 
 def generate(
     prompt_file: Annotated[str, typer.Option(help="The text to read, UTF-8; '-' reads standard input.")],
-    model: Annotated[str, typer.Option(help="'demo', a folder or a hub id in Hugging Face format.")] = "demo",
-    method: Annotated[
-        list[str] | None,
-        _cache(help="A method, a preset or a preset's .yaml file; give several to compare them.", show_default="full"),
-    ] = None,
-    cache_ratio: Annotated[float | None, _cache(help="Share of the cache to keep, e.g. 0.25.")] = None,
-    cache_tokens: Annotated[int | None, _cache(help="Rows to keep per head, instead of a share.")] = None,
+    model: Annotated[str, typer.Option(help=MODEL)] = "demo",
+    methods: Annotated[list[str], methods_option(rich_help_panel="Cache")] = ["full"],
+    budgets: Annotated[list[str] | None, budgets_option(rich_help_panel="Cache")] = None,
+    cache_ratio: Annotated[float | None, _cache(help="--budget, a share such as 0.25.")] = None,
+    cache_tokens: Annotated[int | None, _cache(help="--budget, rows such as 1024.")] = None,
     calibration: Annotated[
         Path | None,
         _cache(help="What 'clusterkv calibrate' wrote: outlier heads, or the heads' shares of the budget."),
@@ -99,19 +97,19 @@ def generate(
         from clusterkv_jax.generation import compile_ahead
 
         measured = None if calibration is None else read(calibration)
-        methods = _methods(method or ["full"], cache_ratio, cache_tokens, measured)
+        candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured)
 
         sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
         if measured is not None:
             measured.check(network.config)
         prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
-        stream = len(methods) == 1 and len(prompts) == 1 and not as_json
+        stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         sizes |= {"sampling": sampling, "stop": tuple(stop or ())}
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
-        for name, candidate in methods:
+        for name, candidate in candidates:
             with compiling(name, quiet=as_json) as on_program:
                 compile_ahead(network, prompts, method=candidate, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
@@ -127,7 +125,7 @@ def generate(
         console.print(_costs(runs))
 
 
-def methods(
+def list_methods(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """List the methods and presets that --method takes, one line each."""
@@ -156,21 +154,40 @@ def read_text(prompt_file: str) -> str:
         ) from error
 
 
-def _methods(names: list[str], ratio: float | None, tokens: int | None, calibration: Any) -> list[tuple[str, Any]]:
-    """The methods asked for, each with the budget where it takes one."""
+def _budgets(budgets: list[str] | None, ratio: float | None, tokens: int | None) -> dict[str, Any]:
+    """The budgets by the texts that name them; none where the presets have theirs."""
     from clusterkv_jax.budget import Budget
-    from clusterkv_jax.presets import find_preset, preset
 
     if ratio is not None and tokens is not None:
         raise ValueError(f"Give --cache-ratio or --cache-tokens, not both (got {ratio} and {tokens}).")
-    budget = None if ratio is None and tokens is None else Budget(ratio=ratio, tokens=tokens)
+    if ratio is None and tokens is None:
+        return {text: parse_budget(text) for text in split(budgets or [])}
+    if budgets:
+        raise ValueError(f"Give --budget, --cache-ratio or --cache-tokens, not several (got {', '.join(budgets)} too).")
+    return {str(ratio or tokens): Budget(ratio=ratio, tokens=tokens)}
+
+
+def _methods(names: tuple[str, ...], budgets: dict[str, Any], calibration: Any) -> list[tuple[str, Any]]:
+    """The methods by name, each with every budget where it takes one."""
+    from clusterkv_jax.presets import find_preset, preset
+
     takes_budget = {name: find_preset(name).takes_budget for name in names}
-    if budget is not None and not any(takes_budget.values()):
+    if budgets and not any(takes_budget.values()):
         raise ValueError(f"--method {names[0]} keeps the whole cache and takes no --cache-ratio or --cache-tokens.")
+    candidates = []
     for name in names:
-        if takes_budget[name] and budget is None and find_preset(name).budget is None:
+        if not takes_budget[name]:
+            candidates.append((name, preset(name)))
+        elif budgets:
+            several = len(budgets) > 1
+            candidates += [
+                (f"{name} {text}" if several else name, preset(name, b, calibration)) for text, b in budgets.items()
+            ]
+        elif find_preset(name).budget is None:
             raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
-    return [(name, preset(name, budget, calibration) if takes_budget[name] else preset(name)) for name in names]
+        else:
+            candidates.append((name, preset(name, None, calibration)))
+    return candidates
 
 
 def _wrap(tokenizer: Any, text: str, questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:

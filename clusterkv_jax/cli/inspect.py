@@ -9,7 +9,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.options import CompilationCache, parse_count, parse_entries, split
+from clusterkv_jax.cli.options import (
+    CompilationCache,
+    ModelArgument,
+    ModelOption,
+    budgets_option,
+    methods_option,
+    one_model,
+    parse_count,
+    parse_entries,
+    split,
+)
 from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
 
 
@@ -28,9 +38,10 @@ inspect = typer.Typer(cls=KeysByDefault, help="Draw what a model's keys look lik
 
 @inspect.command("keys")
 def inspect_keys(
-    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
     text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
-    methods: Annotated[str, typer.Option(help="Methods to compare, between commas.")] = "centroidkv",
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    methods: Annotated[list[str], methods_option()] = ["centroidkv"],
     budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
@@ -45,7 +56,7 @@ def inspect_keys(
         from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
 
-        network = ckv.load(model)
+        network = ckv.load(one_model(model, model_option))
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
         by_name = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
         write_whole(output, inspection_page.page_of(network, ids, by_name))
@@ -54,10 +65,15 @@ def inspect_keys(
 
 @inspect.command("recall")
 def inspect_recall(
-    model: Annotated[str, typer.Argument(help="'demo', a folder or a hub id in Hugging Face format.")],
     text: Annotated[Path, typer.Option(help="A text to look at, UTF-8; .gz too.")],
-    methods: Annotated[str, typer.Option(help="Recall methods, between commas.")] = "clusterkv,quest",
-    budgets: Annotated[str, typer.Option(help="Rows to recall, between commas.")] = "256,512,768,1024",
+    model: ModelArgument = None,
+    model_option: ModelOption = None,
+    methods: Annotated[list[str], methods_option(help="A method that recalls; repeat it, or use commas.")] = [
+        "clusterkv,quest"
+    ],
+    budgets: Annotated[list[str], budgets_option(help="Rows to recall; repeat it, or use commas.")] = [
+        "256,512,768,1024"
+    ],
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 4096,
     steps: Annotated[int, typer.Option(help="The last of them, whose queries are compared.")] = 64,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("recall.html"),
@@ -78,7 +94,7 @@ def inspect_recall(
                 raise ValueError(
                     f"--methods must be methods that recall, and {entry.name} keeps no more than it reads."
                 )
-        network = ckv.load(model)
+        network = ckv.load(one_model(model, model_option))
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
         if not 1 <= steps < tokens:
             raise ValueError(f"--steps must be between 1 and {tokens - 1}, got {steps}.")

@@ -14,6 +14,31 @@ CompilationCache = Annotated[
 ]
 
 
+MODEL = "'demo', a folder or a hub id in Hugging Face format."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument MODEL.", show_default=False)]
+
+
+def methods_option(**about: Any) -> Any:
+    """`--method`: repeated, or names between commas, which `--methods` reads better for."""
+    text = "A method, a preset or a preset's .yaml file; repeat it, or use commas, to compare several."
+    return typer.Option("--method", "--methods", **{"help": text, **about})
+
+
+def budgets_option(**about: Any) -> Any:
+    """`--budget`, as `--method`."""
+    text = "A share of the cache (0.25) or rows (1024); repeat it, or use commas, for several."
+    return typer.Option("--budget", "--budgets", **{"help": text, **about})
+
+
+def one_model(argument: str | None, option: str | None) -> str:
+    """The model, by either way to name it."""
+    if (argument is None) == (option is None):
+        names = "none" if argument is None else f"{argument} and {option}"
+        raise ValueError(f"One model is needed, as MODEL or as --model, got {names}.")
+    return argument or option or ""
+
+
 def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
     """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0."""
     from clusterkv_jax.evaluation.runner import Entry
@@ -43,9 +68,10 @@ def parse_budget(text: str) -> Any:
         raise ValueError(f"--budgets takes shares such as 0.25 and rows such as 1024, got {text!r}.") from error
 
 
-def split(text: str) -> tuple[str, ...]:
-    """The parts between commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def split(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """The parts between commas, of one text or of several."""
+    every = [texts] if isinstance(texts, str) else texts
+    return tuple(part.strip() for text in every for part in text.split(",") if part.strip())
 
 
 def parse_count(text: str, option: str = "--lengths") -> int:
