@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build lint format parity clean
+.PHONY: help demo test test-compile test-build lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
 	@echo "make format  rewrite the code as ruff formats it"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and caches"
 
 # Each program of the demo runs for seconds: compiled quickly rather than well.
@@ -55,11 +56,15 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Without this variable the theme warns of mkdocs 2 at every build, which pyproject.toml leaves out.
+docs: $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 parity: $(STAMPS)/parity
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "clusterkv_jax needs Python 3.11 or later with the venv module; none was found. Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
@@ -72,7 +77,7 @@ $(STAMPS)/base: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
-$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/gpu-compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
+$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/docs $(STAMPS)/gpu-compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
 	@echo "Installing the '$*' extra into $(VENV) (once) ..."
 	@$(PIP) --editable '.[$*]'
 	@touch $@

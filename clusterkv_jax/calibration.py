@@ -43,7 +43,7 @@ def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a model's heads are like, [layer][KV head].
+    """What a model's heads are like, `[layer][KV head]`.
 
     Attributes:
         model: its name.

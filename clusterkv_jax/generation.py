@@ -41,13 +41,13 @@ class Stats:
     """What a call of `generate` took. Bytes are those allocated, padding included.
 
     Attributes:
-        ttft_s: seconds from the tokenised prompts to the first token of every row: prefill, compression, question.
+        ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question.
         tpot_s: seconds per decode step after the first token, 0 if there was none.
         compile_s: seconds within this call that went into compiling programs not seen before.
-        kept_rows: rows held at the end of prefill [layer][prompt][KV head]; equal prompts are read and counted once.
-        recalled_rows: rows that the last step chose to attend to [layer][sequence][query head], of methods that keep
+        kept_rows: rows held at the end of prefill `[layer][prompt][KV head]`; equal prompts are read and counted once.
+        recalled_rows: rows that the last step chose to attend to `[layer][sequence][query head]`, of methods that keep
             more than they attend to; a layer that attends to everything, and any other method, has none.
-        union_rows: how many different ones the query heads of a KV head chose together [layer][sequence][KV head].
+        union_rows: how many different ones the query heads of a KV head chose together `[layer][sequence][KV head]`.
         cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
         host_bytes: those of them in the host store of a method that has one.
         moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.

@@ -1,60 +1,153 @@
-"""The documentation tells the truth: its Python runs and prints what it says, its files and commands exist."""
+"""The documentation tells the truth: its Python runs and prints what it says, its commands, links and letters exist."""
 
 import contextlib
+import functools
+import importlib.util
 import io
+import os
 import re
+import unicodedata
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 from typer.testing import CliRunner
 
+import clusterkv_jax as ckv
 from clusterkv_jax import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+FOLDERS = ("docs", "models", "kernels", "configs", "scripts", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+SHAPE = re.compile(r'(?:Array|ndarray)[^"\n]{0,40}, "([^"\n]*)"')
 
 
-def _blocks(language):
-    return [
-        pytest.param(code, id=f"{page.name}-{i}")
-        for page in PAGES
-        for i, (found, code) in enumerate(FENCE.findall(page.read_text(encoding="utf-8")))
-        if found == language
-    ]
+def _generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("code", _blocks("python"))
-def test_python_runs_and_prints_what_it_says(code, monkeypatch):
+# What the site has beside the pages that are files, by path.
+GENERATED = {DOCS / name: text for name, text in _generator().pages().items()}
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES} | GENERATED
+
+
+def _each(pages):
+    return pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages])
+
+
+def _blocks(page, language):
+    return [code for found, code in FENCE.findall(TEXTS[page]) if found == language]
+
+
+@_each(page for page in TEXTS if _blocks(page, "python"))
+def test_python_runs_and_prints_what_it_says(page, monkeypatch):
+    """The blocks of a page are one program, from top to bottom."""
     monkeypatch.chdir(ROOT)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "example", "exec"), {})
-    says = [line.split("  # ", 1)[1] for line in code.splitlines() if line.startswith("print(") and "  # " in line]
-    for line, said in zip(printed.getvalue().splitlines(), says, strict=True):
-        assert said == line or said.startswith(f"{line}: "), f"prints {line!r}, the comment says {said!r}"
+    names = {}
+    for code in _blocks(page, "python"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page.name, "exec"), names)
+        says = [line.split("  # ", 1)[1] for line in code.splitlines() if line.startswith("print(") and "  # " in line]
+        for line, said in zip(printed.getvalue().splitlines(), says, strict=True):
+            assert said == line or said.startswith(f"{line}: "), f"prints {line!r}, the comment says {said!r}"
 
 
-@pytest.mark.parametrize("code", _blocks("bash"))
-def test_commands_exist(code):
+@_each(page for page in TEXTS if _blocks(page, "bash"))
+def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", code, re.MULTILINE):
-        assert f"\n{target}:" in makefile
-    for command in re.findall(r"^clusterkv (.*(?:\\\n.*)*)", code, re.MULTILINE):
-        name = command.split()[0]
-        assert name in ("generate", "methods", "calibrate", "evaluate", "inspect", "join", "lm-eval")
-        if name == "lm-eval":  # its options are the harness's
-            continue
-        path = [name]
-        if name == "inspect":
-            path.append("recall" if command.split()[1] == "recall" else "keys")
-        options = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "300"}).stdout
-        for option in re.findall(r"(--[\w-]+)", command):
-            assert f"{option} " in options, option
+    for code in _blocks(page, "bash"):
+        for target in re.findall(r"^make ([\w-]+)", code, re.MULTILINE):
+            assert f"\n{target}:" in makefile
+        for script in re.findall(r"^python (\S+\.py)", code, re.MULTILINE):
+            assert (ROOT / script).exists(), script
+        for command in re.findall(r"(?:^|\| )clusterkv (.*(?:\\\n.*)*)", code, re.MULTILINE):
+            _check_options(command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _check_options(command):
+    """`--help` knows the options of a command line."""
+    group, path = typer.main.get_command(cli.app), []
+    for word in command.split():
+        if not hasattr(group, "commands"):
+            break
+        word = word if word in group.commands else "keys"  # `inspect MODEL` is `inspect keys MODEL`
+        group = group.commands[word]
+        path.append(word)
+    if path != ["lm-eval"]:  # its options are the harness's
+        for option in re.findall(r"(?<!\S)(--[\w-]+)", command):
+            assert f"{option} " in _help(tuple(path)), f"{' '.join(path)} has no {option}"
+
+
+@functools.cache
+def _help(path):
+    return CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "300"}).stdout
+
+
+@_each(PAGES)
 def test_links_lead_somewhere(page):
-    for link in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / link).exists(), link
+    for link, anchor in LINK.findall(_without_code(TEXTS[page])):
+        target = Path(os.path.normpath(page.parent / link)) if link else page
+        assert target in GENERATED or target.exists(), f"no file {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"no heading #{anchor} in {target.name}"
+
+
+@functools.cache
+def _anchors(page):
+    """Of the headings of a page as the site makes them, and of the names that the API page shows."""
+    text = _without_code(TEXTS[page])
+    return {*map(_slug, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), *re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+
+
+def _slug(heading):
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    plain = unicodedata.normalize("NFKD", plain).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def _without_code(text):
+    return re.sub(r"^(```+).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@_each(PAGES)
+def test_lines_are_short(page):
+    """Outside tables and fences, which may not be broken."""
+    lines = _without_code(TEXTS[page]).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_every_page_is_in_the_navigation():
+    tree = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)["nav"]
+    found = {DOCS / page for page in _leaves(tree)}
+    assert found == {page for page in TEXTS if page.is_relative_to(DOCS)}
+
+
+def _leaves(tree):
+    if isinstance(tree, str):
+        return [tree]
+    return [leaf for part in (tree.values() if isinstance(tree, dict) else tree) for leaf in _leaves(part)]
+
+
+def test_the_api_page_has_every_public_name():
+    shown = set(re.findall(r"^::: clusterkv_jax\.(\w+)$", TEXTS[DOCS / "reference/api.md"], re.MULTILINE))
+    assert shown == set(ckv.__all__)
+
+
+def test_the_glossary_has_every_shape_letter():
+    used = set()
+    for folder in ("clusterkv_jax", "kernels", "models"):
+        for file in (ROOT / folder).rglob("*.py"):
+            used.update(word for shape in SHAPE.findall(file.read_text(encoding="utf-8")) for word in shape.split())
+    cells = re.findall(r"^\| ((?:\w, )*\w) \|", TEXTS[DOCS / "concepts/glossary.md"], re.MULTILINE)
+    explained = {letter for cell in cells for letter in cell.split(", ")}
+    assert {word for word in used if re.fullmatch("[A-Za-z]", word)} <= explained
