@@ -11,7 +11,8 @@ from jaxtyping import Array, Int
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
 Base = Literal["prompt", "prompt+new"]
-Shares = Literal["pyramid"] | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+# All numbers or all tuples, as `Budget` checks; the library that reads presets takes one tuple type in a union.
+Shares = Literal["pyramid"] | tuple[float | tuple[float, ...], ...] | None
 
 # A budget that nothing reaches.
 MOST_ROWS = 2**30
