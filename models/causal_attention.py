@@ -25,6 +25,7 @@ LARGEST_BLOCK = 256
 SEGMENTS = {"cpu": 8, "gpu": 4, "tpu": 4}
 
 
+@jax.named_scope("attention/attend")
 def causal_attention(
     q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"], *, backend: str | None = None
 ) -> Float[Array, "B N H D"]:
