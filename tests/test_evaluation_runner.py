@@ -231,6 +231,15 @@ def test_the_report_shows_everything_and_loads_nothing(lines):
     assert page == report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
 
 
+def test_names_in_the_report_are_texts(lines):
+    pytest.importorskip("matplotlib")
+    hostile = "<script>alert('x')</script>"
+    named = [line | {"method": hostile if line["method"] != "full" else "full", "task": hostile} for line in lines]
+    page = report.report(table.summarize(named), named, {"config": CONFIG | {"model": hostile}, "sessions": []})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(&#39;x&#39;)") >= 4  # title, heading, column, rows
+
+
 def longbench_lines(tmp_path):
     """Two rows of a task, of which one lost tokens, through a run."""
     made = []

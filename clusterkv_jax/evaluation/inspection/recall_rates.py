@@ -5,7 +5,6 @@ true query, that of the model with its full cache, selects rows of the prompt. I
 the largest q . k. What is generated meanwhile, which all methods read, counts for nobody.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.evaluation.inspection.observations import Observed, seen_by
 from clusterkv_jax.evaluation.inspection.page import by_layer
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.evaluation.report.report import page
+from clusterkv_jax.evaluation.templates import render
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.tensors import build_index, select
 
@@ -77,19 +76,17 @@ def recall_page(model: Model, tokens: int, steps: int, found: Mapping[tuple[str,
     """Pictures of the rates of every (method, budget): over the budget, by layer, by head, over the steps."""
     most = max(budget for _, budget in found)
     largest = {name: rates for (name, budget), rates in found.items() if budget == most}
-    parts = [
-        f"<h1>{html.escape(model.name)}: recall rate</h1>",
-        f"<p>A prompt of {tokens - steps:,} tokens and the queries of the {steps} tokens after it: the share of the B "
-        "rows with the largest attention that each method selects.</p>",
-        f"<figure>{_over_budget(found)}</figure>",
-        f"<h2>By layer, B = {most:,}</h2>",
-        f"<figure>{by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, 'recall rate')}</figure>",
-        f"<h2>By layer (down) and head (across), B = {most:,}</h2>",
-        f"<figure>{_by_head(largest)}</figure>",
-        f"<h2>Step after step, B = {most:,}</h2>",
-        f"<figure>{_over_steps(largest)}</figure>",
-    ]
-    return page(f"{model.name}: recall rate", parts)
+    return render(
+        "inspection/recall_rates.html.jinja",
+        title=f"{model.name}: recall rate",
+        tokens=tokens - steps,
+        steps=steps,
+        most=most,
+        over_budget=_over_budget(found),
+        by_layer=by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, "recall rate"),
+        by_head=_by_head(largest),
+        over_steps=_over_steps(largest),
+    )
 
 
 def _over_budget(found: Mapping[tuple[str, int], Rates]) -> str:
