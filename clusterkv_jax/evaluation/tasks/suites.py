@@ -194,7 +194,9 @@ def _present(options: Options, tasks: tuple[str, ...]) -> tuple[str, ...]:
 
 def _gsm8k(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tasks, tokenizer, positions
-    return gsm8k.cases(gsm8k.shots(options.data), _limited(gsm8k.questions(options.data), options.limit))
+    # A folder that is not there is named before the library that holds the examples is missed.
+    questions = _limited(gsm8k.questions(options.data), options.limit)
+    return gsm8k.cases(gsm8k.shots(options.data), questions)
 
 
 def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
