@@ -8,6 +8,7 @@ import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from clusterkv_jax.cli.options import CompilationCache, parse_count, parse_entries, split
 from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
@@ -16,6 +17,7 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cach
 class KeysByDefault(typer.core.TyperGroup):
     """`inspect MODEL` is `inspect keys MODEL`."""
 
+    @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Arguments that begin with no command's name are those of `keys`."""
         if args and args[0] not in {*self.commands, "--help"}:

@@ -7,7 +7,7 @@ harness's. What stands before an answer or a continuation, question included, is
 """
 
 # The harness is an extra that the type checker need not have.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportImplicitOverride=false
 
 import logging
 import sys
