@@ -92,7 +92,7 @@ def rows_for(
 
 def _rows_in(bytes_: int, bytes_per_row: int) -> int:
     if bytes_per_row < 1:
-        raise ValueError(f"a budget of {bytes_} bytes needs the bytes of a row, at least 1, got {bytes_per_row}.")
+        raise ValueError(f"A budget of {bytes_} bytes needs the bytes of a row, at least 1, got {bytes_per_row}.")
     return bytes_ // bytes_per_row
 
 

@@ -86,7 +86,7 @@ def prefill(
     """
     batch, width = tokens.shape
     if width > config.max_positions:
-        raise ValueError(f"a prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
+        raise ValueError(f"A prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
     _check_lengths(lengths, batch, width)
     reserve = max_new_tokens if reserve is None else reserve
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}

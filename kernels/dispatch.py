@@ -69,16 +69,16 @@ def dispatch(
         if backend not in ("xla", platform()):
             raise NotImplementedError(f"{op}'s backend {backend!r} needs a {backend.upper()}, not a {platform()}.")
         return backends[backend](*args, **kwargs)
-    reasons = []
+    errors = []
     for name, implementation in backends.items():
         if name not in ("xla", platform()):
             continue
         try:
             return implementation(*args, **kwargs)
         except NotImplementedError as error:
-            reasons.append(str(error))
+            errors.append(str(error))
             _log_refusal(op, name, str(error))
-    raise NotImplementedError(" ".join([f"No backend of {op} serves this call on {platform()}.", *reasons]))
+    raise NotImplementedError(f"No backend of {op} serves this call on {platform()}: {' '.join(errors)}")
 
 
 @cache  # once for each op and reason

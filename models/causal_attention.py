@@ -46,9 +46,9 @@ def causal_attention(
 def _choose(q: Array, k: Array, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
+            raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
         if why := _obstacle(q, k, backend):
-            raise ValueError(f"backend {backend!r} cannot serve this attention: {why}")
+            raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
         return backend
     return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, name))
 

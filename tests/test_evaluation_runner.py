@@ -142,7 +142,7 @@ def test_prompts_too_short_for_a_budget_are_read_whole_and_said_so(tmp_path):
 
 def test_two_runs_do_not_go_on_in_one_folder(tmp_path):
     def meanwhile(method, prompts, *rest):
-        with pytest.raises(ValueError, match=f"another run is writing to {tmp_path}"):
+        with pytest.raises(ValueError, match=f"Another run is writing to {tmp_path}"):
             go(tmp_path)
         return respond(method, prompts, *rest)
 
@@ -165,7 +165,7 @@ def test_damaged_results_are_named(tmp_path):
     file = tmp_path / runner.RESULTS
     good = file.read_bytes()
     file.write_bytes(good[:100] + b"\n" + good[100:])
-    with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+    with pytest.raises(ValueError, match=r"Line 1 of .* is damaged"):
         go(tmp_path)
     file.write_bytes(good + good.splitlines(keepends=True)[0])
     with pytest.raises(ValueError, match="holds an example twice"):
@@ -330,7 +330,7 @@ def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
     part(tmp_path / "b", ENTRIES[1:], model="another")
     for folders, said in (
         (("a", "b"), "differ in model: 'stub' and 'another'"),
-        (("a", "a"), "two runs hold full with budget 1.0 of example"),
+        (("a", "a"), "Two runs hold full with budget 1.0 of example"),
         (("a", "c"), "c holds no run: run.json and results.jsonl are needed"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -103,7 +103,7 @@ def inspect_recall(
 def _tokens_of(loaded: Any, text: str, tokens: int) -> list[int]:
     """The first `tokens` tokens of a text."""
     if loaded.tokenizer is None:
-        raise ValueError(f"model {loaded.name} has no tokenizer, which inspection needs.")
+        raise ValueError(f"Model {loaded.name} has no tokenizer, which inspection needs.")
     ids = loaded.tokenizer.encode(text, verbose=False)
     most = min(len(ids), loaded.config.max_positions)
     if not 256 <= tokens <= most:

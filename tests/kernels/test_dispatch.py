@@ -40,5 +40,5 @@ def test_no_backend_at_all_says_why():
     def refuses():
         raise NotImplementedError("The rows are odd.")
 
-    with pytest.raises(NotImplementedError, match=r"No backend of op serves this call on cpu. The rows are odd."):
+    with pytest.raises(NotImplementedError, match=r"No backend of op serves this call on cpu: The rows are odd."):
         dispatch.dispatch("op", {"xla": refuses}, None)

@@ -45,7 +45,7 @@ def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H
     index = build_index(method, keys, values, queries=queries)
     budget = int(index["budget"][0])
     if budget >= cut:
-        raise ValueError(f"the recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
+        raise ValueError(f"The recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
     asked = seen_by(layer, method)
     return _rates(method, budget, index, layer.queries[:, :, cut:], asked[:, :, cut:], keys)
 

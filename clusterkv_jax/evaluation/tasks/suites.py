@@ -217,7 +217,7 @@ def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, position
 def _read(texts: dict[str, str], options: Options, tasks: tuple[str, ...], tokenizer: Any) -> list[Case]:
     """Every book, or those named as tasks."""
     if missing := [task for task in tasks if task not in texts]:
-        raise ValueError(f"there is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
+        raise ValueError(f"There is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
     return [
         case
         for length in options.lengths
