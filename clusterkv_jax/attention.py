@@ -63,6 +63,7 @@ def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[i
     return heads_in_order.reshape(*heads_in_order.shape[:2], -1, *heads_in_order.shape[4:])
 
 
+@jax.named_scope("attend")
 def _attend_pages(
     q: Float[Array, "B T H D"], layer: PagedHeads
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
@@ -85,6 +86,7 @@ def _attend_pages(
     return mixed.reshape(q.shape).astype(q.dtype), (peak + jnp.log(total)).reshape(q.shape[:3])
 
 
+@jax.named_scope("attend")
 def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:
     """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel."""
 
@@ -102,6 +104,7 @@ def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bo
     return jax.shard_map(attend, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
 
 
+@jax.named_scope("attend")
 def attend_new(
     q: Float[Array, "B T H D"], keys: Float[Array, "B T K D"], values: Float[Array, "B T K D"], real: Bool[Array, "B T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:

@@ -93,7 +93,7 @@ def _check(
     """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
     config = model.config
     if not texts:
-        raise ValueError("prompts must hold at least one prompt, got none.")
+        raise ValueError("Prompts must hold at least one prompt, got none.")
     if not is_count(max_new_tokens, 1):
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
     if prefill_chunk is not None and not is_count(prefill_chunk, 1):
@@ -101,9 +101,9 @@ def _check(
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
     if (stop or streams) and model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+        raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
     if questions is not None and len(questions) != len(texts):
-        raise ValueError(f"questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
+        raise ValueError(f"Questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
     for kind, rows in (("prompt", texts), ("question", questions or [])):
         for i, row in enumerate(rows):
             if not row:
@@ -115,6 +115,6 @@ def _check(
         question = len(questions[i]) if questions else 0
         if len(text) + question + max_new_tokens > config.max_positions:
             raise ValueError(
-                f"prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
+                f"Prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
                 f"exceed the model's {config.max_positions} positions."
             )

@@ -11,7 +11,8 @@ from jaxtyping import Array, Int
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
 Base = Literal["prompt", "prompt+new"]
-Shares = Literal["pyramid"] | tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+# All numbers or all tuples, as `Budget` checks; the library that reads presets takes one tuple type in a union.
+Shares = Literal["pyramid"] | tuple[float | tuple[float, ...], ...] | None
 
 # A budget that nothing reaches.
 MOST_ROWS = 2**30
@@ -91,7 +92,7 @@ def rows_for(
 
 def _rows_in(bytes_: int, bytes_per_row: int) -> int:
     if bytes_per_row < 1:
-        raise ValueError(f"a budget of {bytes_} bytes needs the bytes of a row, at least 1, got {bytes_per_row}.")
+        raise ValueError(f"A budget of {bytes_} bytes needs the bytes of a row, at least 1, got {bytes_per_row}.")
     return bytes_ // bytes_per_row
 
 

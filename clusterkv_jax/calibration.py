@@ -72,7 +72,7 @@ class Calibration:
         mine = (len(self.head_shares), len(self.head_shares[0]))
         if mine != (config.num_layers, config.num_kv_heads):
             raise ValueError(
-                f"the calibration is of {self.model}, {mine[0]} layers of {mine[1]} KV heads; "
+                f"The calibration is of {self.model}, {mine[0]} layers of {mine[1]} KV heads; "
                 f"this model has {config.num_layers} of {config.num_kv_heads}."
             )
 
@@ -100,12 +100,12 @@ def choose_outliers(
     layers, heads = shares.shape
     for layer in whole_layers:
         if not 0 <= layer < layers:
-            raise ValueError(f"there is no layer {layer} to keep whole: the model has {layers}.")
+            raise ValueError(f"There is no layer {layer} to keep whole: the model has {layers}.")
     count = round(outliers * layers * heads)
     first = np.isin(np.arange(layers), whole_layers)[:, None]
     if first.sum() * heads > count:
         raise ValueError(
-            f"the heads of {first.sum()} whole layers are {first.sum() * heads}, more than the {count} outlier heads "
+            f"The heads of {first.sum()} whole layers are {first.sum() * heads}, more than the {count} outlier heads "
             f"that {outliers:g} of {layers} x {heads} heads make."
         )
     order = np.argsort(-np.where(first, np.inf, shares), axis=None, kind="stable")[:count]
@@ -137,7 +137,7 @@ def read(file: str | Path) -> Calibration:
         tables = {name: as_table(np.asarray(content[name], np.float64)) for name in ("outlier_share", "head_shares")}
         heads = tuple((int(layer), int(head)) for layer, head in content["outlier_heads"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"Calibration file {file} is damaged: {error}.") from error
+        raise ValueError(f"Calibration file {file} is damaged: {str(error).rstrip('.')}.") from error
     return Calibration(str(content["model"]), outlier_heads=heads, settings=content["settings"], **tables)
 
 
@@ -149,7 +149,7 @@ def in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
 def as_table(numbers: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:
     """Numbers by layer and head as nested tuples. Raises ValueError for any other shape."""
     if numbers.ndim != 2:
-        raise ValueError(f"a number per layer and head was expected, got shape {numbers.shape}")
+        raise ValueError(f"A number per layer and head was expected, got shape {numbers.shape}.")
     return tuple(tuple(map(float, row)) for row in numbers)
 
 

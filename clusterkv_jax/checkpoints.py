@@ -65,7 +65,7 @@ class _Entry:
     def map(self) -> np.ndarray:
         """The tensor as a read-only memory map, released with the array."""
         if self.dtype not in _FILE_TYPES:
-            raise CheckpointError(f"{self.path.name} holds {self.dtype} weights; allowed: {', '.join(_FILE_TYPES)}")
+            raise CheckpointError(f"{self.path.name} holds {self.dtype} weights; allowed: {', '.join(_FILE_TYPES)}.")
         return np.memmap(self.path, _FILE_TYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
 
 
@@ -126,7 +126,7 @@ def save_huggingface(
     """
     target = _checked_dtype(dtype)
     if config.family != "llama":
-        raise ValueError(f"only models of the llama family can be written, got {config.family!r}")
+        raise ValueError(f"Only models of the llama family can be written, got {config.family!r}.")
     stored = layout(config, llama.WEIGHTS)
     tensors: dict[str, np.ndarray] = {}
     for place, parameter in zip(jax.tree.leaves(stored), jax.tree.leaves(params), strict=True):
@@ -149,16 +149,16 @@ def _locate(name: str | os.PathLike[str]) -> Path:
     if name == "demo":
         folder = Path(str(resources.files("clusterkv_jax.models") / "demo"))
         if not (folder / "config.json").is_file():
-            raise CheckpointError("the demo model is missing from this installation")
+            raise CheckpointError("The demo model is missing from this installation.")
         return folder
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json")
+        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
     if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise CheckpointError(
-            f"there is no folder {str(name)!r}; allowed: 'demo', a local folder, or a hub id 'owner/name'"
+            f"There is no folder {str(name)!r}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
         )
     return _download(name)
 
@@ -178,7 +178,7 @@ def _download(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"there is no local folder {name!r}, and the hub did not deliver a model of that id: {reason}"
+            f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {reason}."
         ) from error
 
 
@@ -186,11 +186,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing from {path.parent}") from None
+        raise CheckpointError(f"{path.name} is missing from {path.parent}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not a readable JSON file: {error}") from None
+        raise CheckpointError(f"{path} is not a readable JSON file: {error}.") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}.")
     return content
 
 
@@ -199,19 +199,19 @@ def _entries(folder: Path) -> dict[str, _Entry]:
     if (folder / _SINGLE).is_file():
         return _header(folder / _SINGLE)
     if not (folder / _INDEX).is_file():
-        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not read")
+        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not read.")
     places = _read_json(folder / _INDEX).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{folder / _INDEX} has no 'weight_map' from tensors to files")
+        raise CheckpointError(f"{folder / _INDEX} has no 'weight_map' from tensors to files.")
     for tensor, file in places.items():
         if not isinstance(file, str) or not (folder / file).is_file():
-            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which is missing from {folder}")
+            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which is missing from {folder}.")
     entries: dict[str, _Entry] = {}
     for file in sorted(set(places.values())):
         entries |= _header(folder / file)
     for tensor, file in places.items():
         if tensor not in entries:
-            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which does not hold it")
+            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which does not hold it.")
     return entries
 
 
@@ -221,7 +221,7 @@ def _header(path: Path) -> dict[str, _Entry]:
         with safe_open(path, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from None
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}.") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -261,13 +261,13 @@ def _equal(a: _Entry, b: _Entry) -> bool:
 def _account(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
     if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
-        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies")
+        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies.")
     if extra := [f"{name} {list(stored[name])}" for name in stored if name not in expected]:
-        raise CheckpointError(f"{folder} holds {_some(extra)}, which its config.json has no place for")
+        raise CheckpointError(f"{folder} holds {_some(extra)}, which its config.json has no place for.")
     for name, shape in expected.items():
         if stored[name] != shape:
             raise CheckpointError(
-                f"{name} in {folder} has the shape {list(stored[name])}, its config.json implies {list(shape)}"
+                f"{name} in {folder} has the shape {list(stored[name])}, its config.json implies {list(shape)}."
             )
 
 
@@ -285,7 +285,7 @@ def _checked_dtype(dtype: Any) -> np.dtype:
     except TypeError:
         result = None
     if result is None or result.name not in _DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}.")
     return result
 
 

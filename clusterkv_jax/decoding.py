@@ -87,7 +87,7 @@ def prefill(
     """
     batch, width = tokens.shape
     if width > config.max_positions:
-        raise ValueError(f"a prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
+        raise ValueError(f"A prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
     _check_lengths(lengths, batch, width)
     reserve = max_new_tokens if reserve is None else reserve
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
@@ -159,14 +159,15 @@ def append_step(
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
-        lookup = None
-        if "lookahead" in method.needs(number) and before is not None:
-            lookup = transformer.qkv(weights, config, before, positions)[0]
-        new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, lookup, config.rope)
-        attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
-        before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
-        layers.append(layer)
-        state.append(memory)
+        with jax.named_scope(f"layer_{number}"):
+            lookup = None
+            if "lookahead" in method.needs(number) and before is not None:
+                lookup = transformer.qkv(weights, config, before, positions)[0]
+            new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, lookup, config.rope)
+            attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
+            before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
+            layers.append(layer)
+            state.append(memory)
     cache = replace(cache, layers=constrain_cache(tuple(layers)), state=tuple(state), position=cache.position + counts)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)

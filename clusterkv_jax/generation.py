@@ -1,14 +1,19 @@
-"""`generate`: from texts to texts. Everything here runs on the host; the programs it calls are in `decoding`."""
+"""`generate`: from texts to texts. Everything here runs on the host; the programs it calls are in `decoding`.
+
+Profiles show the stages on the host under the names given to them here, those on the device as programs name them.
+"""
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import annotate_function
 
 from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
@@ -233,6 +238,7 @@ def _read(
     return cache, logits, row_counts
 
 
+@partial(annotate_function, name="prefill")
 def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
     return prefill(
         model.params,
@@ -255,6 +261,7 @@ def _full_bytes(model: Model, batch: Batch, cache: KVCache) -> int:
     return slot_bytes(cache) * (batch.width + batch.reserve) * heads * len(batch.texts)
 
 
+@partial(annotate_function, name="question")
 def _append_questions(
     model: Model, method: Method, cache: KVCache, questions: list[Tokens], step: int
 ) -> tuple[KVCache, jax.Array]:
@@ -275,6 +282,7 @@ def _append_questions(
     return cache, logits
 
 
+@partial(annotate_function, name="decode")
 def _decode(
     model: Model,
     method: Method,

@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from clusterkv_jax import methods
@@ -122,29 +123,20 @@ def read_preset(file) -> Preset:
         raise ValueError(f"Preset file {file} is not YAML text: {' '.join(str(error).split())}.") from error
     where = f"preset file {file}"
     _check_keys(content, _KEYS, where)
-    missing = [key for key in ("method", "description", "source") if not isinstance(content.get(key), str)]
-    if missing:
-        raise ValueError(f"Key {missing[0]!r} of {where} must be a text, got {content.get(missing[0])!r}.")
-    if content["method"] not in _METHODS:
-        raise ValueError(f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, got {content['method']!r}.")
-    method = _METHODS[content["method"]]
-    budget = content.get("budget")
+    name, description, source = (_converted(content.get(key), str, key, where) for key in _KEYS[:3])
+    if name not in _METHODS:
+        raise ValueError(f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, got {name!r}.")
+    method, budget = _METHODS[name], content.get("budget")
+    measured = _converted(content.get("calibration"), str | None, "calibration", where)
     return Preset(
         name=Path(file.name).stem,
         method=method,
-        description=content["description"],
-        source=content["source"],
+        description=description,
+        source=source,
         settings=_checked_settings(method, content.get("settings", {}), where),
         budget=None if budget is None else _budget(budget, where),
-        calibration=_calibration(content.get("calibration"), file, where),
+        calibration=None if measured is None else read_calibration(file.parent / measured),
     )
-
-
-def _calibration(name: Any, file: Any, where: str) -> Calibration | None:
-    """The calibration file of that name beside the preset."""
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f"Key 'calibration' of {where} must be the name of a file, got {name!r}.")
-    return None if name is None else read_calibration(file.parent / name)
 
 
 def _budget(content: Any, where: str) -> Budget:
@@ -168,13 +160,15 @@ def _checked_settings(method: type, settings: Any, where: str) -> dict[str, Any]
 
 def _checked_values(cls: type, content: Mapping[str, Any], where: str) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in content.items():
-        value = _as_tuple(value)
-        if not _fits(value, hints[key]):
-            raise ValueError(f"Key {key!r} of {where} must be {_describe(hints[key])}, got {value!r}.")
-        values[key] = value
-    return values
+    return {key: _converted(value, hints[key], key, where) for key, value in content.items()}
+
+
+def _converted(value: Any, hint: Any, key: str, where: str) -> Any:
+    """A YAML value as an annotated type: lists become tuples, a whole number is also a number, true is neither."""
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"Key {key!r} of {where} must be {_describe(hint)}, got {value!r}.") from error
 
 
 def _check_keys(content: Any, allowed, where: str) -> None:
@@ -189,36 +183,16 @@ def _fields(cls: type) -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(cls) if f.init}
 
 
-def _as_tuple(value: Any) -> Any:
-    """YAML lists become tuples: methods are hashable."""
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value is of an annotated type; a whole number is also a number, true is neither."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        inner = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-        return len(inner) == len(value) and all(map(_fits, value, inner))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _describe(hint: Any) -> str:
+def _describe(hint: Any, many: bool = False) -> str:
     """An annotated type in words, for error messages."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(argument) for argument in arguments)
+        return " or ".join(_describe(argument, many) for argument in arguments)
     if origin is tuple:
-        return f"a list of {_describe(arguments[0]).removeprefix('a ')}s"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    return names.get(hint, str(hint))
+        return f"{'lists' if many else 'a list'} of {_describe(arguments[0], many=True)}"
+    names = {int: "whole number", float: "number", str: "text"}
+    if hint not in names:
+        return {bool: "true or false", type(None): "null"}.get(hint, str(hint))
+    return f"{names[hint]}s" if many else f"a {names[hint]}"

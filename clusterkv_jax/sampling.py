@@ -34,6 +34,7 @@ class Sampling:
         )
 
 
+@jax.named_scope("sampling")
 def sample(
     logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], step: Int[Array, ""] | int
 ) -> Int[Array, " B"]:

@@ -47,7 +47,7 @@ def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -
         entries.append(split if split and size % _ways(split, mesh) == 0 else None)
     names = [axis for entry in entries if entry for axis in entry]
     if len(names) != len(set(names)):
-        raise ValueError(f"logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}.")
+        raise ValueError(f"Logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}.")
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
 
 

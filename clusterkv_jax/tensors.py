@@ -59,7 +59,7 @@ def compress(
     if keys.shape != values.shape:
         raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
     if tokens == 0:
-        raise ValueError("there is nothing to compress: keys have no tokens.")
+        raise ValueError("There is nothing to compress: keys have no tokens.")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
     # The lengths do not shape the program, so that other lengths reuse it.
@@ -119,7 +119,7 @@ def build_index(
     if keys.shape != values.shape:
         raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
     if tokens == 0:
-        raise ValueError("there is nothing to index: keys have no tokens.")
+        raise ValueError("There is nothing to index: keys have no tokens.")
     if method.forgets:
         raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
     options: dict[str, Any] = {}

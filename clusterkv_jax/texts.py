@@ -21,7 +21,7 @@ def encode(model: Model, texts: Sequence[str | Tokens], kind: str, special: bool
     for i, text in enumerate(texts):
         if isinstance(text, str):
             if model.tokenizer is None:
-                raise ValueError(f"model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
+                raise ValueError(f"Model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
             if not text.strip():
                 raise ValueError(f"{kind} {i} is empty; give at least one word.")
             text = model.tokenizer.encode(text, add_special_tokens=special)

@@ -1,12 +1,16 @@
 """One dispatch rule for every op: the first backend that serves the call, XLA always last."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+log = logging.getLogger("clusterkv_jax.kernels")
 
 
 def platform() -> str:
@@ -57,7 +61,7 @@ def dispatch(
 
     `backends` is ordered; a backend named "tpu" or "gpu" is tried on that platform only, and "xla" everywhere. A
     backend that cannot serve a call raises NotImplementedError and says why; asked for by name, that error reaches
-    the caller.
+    the caller, otherwise the log says once what runs in XLA instead, and why.
     """
     if backend is not None:
         if backend not in backends:
@@ -65,11 +69,19 @@ def dispatch(
         if backend not in ("xla", platform()):
             raise NotImplementedError(f"{op}'s backend {backend!r} needs a {backend.upper()}, not a {platform()}.")
         return backends[backend](*args, **kwargs)
+    errors = []
     for name, implementation in backends.items():
         if name not in ("xla", platform()):
             continue
         try:
             return implementation(*args, **kwargs)
-        except NotImplementedError:
-            continue
-    raise NotImplementedError(f"no backend of {op} serves this call on {platform()}.")
+        except NotImplementedError as error:
+            errors.append(str(error))
+            _log_refusal(op, name, str(error))
+    raise NotImplementedError(f"No backend of {op} serves this call on {platform()}: {' '.join(errors)}")
+
+
+@cache  # once for each op and reason
+def _log_refusal(op: str, backend: str, reason: str) -> None:
+    # A warning: only the kernel of the user's own accelerator is ever tried and refused, so the call loses speed.
+    log.warning("%s falls back to XLA from its %s kernel: %s", op, backend.upper(), reason)

@@ -62,9 +62,9 @@ def check_dtypes(op: str, *arrays: Array) -> None:
     """Raise NotImplementedError for dtypes that the kernels do not read."""
     for x in arrays:
         if x.dtype not in DTYPES:
-            raise NotImplementedError(f"the GPU kernel of {op} reads float32, bfloat16 and float16, got {x.dtype}.")
+            raise NotImplementedError(f"The GPU kernel of {op} reads float32, bfloat16 and float16, got {x.dtype}.")
     if len({x.dtype for x in arrays}) > 1:
-        raise NotImplementedError(f"the GPU kernel of {op} reads arrays of one dtype, got {[x.dtype for x in arrays]}.")
+        raise NotImplementedError(f"The GPU kernel of {op} reads arrays of one dtype, got {[x.dtype for x in arrays]}.")
 
 
 def shared_memory() -> int:

@@ -25,6 +25,7 @@ LARGEST_BLOCK = 256
 SEGMENTS = {"cpu": 8, "gpu": 4, "tpu": 4}
 
 
+@jax.named_scope("attention/attend")
 def causal_attention(
     q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"], *, backend: str | None = None
 ) -> Float[Array, "B N H D"]:
@@ -45,9 +46,9 @@ def causal_attention(
 def _choose(q: Array, k: Array, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
+            raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
         if why := _obstacle(q, k, backend):
-            raise ValueError(f"backend {backend!r} cannot serve this attention: {why}")
+            raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
         return backend
     return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, name))
 

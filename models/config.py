@@ -77,11 +77,11 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}: "
-                "every KV head serves an equal group of query heads"
+                "every KV head serves an equal group of query heads."
             )
         if self.rope is not None and (self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim):
-            raise ValueError(f"rope.dim = {self.rope.dim} must be even and in 2..head_dim = {self.head_dim}")
+            raise ValueError(f"rope.dim = {self.rope.dim} must be even and in 2..head_dim = {self.head_dim}.")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"activation {self.activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}.")
         if self.norm not in NORMS:
-            raise ValueError(f"norm {self.norm!r} is not supported; allowed: {', '.join(NORMS)}")
+            raise ValueError(f"norm {self.norm!r} is not supported; allowed: {', '.join(NORMS)}.")

@@ -21,7 +21,7 @@ _ACTIVATION_NAMES = {
 def require(published: dict[str, Any], key: str) -> Any:
     """The value of a key that has no sensible default."""
     if published.get(key) is None:
-        raise ValueError(f"config.json lacks {key!r}, which a {published.get('model_type')!r} model needs")
+        raise ValueError(f"config.json lacks {key!r}, which a {published.get('model_type')!r} model needs.")
     return published[key]
 
 
@@ -29,7 +29,7 @@ def size(published: dict[str, Any], key: str) -> int:
     """A required size; anything but a positive integer is a ValueError."""
     value = require(published, key)
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json sets {key} = {value!r}; allowed: a positive integer")
+        raise ValueError(f"config.json sets {key} = {value!r}; allowed: a positive integer.")
     return value
 
 
@@ -37,7 +37,7 @@ def demand(published: dict[str, Any], key: str, allowed: Any, default: Any) -> N
     """Raise ValueError unless `key` (or its default) has the one value that the decoder implements."""
     value = published.get(key, default)
     if value != allowed:
-        raise ValueError(f"config.json sets {key} = {value!r}, which is not supported; allowed: {allowed!r}")
+        raise ValueError(f"config.json sets {key} = {value!r}, which is not supported; allowed: {allowed!r}.")
 
 
 def decoder(published: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def activation(name: str) -> str:
     """Our name of an activation function."""
     if name not in _ACTIVATION_NAMES:
-        raise ValueError(f"activation {name!r} is not supported; allowed: {', '.join(_ACTIVATION_NAMES)}")
+        raise ValueError(f"Activation {name!r} is not supported; allowed: {', '.join(_ACTIVATION_NAMES)}.")
     return _ACTIVATION_NAMES[name]
 
 
@@ -121,8 +121,8 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
                     int(parameters["original_max_position_embeddings"]),
                 )
     except KeyError as missing:
-        raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}") from None
-    raise ValueError(f"RoPE scaling {kind!r} is not supported; allowed: default, linear, llama3")
+        raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
+    raise ValueError(f"RoPE scaling {kind!r} is not supported; allowed: default, linear, llama3.")
 
 
 def reject_sliding_window(published: dict[str, Any], *, window: int | None, active: bool) -> None:
@@ -133,5 +133,5 @@ def reject_sliding_window(published: dict[str, Any], *, window: int | None, acti
     if active and window is not None and window < positions:
         raise ValueError(
             f"sliding_window = {window} is not supported; allowed: null, or at least "
-            f"max_position_embeddings = {positions}"
+            f"max_position_embeddings = {positions}."
         )

@@ -35,8 +35,8 @@ def from_hf(published: dict[str, Any]) -> ModelConfig:
     """
     model_type = published.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; allowed: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {model_type!r} is not supported; allowed: {', '.join(FAMILIES)}.")
     if quantization := published.get("quantization_config"):
         method = quantization.get("quant_method")
-        raise ValueError(f"quantization {method!r} is not supported; allowed: bfloat16, float16 and float32 weights")
+        raise ValueError(f"quantization {method!r} is not supported; allowed: bfloat16, float16 and float32 weights.")
     return FAMILIES[model_type].from_hf(published)

@@ -130,6 +130,7 @@ def init(key: Key[Array, ""], config: ModelConfig, dtype: Any = jnp.float32) -> 
 # --- the decoder ---
 
 
+@jax.named_scope("embedding")
 def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T M"]:
@@ -145,6 +146,7 @@ def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B 
     return _norm(layer["attention_norm"], config, hidden)
 
 
+@jax.named_scope("attention/project")
 def qkv(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
@@ -167,10 +169,13 @@ def finish(
 ) -> Float[Array, "B T M"]:
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
-    hidden = hidden + _with_bias(_einsum("bthd,hdm->btm", attended, weights["o"]), weights, "o")
-    return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
+    with jax.named_scope("attention/output"):
+        hidden = hidden + _with_bias(_einsum("bthd,hdm->btm", attended, weights["o"]), weights, "o")
+    with jax.named_scope("mlp"):
+        return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
 
 
+@jax.named_scope("head")
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
@@ -200,8 +205,9 @@ def forward_hidden(
 
     step = jax.checkpoint(block) if remat else block
     hidden = embed(params, config, tokens, positions)
-    for layer in params["layers"]:
-        hidden = step(layer, hidden)
+    for number, layer in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{number}"):
+            hidden = step(layer, hidden)
     return hidden
 
 

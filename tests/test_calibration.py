@@ -107,12 +107,12 @@ def test_the_command_answers_with_it(written):
     ("arguments", "said"),
     [
         (["--data", "nowhere.txt"], "--data nowhere.txt is no file, no folder and no hub data set"),
-        (["--data", TEXT, "--tokens", 8000], "no text has 8000 tokens, the longest"),
+        (["--data", TEXT, "--tokens", 8000], "No text has 8000 tokens, the longest"),
         (["--data", TEXT, "--tokens", 10000], "--tokens 10000 exceed the model's 8192 positions"),
         (["--data", TEXT, "--chunk", 7], "--chunk must be an even number of rows, got 7"),
         (["--data", TEXT, "--ratio", 1.5], "--ratio must be between 0 and 1, got 1.5"),
         (["--data", TEXT, "--output", "here.txt"], "--output must be a .yaml file, got here.txt"),
-        (["--data", TEXT, "--output", "no/such/folder.yaml"], "the folder no/such does not exist"),
+        (["--data", TEXT, "--output", "no/such/folder.yaml"], "The folder no/such does not exist"),
     ],
 )
 def test_mistakes_are_named_in_one_sentence(arguments, said):

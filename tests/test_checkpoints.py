@@ -239,7 +239,7 @@ def test_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "nothing", "a/b/c", Path("no/folder")])
 def test_a_folder_that_does_not_exist(name):
-    with pytest.raises(CheckpointError, match=r"there is no folder .*; allowed: 'demo', a local folder, or a hub id"):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*; allowed: 'demo', a local folder, or a hub id"):
         load(name)
 
 
@@ -302,5 +302,5 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
 def test_only_llama_is_written(tmp_path):
     config = registry.from_hf(OTHERS["qwen2"])
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
-    with pytest.raises(ValueError, match="only models of the llama family can be written, got 'qwen2'"):
+    with pytest.raises(ValueError, match="Only models of the llama family can be written, got 'qwen2'"):
         save_huggingface(tmp_path, params, config)

@@ -269,7 +269,6 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
     ],
 )
 def test_what_is_not_there_is_named(name, options, said, tokenizer):
-    pytest.importorskip("lm_eval")
     with pytest.raises(ValueError, match=re.escape(said)):
         suites.cases(name, options, tokenizer, 8192)
 

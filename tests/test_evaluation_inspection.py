@@ -108,6 +108,20 @@ def test_the_page_of_recall_holds_every_picture(layers):
     assert "140 tokens" in page
 
 
+def test_names_in_the_pages_are_texts(layers, monkeypatch):
+    pytest.importorskip("matplotlib")
+    hostile = "<script>alert('x')</script>"
+    monkeypatch.setattr(observations, "observe", lambda *_: layers)
+    model = dataclasses.replace(tiny(), name=hostile)
+    rates = np.full((2, 4, 20), 0.5)
+    for found in (
+        inspection_page.page_of(model, [0] * 160, {hostile: METHOD}),
+        recall_rates.recall_page(model, 160, 20, {(hostile, 40): rates}),
+    ):
+        assert "<script" not in found
+        assert "<h1>&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in found
+
+
 def test_the_page_holds_every_picture():
     pytest.importorskip("matplotlib")
     found = inspection_page.page_of(tiny(), prompt(0, 160), {"full": ckv.Full(), "centroidkv": METHOD})

@@ -142,7 +142,7 @@ def test_prompts_too_short_for_a_budget_are_read_whole_and_said_so(tmp_path):
 
 def test_two_runs_do_not_go_on_in_one_folder(tmp_path):
     def meanwhile(method, prompts, *rest):
-        with pytest.raises(ValueError, match=f"another run is writing to {tmp_path}"):
+        with pytest.raises(ValueError, match=f"Another run is writing to {tmp_path}"):
             go(tmp_path)
         return respond(method, prompts, *rest)
 
@@ -165,7 +165,7 @@ def test_damaged_results_are_named(tmp_path):
     file = tmp_path / runner.RESULTS
     good = file.read_bytes()
     file.write_bytes(good[:100] + b"\n" + good[100:])
-    with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
+    with pytest.raises(ValueError, match=r"Line 1 of .* is damaged"):
         go(tmp_path)
     file.write_bytes(good + good.splitlines(keepends=True)[0])
     with pytest.raises(ValueError, match="holds an example twice"):
@@ -229,6 +229,15 @@ def test_the_report_shows_everything_and_loads_nothing(lines):
     for row in summary.rows:
         assert table.cell_text(row.average, False) in page
     assert page == report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
+
+
+def test_names_in_the_report_are_texts(lines):
+    pytest.importorskip("matplotlib")
+    hostile = "<script>alert('x')</script>"
+    named = [line | {"method": hostile if line["method"] != "full" else "full", "task": hostile} for line in lines]
+    page = report.report(table.summarize(named), named, {"config": CONFIG | {"model": hostile}, "sessions": []})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(&#39;x&#39;)") >= 4  # title, heading, column, rows
 
 
 def longbench_lines(tmp_path):
@@ -321,7 +330,7 @@ def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
     part(tmp_path / "b", ENTRIES[1:], model="another")
     for folders, said in (
         (("a", "b"), "differ in model: 'stub' and 'another'"),
-        (("a", "a"), "two runs hold full with budget 1.0 of example"),
+        (("a", "a"), "Two runs hold full with budget 1.0 of example"),
         (("a", "c"), "c holds no run: run.json and results.jsonl are needed"),
     ):
         with pytest.raises(ValueError, match=said):

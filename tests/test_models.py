@@ -232,7 +232,7 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; allowed: chatglm, glm, llama"),
         ({}, "model_type None is not supported"),
-        ({**_LLAMA, "hidden_act": "tanh"}, "activation 'tanh' is not supported; allowed: silu"),
+        ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),
         ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
         ({**_LLAMA, "rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported; allowed: default, linear"),
         ({**_LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' in config.json lacks 'low_freq"),
@@ -247,7 +247,7 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
         ),
         ({**_OPT, "word_embed_proj_dim": 16}, "word_embed_proj_dim = 16, which is not supported; allowed: 32"),
         ({**_OPT, "do_layer_norm_before": False}, "do_layer_norm_before = False, which is not supported"),
-        ({**_OPT, "activation_function": "tanh"}, "activation 'tanh' is not supported"),
+        ({**_OPT, "activation_function": "tanh"}, "Activation 'tanh' is not supported"),
         ({"model_type": "chatglm", "rmsnorm": False}, "rmsnorm = False, which is not supported; allowed: True"),
     ],
 )

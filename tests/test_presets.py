@@ -66,6 +66,13 @@ def test_a_file_of_ones_own(tmp_path):
     expected = Chelsea(Budget(tokens=512), sinks=4, outlier_heads=((0, 0), (0, 1)))
     assert preset(str(file)) == expected
     assert preset(str(file), HALF) == Chelsea(HALF, sinks=4, outlier_heads=((0, 0), (0, 1)))
+    for shares in ("pyramid", [1, 2.5], [[1, 2], [3, 1]]):
+        found = read_preset(_write(tmp_path, budget=f"budget: {{ratio: 1, shares: {shares}}}")).budget
+        assert found == Budget(1.0, shares=shares if shares == "pyramid" else tuple(map(_as_tuple, shares)))
+
+
+def _as_tuple(share):
+    return tuple(share) if isinstance(share, list) else share
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,11 @@ def test_a_file_of_ones_own(tmp_path):
             r"Unknown key 'share' in 'budget' .*allowed: ratio, tokens, base, bytes, shares",
         ),
         ({"budget": "budget: {ratio: half}"}, r"Key 'ratio' .*must be a number or null, got 'half'"),
+        (
+            {"budget": "budget: {ratio: 1, shares: [x]}"},
+            r"Key 'shares' .*must be one of 'pyramid' or a list of numbers or lists of numbers or null, got \['x'\]",
+        ),
+        ({"budget": "budget: {ratio: 1, shares: [1, [1]]}"}, r"Budget shares must be .*, got \(1.0, \(1.0,\)\)"),
         ({"budget": "budget: {ratio: -1}"}, r"Budget ratio must be a number above 0, got -1"),
         ({"settings": "settings: {"}, r"is not YAML text"),
     ],

@@ -98,7 +98,7 @@ def _check(output: Path, plot: bool, chunk: int, ratio: float) -> None:
     if output.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--output must be a .yaml file, got {output}.")
     if not output.parent.is_dir():
-        raise ValueError(f"the folder {output.parent} does not exist; make it before a calibration is written there.")
+        raise ValueError(f"The folder {output.parent} does not exist; make it before a calibration is written there.")
     if plot:
         from clusterkv_jax.evaluation.extras import library
 
@@ -132,7 +132,7 @@ def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int)
     import numpy as np
 
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer, so no text can be read with it.")
+        raise ValueError("The model has no tokenizer, so no text can be read with it.")
     pieces = []
     longest = 0
     for text in texts:
@@ -140,7 +140,7 @@ def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int)
         longest = max(longest, len(ids))
         pieces += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
     if not pieces:
-        raise ValueError(f"no text has {tokens} tokens, the longest {longest}; give more text or fewer --tokens.")
+        raise ValueError(f"No text has {tokens} tokens, the longest {longest}; give more text or fewer --tokens.")
     numbers = np.random.default_rng(seed).permutation(len(pieces))[:most]
     return [pieces[i] for i in sorted(numbers)]
 

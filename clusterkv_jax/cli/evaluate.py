@@ -68,7 +68,7 @@ def evaluate(
         entries = parse_entries(split(methods), split(budgets))
         network = ckv.load(model, dtype=dtype)
         if network.tokenizer is None:
-            raise ValueError(f"model {model} has no tokenizer, which evaluation needs.")
+            raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         positions = network.config.max_positions
         if without := suites.left_out(suite, options):

@@ -8,6 +8,7 @@ import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from clusterkv_jax.cli.options import (
     CompilationCache,
@@ -26,6 +27,7 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cach
 class KeysByDefault(typer.core.TyperGroup):
     """`inspect MODEL` is `inspect keys MODEL`."""
 
+    @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Arguments that begin with no command's name are those of `keys`."""
         if args and args[0] not in {*self.commands, "--help"}:
@@ -117,7 +119,7 @@ def inspect_recall(
 def _tokens_of(network: Any, text: str, tokens: int) -> list[int]:
     """The first `tokens` tokens of a text."""
     if network.tokenizer is None:
-        raise ValueError(f"model {network.name} has no tokenizer, which inspection needs.")
+        raise ValueError(f"Model {network.name} has no tokenizer, which inspection needs.")
     ids = network.tokenizer.encode(text, verbose=False)
     most = min(len(ids), network.config.max_positions)
     if not 256 <= tokens <= most:

@@ -7,7 +7,7 @@ harness's. What stands before an answer or a continuation, question included, is
 """
 
 # The harness is an extra that the type checker need not have.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportImplicitOverride=false
 
 import logging
 import sys
@@ -62,12 +62,12 @@ class CompressedLM(TemplateLM):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
         if cache_ratio is not None and cache_tokens is not None:
-            raise ValueError(f"give cache_ratio or cache_tokens, not both (got {cache_ratio} and {cache_tokens}).")
+            raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {cache_ratio} and {cache_tokens}).")
         whole = cache_ratio is None and cache_tokens is None
         budget = None if whole else ckv.Budget(ratio=cache_ratio, tokens=cache_tokens)
         self.loaded = ckv.load(model, dtype=dtype)
         if self.loaded.tokenizer is None:
-            raise ValueError(f"model {model} has no tokenizer, which the harness needs.")
+            raise ValueError(f"Model {model} has no tokenizer, which the harness needs.")
         self.method = preset(method, budget)
         self.tokenizer = self.loaded.tokenizer
         self.batch_size = int(batch_size)
@@ -155,7 +155,7 @@ class CompressedLM(TemplateLM):
         stop = (until,) if isinstance(until, str) else tuple(until)
         new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256)
         if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
-            raise ValueError("the harness's model clusterkv is greedy; the task asks for sampling (do_sample).")
+            raise ValueError("The harness's model clusterkv is greedy; the task asks for sampling (do_sample).")
         context = self._fit(self.tok_encode(text), new)
         case = Case(str(number), NAME, max_new_tokens=new, stop=tuple(part for part in stop if part))
         return Job(number, case, Prompt(tuple(context)))

@@ -77,7 +77,7 @@ def run(
             possible for no prompt.
     """
     if len({job.case.id for job in jobs}) < len(jobs):
-        raise ValueError("the suite names two examples alike, so their answers could not be told apart.")
+        raise ValueError("The suite names two examples alike, so their answers could not be told apart.")
     plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
@@ -114,7 +114,7 @@ def _alone(folder: Path) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(f"another run is writing to {folder}; wait for it, or choose another folder.") from None
+        raise ValueError(f"Another run is writing to {folder}; wait for it, or choose another folder.") from None
 
 
 def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:
@@ -141,7 +141,7 @@ def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:
     earlier: set[tuple[str, str, str]] = set()
     for line in lines:
         if _key(line) in earlier:
-            raise ValueError("two runs hold {} with budget {} of example {}.".format(*_key(line)))
+            raise ValueError("Two runs hold {} with budget {} of example {}.".format(*_key(line)))
         earlier.add(_key(line))
     methods = {name: text for run in runs for name, text in run["config"]["methods"].items()}
     sessions = [session for run in runs for session in run["sessions"]]
@@ -214,7 +214,7 @@ def parse_lines(raw: bytes, file: Path) -> list[Line]:
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {file} is damaged ({error}); remove it and run again.") from error
+            raise ValueError(f"Line {number} of {file} is damaged ({error}); remove it and run again.") from error
     return lines
 
 

@@ -37,9 +37,9 @@ def score(metric: str, output: str, answers: Sequence[str], classes: Sequence[st
     Raises ValueError for an unknown metric, for no answers, and where a library of the extra `eval` is missing.
     """
     if metric not in METRICS:
-        raise ValueError(f"metric {metric!r} is unknown; allowed: {', '.join(METRICS)}")
+        raise ValueError(f"metric {metric!r} is unknown; allowed: {', '.join(METRICS)}.")
     if not answers:
-        raise ValueError("an output cannot be scored without any right answer")
+        raise ValueError("An output cannot be scored without any right answer.")
     return float(METRICS[metric](output, answers, classes))
 
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from typing_extensions import override
 
 from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine
@@ -70,6 +71,7 @@ class Protected:
         """The fewest rows that a budget must leave."""
         return self.first + self.last + self.spare
 
+    @override
     def __str__(self) -> str:
         """As error messages name them: "sinks + recent = 16 + 64"."""
         named = {"sinks": self.sinks, "recent": self.recent, "window": self.window}

@@ -47,6 +47,7 @@ class Prompt:
     hidden: Float[Array, "B N M"] | None = None
 
 
+@jax.named_scope("compress")
 def compress_layer(
     method: Method,
     prompt: Prompt,
@@ -120,6 +121,7 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
         raise ValueError(f"{name} scores rows by the layer's input: hidden must be [B,N,M], got None.")
 
 
+@jax.named_scope("attention/step")
 def step_layer(
     method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
 ) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
@@ -144,6 +146,7 @@ def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     return jnp.any(jnp.stack(late)) if late else None
 
 
+@jax.named_scope("recompress")
 def recompress(method: Method, cache: KVCache) -> KVCache:
     """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit."""
     layers, states, selection = [], [], None

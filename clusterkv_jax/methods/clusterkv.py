@@ -67,6 +67,7 @@ class ClusterKV(Recall):
         )
 
     @property
+    @override
     def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Every row, on the device or in the host's memory."""
         return "host" if self.store == "host" else "index"

@@ -58,6 +58,7 @@ class Composed(Method):
         )
 
     @property
+    @override
     def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What is there while decoding."""
         return self.prefill.holds if self.decode == Full() else self.decode.holds

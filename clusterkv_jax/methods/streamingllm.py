@@ -37,6 +37,7 @@ class StreamingLLM(Streaming):
         check_fields(self, ("rerotate", isinstance(self.rerotate, bool), "True or False"))
 
     @property
+    @override
     def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Tokens, with `rerotate` at other positions."""
         return "moved" if self.rerotate else "tokens"

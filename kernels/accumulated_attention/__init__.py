@@ -29,7 +29,7 @@ def accumulated_attention(
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     if q.shape[1] % keys.shape[1]:
-        raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {keys.shape[1]}.")
+        raise ValueError(f"Query heads must be a multiple of KV heads, got {q.shape[1]} and {keys.shape[1]}.")
     if q.shape[2] != keys.shape[2]:
-        raise ValueError(f"every token has a query and a key, got {q.shape[2]} and {keys.shape[2]}.")
+        raise ValueError(f"Every token has a query and a key, got {q.shape[2]} and {keys.shape[2]}.")
     return dispatch("accumulated_attention", BACKENDS, backend, q, keys, lengths)

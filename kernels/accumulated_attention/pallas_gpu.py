@@ -43,9 +43,9 @@ def accumulated_attention(
     batch, heads, tokens, dim = q.shape
     kv_heads = keys.shape[1]
     if q.size == 0:
-        raise NotImplementedError("the GPU kernel of accumulated_attention needs queries.")
+        raise NotImplementedError("The GPU kernel of accumulated_attention needs queries.")
     if power_of_two(dim) > 256:
-        raise NotImplementedError(f"the GPU kernel of accumulated_attention takes D up to 256, got {dim}.")
+        raise NotImplementedError(f"The GPU kernel of accumulated_attention takes D up to 256, got {dim}.")
     measured = blocks("accumulated_attention", dim=dim, itemsize=q.dtype.itemsize)
     blocking = _sizes(q.dtype) | measured | dict(sizes or {})
     tile = blocking["tile"]

@@ -45,7 +45,7 @@ def accumulated_attention(
     if q.dtype != keys.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"q and keys must both be float32 or bfloat16, got {q.dtype}, {keys.dtype}.")
     if not q.size:
-        raise NotImplementedError("without queries there is no block to read.")
+        raise NotImplementedError("Without queries there is no block to read.")
     if block and block % LANES:
         raise NotImplementedError(f"block must be a multiple of {LANES}, got {block}.")
     grouped = q.reshape(batch, kv_heads, group, tokens, dim)

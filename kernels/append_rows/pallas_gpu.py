@@ -36,10 +36,10 @@ def append_rows(
     for x in (keys, values, new_keys, new_values):
         if x.dtype not in DTYPES:
             raise NotImplementedError(
-                f"the GPU kernel of append_rows takes float32, bfloat16 and float16, got {x.dtype}."
+                f"The GPU kernel of append_rows takes float32, bfloat16 and float16, got {x.dtype}."
             )
     if keys.size == 0 or new_keys.size == 0:
-        raise NotImplementedError("the GPU kernel of append_rows takes at least one slot and one token.")
+        raise NotImplementedError("The GPU kernel of append_rows takes at least one slot and one token.")
     tile = min(power_of_two(new_keys.shape[2]), tile)
     options = (tile, warps or (1 if tile == 1 else 4), interpret)
     return _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real)

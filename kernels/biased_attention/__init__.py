@@ -40,7 +40,7 @@ def biased_attention(
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     if q.shape[2] % keys.shape[1]:
-        raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[2]} and {keys.shape[1]}.")
+        raise ValueError(f"Query heads must be a multiple of KV heads, got {q.shape[2]} and {keys.shape[1]}.")
     return dispatch(
         "biased_attention",
         BACKENDS,

@@ -51,9 +51,9 @@ def biased_attention(
     batch, tokens, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     if q.size == 0 or slots == 0:
-        raise NotImplementedError("the GPU kernel of biased_attention needs queries and slots.")
+        raise NotImplementedError("The GPU kernel of biased_attention needs queries and slots.")
     if power_of_two(dim) > 256:
-        raise NotImplementedError(f"the GPU kernel of biased_attention takes D up to 256, got {dim}.")
+        raise NotImplementedError(f"The GPU kernel of biased_attention takes D up to 256, got {dim}.")
     queries = tokens * heads // kv_heads
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)

@@ -42,7 +42,7 @@ def biased_attention(
     if not keys.dtype == values.dtype == q.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {q.dtype}, {keys.dtype}.")
     if not capacity:
-        raise NotImplementedError("a cache without slots has no block to read.")
+        raise NotImplementedError("A cache without slots has no block to read.")
     rows = heads // kv_heads * tokens
     block = min(block or _block(rows, capacity, dim, q.dtype.itemsize), capacity)
     if block != capacity and block % LANES:

@@ -52,7 +52,7 @@ def chunked_matching(
     if features.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"features must be float32 or bfloat16, got {features.dtype}.")
     if not rows:
-        raise NotImplementedError("without rows there is no block to read.")
+        raise NotImplementedError("Without rows there is no block to read.")
     group = _group(min(chunk, rows + rows % 2))
     block = block or _block(group, width, features.dtype.itemsize)
     groups = max(1, min(block // group, -(-rows // group)))
@@ -77,7 +77,7 @@ def _group(chunk: int) -> int:
     least = math.lcm(chunk, TILE)
     if least > LARGEST_GROUP:
         raise NotImplementedError(
-            f"chunks of {chunk} rows are whole tiles of {TILE} rows only every {least} rows; at most {LARGEST_GROUP}."
+            f"Chunks of {chunk} rows are whole tiles of {TILE} rows only every {least} rows; at most {LARGEST_GROUP}."
         )
     return least * max(1, SMALLEST_GROUP // least)
 

@@ -30,7 +30,7 @@ def group_rows(
     """See `clusterkv_jax.kernels.group_rows.group_rows`."""
     batch, heads, rows = labels.shape
     if rows == 0 or count > MOST_LABELS:
-        raise NotImplementedError(f"the GPU kernel of group_rows takes up to {MOST_LABELS} labels, got {count}.")
+        raise NotImplementedError(f"The GPU kernel of group_rows takes up to {MOST_LABELS} labels, got {count}.")
     sizes = SIZES | (sizes or {})
     tile, all_heads, classes = sizes["rows"], batch * heads, count + 1
     tiles = pl.cdiv(rows, tile)

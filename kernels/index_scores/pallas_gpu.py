@@ -35,9 +35,9 @@ def index_scores(
     batch, heads, entries, dim = index.shape
     queries = q.shape[2]
     if q.size == 0 or index.size == 0 or queries > MOST_QUERIES or power_of_two(dim) > 512:
-        raise NotImplementedError(f"the GPU kernel of index_scores does not take {q.shape} with {index.shape}.")
+        raise NotImplementedError(f"The GPU kernel of index_scores does not take {q.shape} with {index.shape}.")
     if q.dtype not in DTYPES or index.dtype not in DTYPES:
-        raise NotImplementedError(f"the GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
+        raise NotImplementedError(f"The GPU kernel of index_scores does not read {q.dtype} with {index.dtype}.")
     products = q.dtype == index.dtype != jnp.float32
     many = pl.cdiv(entries, TILE) * batch * heads > MANY
     tile = tile or (2 * TILE if products and many else TILE)

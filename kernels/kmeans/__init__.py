@@ -69,5 +69,5 @@ def lloyd(
 
 def _kmeans(keys: Array, centroids: Array, *rest: Array | None, backend: str | None, **options: Any):
     if not centroids.shape[2]:
-        raise ValueError("kmeans needs at least one centroid, got 0.")
+        raise ValueError("K-means needs at least one centroid, got 0.")
     return dispatch("kmeans", BACKENDS, backend, keys, centroids, *rest, **options)

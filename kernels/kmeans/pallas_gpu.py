@@ -63,7 +63,7 @@ def kmeans(
     count = centroids.shape[2]
     if power_of_two(dim) > 256 or rows == 0 or count > MOST_CENTROIDS:
         raise NotImplementedError(
-            f"the GPU kernel of kmeans takes D up to 256, got {keys.shape} and {count} centroids."
+            f"The GPU kernel of kmeans takes D up to 256, got {keys.shape} and {count} centroids."
         )
     # Constants, and limits within the kernels: a loop over steps would compute them anew in each.
     end, present, labels = (

@@ -42,7 +42,7 @@ def kmeans(
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"keys must be float32 or bfloat16, got {keys.dtype}.")
     if not rows:
-        raise NotImplementedError("without keys there is no block to read.")
+        raise NotImplementedError("Without keys there is no block to read.")
     block = min(block or _block(count, dim, keys.dtype.itemsize), rows)
     if block != rows and block % LANES:
         raise NotImplementedError(f"block must be a multiple of {LANES} or all {rows} keys, got {block}.")

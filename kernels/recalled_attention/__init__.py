@@ -35,7 +35,7 @@ def recalled_attention(
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     if q.shape[2] % rows.shape[2]:
-        raise ValueError(f"queries of a KV head must be a multiple of its lists, got {q.shape[2]} and {rows.shape[2]}.")
+        raise ValueError(f"Queries of a KV head must be a multiple of its lists, got {q.shape[2]} and {rows.shape[2]}.")
     if (since is None) != (unlisted == 0):
         raise ValueError(f"since and unlisted must be given together, got unlisted = {unlisted}.")
     args = (q, keys, values, rows, since, length)

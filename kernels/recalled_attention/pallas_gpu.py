@@ -43,7 +43,7 @@ def recalled_attention(
     each, listed = rows.shape[2:]
     count = listed + unlisted
     if q.size == 0 or keys.size == 0 or count == 0 or power_of_two(dim) > 256:
-        raise NotImplementedError(f"the GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
+        raise NotImplementedError(f"The GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
     lists, share = batch * heads * each, queries // each
     options = split_sizes(q.dtype, count, lists) | dict(sizes or {})
     block, span = options["block"], options["span"]

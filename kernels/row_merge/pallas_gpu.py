@@ -48,7 +48,7 @@ def row_merge(
     entries, edges = rows.shape[2], score.shape[2]
     chunk = min(chunk, entries + entries % 2)
     if chunk > MOST_CHUNK:
-        raise NotImplementedError(f"the GPU kernel of row_merge takes chunks of up to {MOST_CHUNK} rows, got {chunk}.")
+        raise NotImplementedError(f"The GPU kernel of row_merge takes chunks of up to {MOST_CHUNK} rows, got {chunk}.")
     if edges == 0:
         return keys, values, degree, rows
 

@@ -53,7 +53,7 @@ def select_rows(
     """See `clusterkv_jax.kernels.select_rows.select_rows`."""
     batch, heads, each, clusters = scores.shape
     if clusters == 0 or count == 0 or clusters > MOST_CLUSTERS:
-        raise NotImplementedError(f"the GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
+        raise NotImplementedError(f"The GPU kernel of select_rows takes 1 to {MOST_CLUSTERS} clusters and some room.")
     selections = batch * heads * each
     warps = 4 if clusters <= 1024 else 8 if clusters <= 4096 else 16
     places = min(1024, max(32 * warps, power_of_two(count * selections // PROGRAMS)))

@@ -38,7 +38,7 @@ def archives(tmp_path_factory):
 
 def _expected():
     """Every module and data file of the checkout, under its name in the package."""
-    suffixes = {".py", ".yaml", ".json", ".safetensors", ".txt", ".md"}
+    suffixes = {".py", ".yaml", ".json", ".safetensors", ".txt", ".md", ".jinja"}
     return {
         f"clusterkv_jax/{path.relative_to(ROOT / folder if folder == 'clusterkv_jax' else ROOT)}"
         for folder in ("clusterkv_jax", *LINKED)

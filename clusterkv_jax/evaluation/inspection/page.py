@@ -1,6 +1,5 @@
 """`clusterkv inspect`: the observations of `inspection` as one page of pictures."""
 
-import html
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.evaluation.inspection import observations
 from clusterkv_jax.evaluation.inspection.observations import Observed
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.evaluation.report.report import page
+from clusterkv_jax.evaluation.templates import render
 from clusterkv_jax.methods import Full, Method
 
 MOST_MAPS = 8  # layers, and heads, of the cosine maps
@@ -25,32 +24,28 @@ def page_of(model: Model, tokens: Sequence[int], methods: Mapping[str, Method]) 
     less = {name: method for name, method in methods.items() if method != Full()}
     curves = [observations.similarity_over_distance(layer) for layer in layers]
     convex = np.mean([observations.convex_share(curve) for curve in curves])
-    parts = [
-        f"<h1>{html.escape(model.name)}, {len(tokens):,} tokens</h1>",
-        "<h2>Cosines of neighbouring keys, by layer (down) and head (across)</h2>",
-        f"<figure>{_maps(layers)}</figure>",
-        "<h2>Similarity over distance</h2>",
-        f"<p>{convex:.0%} of the second differences are not negative: the share of the curves that is convex.</p>",
-        f"<figure>{_curves(curves)}</figure>",
-        "<h2>Rows without a similar neighbour</h2>",
-        f"<figure>{_outliers(observations.outlier_map(layers))}</figure>",
-    ]
-    forgetting = {name: method for name, method in less.items() if method.forgets}
-    if forgetting:
-        kept = {name: observations.kept_positions(layers, method) for name, method in forgetting.items()}
-        likeness = {name: observations.neighbour_similarity(found) for name, found in kept.items()}
-        parts += [
-            "<h2>Positions kept by successive layers (Jaccard similarity)</h2>",
-            f"<figure>{by_layer(likeness, 'similarity to the next layer')}</figure>",
-        ]
-    if less:
-        errors = {name: observations.output_errors(layers, method) for name, method in less.items()}
-        parts += [
-            "<h2>Attention output of the last queries against the full cache</h2>",
-            f"<figure>{by_layer({n: e[:, 0] for n, e in errors.items()}, 'cosine')}</figure>",
-            f"<figure>{by_layer({n: e[:, 1] for n, e in errors.items()}, 'relative L1 error')}</figure>",
-        ]
-    return page(f"{model.name}: keys and caches", parts)
+    likeness = {
+        name: observations.neighbour_similarity(observations.kept_positions(layers, method))
+        for name, method in less.items()
+        if method.forgets
+    }
+    errors = {name: observations.output_errors(layers, method) for name, method in less.items()}
+    return render(
+        "inspection/page.html.jinja",
+        title=f"{model.name}: keys and caches",
+        model=model.name,
+        tokens=len(tokens),
+        convex=convex,
+        maps=_maps(layers),
+        curves=_curves(curves),
+        outliers=_outliers(observations.outlier_map(layers)),
+        likeness=likeness and by_layer(likeness, "similarity to the next layer"),
+        errors=[
+            by_layer({name: error[:, i] for name, error in errors.items()}, what)
+            for i, what in enumerate(("cosine", "relative L1 error"))
+            if errors
+        ],
+    )
 
 
 def _even(count: int) -> list[int]:

@@ -5,7 +5,6 @@ true query, that of the model with its full cache, selects rows of the prompt. I
 the largest q . k. What is generated meanwhile, which all methods read, counts for nobody.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.evaluation.inspection.observations import Observed, seen_by
 from clusterkv_jax.evaluation.inspection.page import by_layer
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.evaluation.report.report import page
+from clusterkv_jax.evaluation.templates import render
 from clusterkv_jax.methods import Recall
 from clusterkv_jax.tensors import build_index, select
 
@@ -32,11 +31,11 @@ def recall_rates(layers: Sequence[Observed], method: Recall, steps: int) -> Rate
         ValueError: if the prompt, all but the last `steps` tokens, is not longer than the budget.
     """
     heads = layers[0].queries.shape[1]
-    by_layer = np.full((len(layers), heads, steps), np.nan)
+    of_layers = np.full((len(layers), heads, steps), np.nan)
     for number, layer in enumerate(layers):
         if not method.is_dense(number):
-            by_layer[number] = np.asarray(_layer_rates(layer, method, steps))
-    return by_layer
+            of_layers[number] = np.asarray(_layer_rates(layer, method, steps))
+    return of_layers
 
 
 def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H S"]:
@@ -46,7 +45,7 @@ def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H
     index = build_index(method, keys, values, queries=queries)
     budget = int(index["budget"][0])
     if budget >= cut:
-        raise ValueError(f"the recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
+        raise ValueError(f"The recall rate needs a prompt longer than its budget, got {cut} tokens and {budget} rows.")
     lookups = seen_by(layer, method)
     return _rates(method, budget, index, layer.queries[:, :, cut:], lookups[:, :, cut:], keys)
 
@@ -77,19 +76,17 @@ def recall_page(model: Model, tokens: int, steps: int, by_entry: Mapping[tuple[s
     """Pictures of the rates of every (method, budget): over the budget, by layer, by head, over the steps."""
     most = max(budget for _, budget in by_entry)
     largest = {name: rates for (name, budget), rates in by_entry.items() if budget == most}
-    parts = [
-        f"<h1>{html.escape(model.name)}: recall rate</h1>",
-        f"<p>A prompt of {tokens - steps:,} tokens and the queries of the {steps} tokens after it: the share of the B "
-        "rows with the largest attention that each method selects.</p>",
-        f"<figure>{_over_budget(by_entry)}</figure>",
-        f"<h2>By layer, B = {most:,}</h2>",
-        f"<figure>{by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, 'recall rate')}</figure>",
-        f"<h2>By layer (down) and head (across), B = {most:,}</h2>",
-        f"<figure>{_by_head(largest)}</figure>",
-        f"<h2>Step after step, B = {most:,}</h2>",
-        f"<figure>{_over_steps(largest)}</figure>",
-    ]
-    return page(f"{model.name}: recall rate", parts)
+    return render(
+        "inspection/recall_rates.html.jinja",
+        title=f"{model.name}: recall rate",
+        tokens=tokens - steps,
+        steps=steps,
+        most=most,
+        over_budget=_over_budget(by_entry),
+        by_layer=by_layer({name: rates.mean((1, 2)) for name, rates in largest.items()}, "recall rate"),
+        by_head=_by_head(largest),
+        over_steps=_over_steps(largest),
+    )
 
 
 def _over_budget(by_entry: Mapping[tuple[str, int], Rates]) -> str:

@@ -57,7 +57,7 @@ def summarize(lines: Sequence[Line]) -> Summary:
     cross-entropies. The average of the columns counts each equally.
     """
     if not lines:
-        raise ValueError("there are no results to sum up.")
+        raise ValueError("There are no results to sum up.")
     perplexity = lines[0]["metric"] == "nll"
     several = len({line["facts"].get("length") for line in lines}) > 1
     groups: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -134,7 +134,7 @@ def published(name: str) -> Published:
     folder = resources.files("clusterkv_jax.configs") / "evaluation" / "published"
     names = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
     if name not in names:
-        raise ValueError(f"published table {name!r} is unknown; known: {', '.join(names)}.")
+        raise ValueError(f"Published table {name!r} is unknown; known: {', '.join(names)}.")
     content = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     columns, source = tuple(content["columns"]), content["source"]
     label = f"{source}, {content['model'].split('/')[-1]}"

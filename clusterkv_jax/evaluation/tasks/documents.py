@@ -73,7 +73,7 @@ def fitting(source: Library, length: int, count: Count, task: str) -> Library:
     """
     fit = tuple(q for q in source.questions if count(_text(source, q.documents)) <= length)
     if not fit:
-        raise ValueError(f"length = {length} tokens is too small for the documents of any question of {task}")
+        raise ValueError(f"length = {length} tokens is too small for the documents of any question of {task}.")
     return replace(source, questions=fit)
 
 
@@ -91,7 +91,7 @@ def question(rng: np.random.Generator, length: int, count: Count, source: Librar
         return order, _text(source, order)
 
     if count(assemble(0)[1]) > length:
-        raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}")
+        raise ValueError(f"length = {length} tokens is too small for the documents of question {number} of {task}.")
     # The bare minimum may be all that fits, which `longest` never tries.
     text = assemble(0)[1] if not others or count(assemble(1)[1]) > length else _fill(assemble, others, length, count)
     return Example(

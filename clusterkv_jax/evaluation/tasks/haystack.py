@@ -87,7 +87,7 @@ def fit(assemble: Callable[[int], str], length: int, count: Count) -> str:
             break
         target += length - size
     if most < 0:
-        raise ValueError(f"length = {length} tokens is too small for this task")
+        raise ValueError(f"length = {length} tokens is too small for this task.")
     return best
 
 
@@ -111,5 +111,5 @@ def longest(
             high = size - 1
         size = min(max(int(size * length / tokens), low + 1), high)
     if best is None:
-        raise ValueError(f"length = {length} tokens is too small for this task")
+        raise ValueError(f"length = {length} tokens is too small for this task.")
     return best

@@ -25,9 +25,9 @@ def segments(book: str, tokens: Tokens, count: int, length: int, seed: int) -> I
     Raises ValueError for a book shorter than a segment, or a length below 8 blocks.
     """
     if length < 8 * BLOCK:
-        raise ValueError(f"length = {length} tokens is too small to read by position; at least {8 * BLOCK} are needed")
+        raise ValueError(f"length = {length} tokens is too small to read by position; at least {8 * BLOCK} are needed.")
     if len(tokens) < length:
-        raise ValueError(f"book {book!r} has {len(tokens)} tokens, fewer than length = {length}")
+        raise ValueError(f"book {book!r} has {len(tokens)} tokens, fewer than length = {length}.")
     rng = np.random.default_rng([seed, length])
     for number in range(count):
         start = int(rng.integers(len(tokens) - length + 1))

@@ -48,7 +48,7 @@ def lines(number: int, length: int, count: Count, seed: int, questions: int = 4)
             break
         record.setdefault(key, (line, len(record)))
     if len(record) < questions:
-        raise ValueError(f"length = {length} tokens is too small for {questions} lines")
+        raise ValueError(f"length = {length} tokens is too small for {questions} lines.")
     context = _LINES_BEFORE + "".join(line for line, _ in record.values())
     targets = [list(record)[int((i + rng.random()) * len(record) / questions)] for i in range(questions)]
     return [

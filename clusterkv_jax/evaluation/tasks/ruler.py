@@ -57,7 +57,7 @@ def generated(
     room = length - new_tokens(task) - QUESTION_ROOM
     if task in QUESTIONS:
         if library is None:
-            raise ValueError(f"task {task} needs questions with documents")
+            raise ValueError(f"task {task} needs questions with documents.")
         library = documents.fitting(library, room, count, task)
     for number in numbers:
         rng = np.random.default_rng([seed, TASKS.index(task), length, number])
@@ -97,7 +97,7 @@ def published(rows: Sequence[Mapping[str, Any]], length: int, task: str | None =
 
 def _published(row: Mapping[str, Any], number: int, length: int, task: Any) -> Case:
     if task not in TASKS:
-        raise ValueError(f"row {number} is of task {task!r}; allowed: {', '.join(TASKS)}")
+        raise ValueError(f"row {number} is of task {task!r}; allowed: {', '.join(TASKS)}.")
     if "input" in row:
         context, question, prefix = divide(row["input"])
         answers = row["outputs"]
@@ -123,7 +123,7 @@ def divide(text: str) -> tuple[str, str, str]:
     start = max(text.rfind(ask) for ask in _ASKS)
     ends = [at for at in (text.find(prefix, max(start, 0)) for prefix in _PREFIXES) if at >= 0]
     if start < 0 or not ends:
-        raise ValueError(f"a prompt that ends in {text[-60:]!r} holds no question of RULER's wording")
+        raise ValueError(f"A prompt that ends in {text[-60:]!r} holds no question of RULER's wording.")
     return text[:start], text[start : min(ends)], text[min(ends) :]
 
 

@@ -34,10 +34,10 @@ def local(data: str, patterns: Iterable[str]) -> Path:
     if place.is_file():
         return place
     if not place.is_dir():
-        raise ValueError(f"there is no file or folder {data}.")
+        raise ValueError(f"There is no file or folder {data}.")
     match = next((path for pattern in patterns for path in sorted(place.glob(pattern))), None)
     if match is None:
-        raise ValueError(f"folder {data} holds none of {', '.join(patterns)}.")
+        raise ValueError(f"Folder {data} holds none of {', '.join(patterns)}.")
     return match
 
 
@@ -74,7 +74,7 @@ def books(data: str | None) -> dict[str, str]:
     entries = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
     files = [place] if place.is_file() else sorted(entries)
     if not files:
-        raise ValueError(f"there are no .txt or .txt.gz books in {data}.")
+        raise ValueError(f"There are no .txt or .txt.gz books in {data}.")
     return {file.name.split(".")[0]: body(read_text(file)) for file in files}
 
 

@@ -196,7 +196,9 @@ def _present(options: Options, tasks: tuple[str, ...]) -> tuple[str, ...]:
 
 def _gsm8k(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tasks, tokenizer, positions
-    return gsm8k.cases(gsm8k.shots(options.data), _limited(gsm8k.questions(options.data), options.limit))
+    # A folder that is not there is named before the library that holds the examples is missed.
+    questions = _limited(gsm8k.questions(options.data), options.limit)
+    return gsm8k.cases(gsm8k.shots(options.data), questions)
 
 
 def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
@@ -217,7 +219,7 @@ def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, position
 def _read(texts: dict[str, str], options: Options, tasks: tuple[str, ...], tokenizer: Any) -> list[Case]:
     """Every book, or those named as tasks."""
     if missing := [task for task in tasks if task not in texts]:
-        raise ValueError(f"there is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
+        raise ValueError(f"There is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
     return [
         case
         for length in options.lengths

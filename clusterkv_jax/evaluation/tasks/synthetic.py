@@ -61,10 +61,10 @@ class Needles:
     def __post_init__(self):
         for name in (self.key_kind, self.value_kind):
             if name not in KINDS:
-                raise ValueError(f"kind {name!r} is unknown; allowed: {', '.join(KINDS)}")
+                raise ValueError(f"Kind {name!r} is unknown; allowed: {', '.join(KINDS)}.")
         if not 1 <= self.queries <= self.keys or self.values < 1:
             raise ValueError(
-                f"queries must be in 1..keys = {self.keys} and values >= 1, got {self.queries}, {self.values}"
+                f"queries must be in 1..keys = {self.keys} and values >= 1, got {self.queries}, {self.values}."
             )
 
 
@@ -99,7 +99,7 @@ def generate(
             return common_words(rng, length, count)
         case "fwe":
             return frequent_words(rng, length, count)
-    raise ValueError(f"task {task!r} is unknown; allowed: {', '.join(TASKS)}")
+    raise ValueError(f"task {task!r} is unknown; allowed: {', '.join(TASKS)}.")
 
 
 # --- needles ---
@@ -129,7 +129,7 @@ def niah(
     single = spec.queries * spec.values == 1
     intro = _number(_INTRO, spec.value_kind, single) if spec.intro else ""
     if depths is not None and (len(depths) != len(needles) or list(depths) != sorted(depths)):
-        raise ValueError(f"depths must be {len(needles)} rising numbers, one per needle, got {depths!r}")
+        raise ValueError(f"depths must be {len(needles)} rising numbers, one per needle, got {depths!r}.")
     text = _hide(rng, length, count, spec, book, intro, needles, split, depths)
     groups = _draw(rng, list(hidden), spec.queries, questions)
     return tuple(_needle_example(text, spec, names, [hidden[name] for name in names], task) for names in groups)
@@ -193,7 +193,7 @@ def random_value(rng: np.random.Generator, kind: str, split: Split = "all") -> s
             return f"{_pick(rng, words('adjectives', split))}-{_pick(rng, words('nouns', split))}"
         case "uuids":
             return _uuid(rng)
-    raise ValueError(f"kind {kind!r} is unknown; allowed: {', '.join(KINDS)}")
+    raise ValueError(f"kind {kind!r} is unknown; allowed: {', '.join(KINDS)}.")
 
 
 def _uuid(rng: np.random.Generator) -> str:
@@ -233,7 +233,7 @@ def _hide(
     between = " " if spec.haystack == "book" else "\n"
     lengths = [count(between + needle) for needle in needles]
     if sum(lengths) + 1 > room:
-        raise ValueError(f"{len(needles)} needles of {sum(lengths)} tokens do not fit into length = {length} tokens")
+        raise ValueError(f"{len(needles)} needles of {sum(lengths)} tokens do not fit into length = {length} tokens.")
     hay = _hay(rng, room - sum(lengths), count, spec, source, split)
     places = np.sort(rng.random(len(needles))) if depths is None else np.asarray(depths, np.float64)
 
@@ -260,7 +260,7 @@ def _hay(
             return lines
         case _:
             if source is None:
-                raise ValueError("a haystack of prose needs a book")
+                raise ValueError("A haystack of prose needs a book.")
             return passage(rng, source, room + 16)
 
 

@@ -206,5 +206,5 @@ def test_a_backend_of_another_device_says_what_it_needs():
 
 def test_the_tpu_kernel_says_what_it_does_not_serve():
     x = jnp.ones((1, 1, 200, 8))
-    with pytest.raises(NotImplementedError, match="chunks of 198 rows"):
+    with pytest.raises(NotImplementedError, match="Chunks of 198 rows"):
         pallas_tpu.chunked_matching(x, chunk=198, bias=None, normalize=True, start=None, length=None, block=256)

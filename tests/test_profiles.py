@@ -1,0 +1,62 @@
+"""Profiles read like the code: every stage of a layer, of compression and of decoding names its operations."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.sampling import Sampling
+from tests.support.tiny import prompt, tiny
+
+METHOD = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=8)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """What prefill and decoding lower to, with the names of the operations."""
+    model, lowered = tiny(), []
+
+    def run(program, *args):
+        lowered.append(program.lower(*args))
+        return program(*args)
+
+    arguments = model.params, model.config, METHOD
+    tokens, lengths = jnp.asarray([prompt(1, 48)]), jnp.asarray([48])
+    cache, logits = ckv.prefill(*arguments, tokens, lengths, max_new_tokens=8, run=run)
+    token, done, number = jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(1, bool), jnp.int32(1)
+    options = {"sampling": Sampling(), "eos_ids": (), "steps": 4}
+    decoding = decode_loop.lower(*arguments, cache, token, done, jax.random.key(0), number, number, **options)
+    return lowered, decoding
+
+
+def paths(lowered):
+    return set(re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True)))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "embedding",
+        *(f"layer_{n}/{part}" for n in (0, 1) for part in ("attention/project", "attention/step/attend", "mlp")),
+        "layer_1/attention/output",
+        "head",
+        "sampling",
+        "recompress",
+    ],
+)
+def test_decoding_names_its_stages(programs, stage):
+    assert any(f"/{stage}" in path for path in paths(programs[1]))
+
+
+def test_prefill_names_its_stages(programs):
+    found = set().union(*map(paths, programs[0]))
+    for stage in ("embedding", "attention/project", "attention/attend", "attention/output", "mlp", "compress", "head"):
+        assert any(f"/{stage}" in path for path in found), stage
+
+
+def test_the_names_reach_the_compiled_program(programs):
+    names = re.findall(r'op_name="([^"]*)"', programs[1].compile().as_text())
+    assert any("/layer_1/attention/project/" in name for name in names)
