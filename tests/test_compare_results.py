@@ -1,25 +1,21 @@
 """Two runs are compared answer by answer."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compare_results.py"
+from tests.support.scripts import script
 
 
 @pytest.fixture(scope="module")
 def run():
     import typer
 
-    spec = importlib.util.spec_from_file_location("compare_results", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     app = typer.Typer()
-    app.command()(script.main)
+    app.command()(script("compare_results.py").main)
     return lambda *folders: CliRunner().invoke(app, [str(folder) for folder in folders])
 
 
