@@ -195,9 +195,9 @@ def test_one_tensor_more_than_the_parameters(tmp_path, shards):
     folder = write(tmp_path / "large", published, random_tensors(published, jnp.bfloat16), shards)
     small = write(tmp_path / "small", LLAMA, random_tensors(LLAMA))
     command = [sys.executable, "-c", _LOAD, str(small), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, parameters, largest = map(int, done.stdout.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    peak, parameters, largest = map(int, process.stdout.split())
     assert peak < parameters + largest + 10 * 2**20, (peak, parameters, largest)
 
 
@@ -211,9 +211,9 @@ import clusterkv_jax as ckv
 model = ckv.load({str(folder)!r})
 assert model.tokenizer("b a")["input_ids"] == [2, 1], model.tokenizer("b a")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "PyTorch" not in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "PyTorch" not in process.stderr
 
 
 def _add_tokenizer(folder: Path) -> None:
@@ -254,10 +254,10 @@ def test_hub_ids(tmp_path, monkeypatch):
 
     tensors = random_tensors(LLAMA)
     folder = write(tmp_path / "m", LLAMA, tensors)
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
+    names = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: names.append(name) or str(folder))
     model = load("owner/some-model")
-    assert (asked, model.name) == (["owner/some-model"], "owner/some-model")
+    assert (names, model.name) == (["owner/some-model"], "owner/some-model")
     assert_holds(model.params, LLAMA, tensors, jnp.float32)
 
 

@@ -65,50 +65,50 @@ def _generate(model, text, *arguments, **options):
 
 
 def test_help_shows_examples():
-    done = _run("generate", "--help")
-    assert done.exit_code == 0
-    assert "clusterkv generate --prompt-file book.txt" in done.stdout
+    result = _run("generate", "--help")
+    assert result.exit_code == 0
+    assert "clusterkv generate --prompt-file book.txt" in result.stdout
 
 
 def test_the_command_starts_without_what_only_some_calls_need():
     heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
     code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == ""
 
 
 def test_methods_are_listed_one_line_each():
-    done = _run("methods", env={"COLUMNS": "80"})
-    lines = done.stdout.splitlines()
-    assert done.exit_code == 0
+    result = _run("methods", env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
     assert [line.split()[0] for line in lines] == ["name", *list_presets()]
     assert len(lines) > 15
-    assert "…" not in done.stdout
+    assert "…" not in result.stdout
 
 
 def test_one_method_streams_its_text_and_ends_with_a_table(model, text):
-    done = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5)
-    assert done.exit_code == 0, done.stderr
-    asked = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
-    answer = json.loads(asked.stdout)["runs"][0]["texts"][0]
-    assert done.stdout.startswith(answer)
+    result = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5)
+    assert result.exit_code == 0, result.stderr
+    as_json = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
+    answer = json.loads(as_json.stdout)["runs"][0]["texts"][0]
+    assert result.stdout.startswith(answer)
     for part in ("kept rows", "cache MB", "TTFT", "tokens/s", "150 of 300"):
-        assert part in done.stdout[len(answer) :]
+        assert part in result.stdout[len(answer) :]
 
 
 def test_two_methods_and_two_questions_stand_side_by_side(model, text):
     arguments = ("--method", "full", "--method", "centroidkv", "--cache-tokens", 100, "--question", "Who?")
-    done = _generate(model, text, *arguments, "--question", "Where?", env={"COLUMNS": "100"})
-    assert done.exit_code == 0, done.stderr
+    result = _generate(model, text, *arguments, "--question", "Where?", env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
     for part in ("Who?", "Where?", "full", "centroidkv", "100 of 300", "300 of 300"):
-        assert part in done.stdout
+        assert part in result.stdout
 
 
 def test_json_is_the_only_output_and_holds_everything(model, text):
-    done = _generate(model, text, "--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
-    assert done.exit_code == 0, done.stderr
-    content = json.loads(done.stdout)
-    assert done.stderr == ""
+    result = _generate(model, text, "--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
+    assert result.exit_code == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert result.stderr == ""
     full, half = content["runs"]
     assert [full["name"], half["name"]] == ["full", "centroidkv"]
     assert half["stats"]["kept_rows"] == [[[150]]]
@@ -118,15 +118,17 @@ def test_json_is_the_only_output_and_holds_everything(model, text):
 
 def test_standard_input_and_the_script(model, text):
     command = [sys.executable, ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-"]
-    done = subprocess.run([*command, "--json", "--max-new-tokens", "2"], input=text.read_bytes(), capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
+    process = subprocess.run(
+        [*command, "--json", "--max-new-tokens", "2"], input=text.read_bytes(), capture_output=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
 
 
 def test_chat_cuts_the_template_between_text_and_question(model, text):
-    done = _generate(model, text, "--chat", "--question", "Who?", "--json")
-    assert done.exit_code == 0, done.stderr
-    stats = json.loads(done.stdout)["runs"][0]["stats"]
+    result = _generate(model, text, "--chat", "--question", "Who?", "--json")
+    assert result.exit_code == 0, result.stderr
+    stats = json.loads(result.stdout)["runs"][0]["stats"]
     assert stats["prompt_tokens"] == [len("<user>") + 300]
     assert stats["question_tokens"] == [len("Who?</user><assistant>")]
 
@@ -186,16 +188,16 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("clusterkv_jax.generate", interrupted)
-    done = _generate(model, text)
-    assert done.exit_code == 130
-    assert "Traceback" not in done.stderr
+    result = _generate(model, text)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
 
 
 def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: ClusterKV\ndescription: mine\nsource: mine\nsettings: {sinks: 16, store: host}\n")
-    done = _generate(model, text, "--method", file, "--cache-tokens", 8)
-    _assert_sentence(done, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
+    result = _generate(model, text, "--method", file, "--cache-tokens", 8)
+    _assert_sentence(result, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
 
 
@@ -207,13 +209,15 @@ def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
     exhausted.lower = exhausted  # a program is compiled before it runs
     monkeypatch.setattr(f"clusterkv_jax.{place}", exhausted)
     doing = {"decoding._prefill_layer": "reading 1 x 320", "generation.decode_loop": "generating from 1 x 300"}[place]
-    done = _generate(model, text, "--json")
-    _assert_sentence(done, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,")
+    result = _generate(model, text, "--json")
+    _assert_sentence(
+        result, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,"
+    )
 
 
-def _assert_sentence(done, sentence):
-    assert done.exit_code == 2, done.output
-    assert done.stdout == ""
-    assert sentence in done.stderr
-    assert done.stderr.startswith("Error: ")
-    assert len(done.stderr.strip().splitlines()) == 1
+def _assert_sentence(result, sentence):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert sentence in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -96,7 +96,7 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
         "doc_to_target: a\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     arguments = f"model={folder},method=centroidkv,cache_tokens=90"
-    found = simple_evaluate(
+    results = simple_evaluate(
         "clusterkv",
         model_args=arguments,
         tasks=["whales"],
@@ -104,7 +104,7 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    assert found.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+    assert results.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):

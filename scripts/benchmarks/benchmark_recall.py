@@ -122,11 +122,10 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
 
 def of_host(cache: Any) -> str:
     """What a host store holds and what was moved of it."""
-    seen = traffic(cache)
-    hits = f"hit rate {seen['row_hit_rate']:.1%} of rows, {seen['cluster_hit_rate']:.1%} of clusters"
-    return (
-        f" {host_bytes(cache) / 2**30:.2f} GiB of it on the host, {seen['moved_bytes'] / 2**20:.0f} MiB moved, {hits};"
-    )
+    counts = traffic(cache)
+    hits = f"hit rate {counts['row_hit_rate']:.1%} of rows, {counts['cluster_hit_rate']:.1%} of clusters"
+    moves = f"{counts['moved_bytes'] / 2**20:.0f} MiB moved"
+    return f" {host_bytes(cache) / 2**30:.2f} GiB of it on the host, {moves}, {hits};"
 
 
 def of_step(loop: Callable[[int], Any], steps: int, tpot: float) -> str:

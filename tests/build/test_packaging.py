@@ -25,8 +25,8 @@ def archives(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     build = "from setuptools import build_meta as b; b.build_wheel('out'); b.build_sdist('out')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
     (wheel,) = (folder / "out").glob("*.whl")
     (sdist,) = (folder / "out").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
@@ -68,9 +68,9 @@ def test_linked_packages_resolve(name):
 
 
 def test_the_command_is_installed():
-    done = subprocess.run([sys.executable, "-m", "clusterkv_jax.cli", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "generate" in done.stdout
+    process = subprocess.run([sys.executable, "-m", "clusterkv_jax.cli", "--help"], capture_output=True, text=True)
+    assert process.returncode == 0
+    assert "generate" in process.stdout
 
 
 # --- our folder `kernels/` beside the package of that name which transformers looks for ---
@@ -102,9 +102,9 @@ def _import_transformers(*path: Path) -> str:
     """Import transformers from the repository's root, as a user who works there does."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     command = [sys.executable, "-c", _IMPORT, str(ROOT / "kernels")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 def test_our_kernels_stay_inert_for_transformers(tmp_path):

@@ -82,29 +82,29 @@ def programs(array):
     def cluster(method, layer, budget, rounds):
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
         apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
-        known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
+        known_rounds = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
         return soft_matching.cluster(
-            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known, edges=method.edges
+            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known_rounds, edges=method.edges
         )
 
     def decoding(method):
         config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
 
-        def decode(params, cache, token, done, key, number):
+        def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
             both = zip(cache.layers, cache.state, strict=True)
             cache = replace(cache, layers=tuple(place(layer, state[0]) for layer, state in both))
             fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
-            return decode_loop(params, config, method, cache, token, done, key, number, number, **fixed)
+            return decode_loop(params, config, method, cache, token, ended, key, number, number, **fixed)
 
         params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
-        given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
-        held, _ = jax.eval_shape(
-            lambda p, *given: ckv.prefill(p, config, method, *given, max_new_tokens=384), params, *given
+        inputs = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
+        caches, _ = jax.eval_shape(
+            lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
         )
-        held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
+        caches = jax.tree.map(lambda x: array(x.shape, x.dtype), caches)
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-        state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
+        state = (params, caches, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
         return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
 
     share = ckv.Budget(ratio=0.2)
@@ -179,12 +179,12 @@ def compile_all() -> dict[str, dict[str, Any]]:
     target = Path(__file__).with_name("h100.txtpb").read_text()
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
     small = re.sub(r"(shared_memory_per_(?:core|block_optin)): \d+", r"\1: 101376", small)
-    found = compile_for(target, lambda name: True)
+    hopper = compile_for(target, lambda name: True)
     few = compile_for(small, lambda name: name == "kmeans")
-    return found | {f"{name}, little shared memory": program for name, program in few.items()}
+    return hopper | {f"{name}, little shared memory": program for name, program in few.items()}
 
 
-def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """The programs wanted by their names, compiled for the GPU that `target` describes."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1 x 1 x 1", target_config=target
@@ -194,16 +194,16 @@ def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[st
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    found = {}
+    results = {}
     with jax.set_mesh(mesh):
         described = programs(array)
     for name, (function, args, donated) in described.items():
-        if not wanted(name):
+        if not includes(name):
             continue
         with jax.set_mesh(mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
         memory = compiled.memory_analysis()
-        found[name] = {
+        results[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
@@ -213,7 +213,7 @@ def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[st
             "host": memory.host_output_size_in_bytes,
             "alias": memory.alias_size_in_bytes,
         }
-    return found
+    return results
 
 
 if __name__ == "__main__":

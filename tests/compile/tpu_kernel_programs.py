@@ -87,10 +87,10 @@ def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    found = {}
+    results = {}
     for name in TOPOLOGIES:
         devices = tpu_devices(name)
         for program, make in PROGRAMS.items():
             count = len(devices) if program in SPLIT else 1
-            found[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
-    print(json.dumps(found))
+            results[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
+    print(json.dumps(results))
