@@ -1,33 +1,20 @@
 """The `clusterkv` command: one sentence for every mistake, tables for people, JSON for programs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
+from tests.support.byte_model import BYTES, byte_tokenizer
+from tests.support.processes import python
 from tests.support.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 
 
@@ -35,12 +22,8 @@ TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<a
 def model(tmp_path_factory):
     """A random model whose tokens are bytes, with a chat template."""
     folder = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(TINY)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = llama.from_hf(BYTES)
     checkpoints.save_huggingface(
         folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
     )
@@ -73,8 +56,7 @@ def test_help_shows_examples():
 def test_the_command_starts_without_what_only_some_calls_need():
     heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
     code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == ""
+    assert python("-c", code).stdout.strip() == ""
 
 
 def test_methods_are_listed_one_line_each():
@@ -117,11 +99,8 @@ def test_json_is_the_only_output_and_holds_everything(model, text):
 
 
 def test_standard_input_and_the_script(model, text):
-    command = [sys.executable, ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-"]
-    process = subprocess.run(
-        [*command, "--json", "--max-new-tokens", "2"], input=text.read_bytes(), capture_output=True
-    )
-    assert process.returncode == 0, process.stderr
+    command = [ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-", "--json"]
+    process = python(*command, "--max-new-tokens", 2, input=text.read_text())
     assert json.loads(process.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
 
 

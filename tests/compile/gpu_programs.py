@@ -21,8 +21,9 @@ os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from described import LLAMA
+from described import array as on_mesh
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
@@ -40,11 +41,10 @@ from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 
-BATCH, HEADS, QUERY_HEADS, DIM, SLOTS = 1, 8, 32, 128, 13312
-PROMPT, CENTROIDS, RECALLED = 65536, 400, 1024
+BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
+SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 
 
 def programs(array):
@@ -88,7 +88,7 @@ def programs(array):
         )
 
     def decoding(method):
-        config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
+        config = replace(LLAMA, vocab_size=1024, intermediate_size=1024, num_layers=2)
 
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
@@ -191,12 +191,9 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
     )
     mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
 
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
     results = {}
     with jax.set_mesh(mesh):
-        described = programs(array)
+        described = programs(partial(on_mesh, mesh))
     for name, (function, args, donated) in described.items():
         if not includes(name):
             continue

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.support.processes import python
 
 NEEDED = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
 
@@ -26,9 +26,7 @@ def _missing() -> list[str]:
 def programs():
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `gpu-compile`)")
-    script = Path(__file__).with_name("gpu_programs.py")
-    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=600)
-    assert process.returncode == 0, process.stderr[-2000:]
+    process = python(Path(__file__).with_name("gpu_programs.py"))
     return json.loads(process.stdout.splitlines()[-1])
 
 

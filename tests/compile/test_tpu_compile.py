@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python
 
 # Llama-3.1-8B at its full context. Two layers show it: every layer adds its own scratch, and its own cache.
 LAYERS, BATCH, TOKENS = "2", "16", "131072"
@@ -20,10 +20,7 @@ pytestmark = [
 
 def run(script: str, *args: str) -> dict:
     """What a script beside this file prints last, as JSON."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *args]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    return json.loads(python(Path(__file__).with_name(script), *args).stdout.splitlines()[-1])
 
 
 def test_every_kernel_compiles_for_every_tpu():
@@ -96,11 +93,4 @@ with jax.set_mesh(mesh):
 
 
 def test_splash_compiles_for_a_tpu():
-    process = subprocess.run(
-        [sys.executable, "-c", _SPLASH],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    python("-c", _SPLASH, cwd=Path(__file__).parent)
