@@ -5,6 +5,7 @@
 Sizes are tried one kind after the other, each with the best so far of the others. How an entry is found: `tuning.py`.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -126,7 +127,16 @@ def kmeans() -> None:
     keep_fastest("kmeans", where, reads, benchmark.k_means_time)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure everything, a kernel after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"needs a GPU; this is {environment()}.")
     print(environment())
     for section in (attention, sums, clustering, kmeans):
         section()
+
+
+if __name__ == "__main__":
+    main()
