@@ -37,15 +37,15 @@ def read_answers(folder: Path) -> dict[Key, dict[str, Any]]:
         lines = parse_lines(gzip.decompress(raw) if files[0].suffix == ".gz" else raw, files[0])
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{files[0]} is damaged: {error}.") from error
-    found: dict[Key, dict[str, Any]] = {}
+    answers: dict[Key, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         if missing := [field for field in FIELDS if field not in line]:
             raise ValueError(f"line {number} of {files[0]} is no answer, it has no {missing[0]}.")
         key = line["method"], line["budget"], line["id"]
-        if key in found:
+        if key in answers:
             raise ValueError(f"{files[0]} holds {key[0]} with budget {key[1]} of example {key[2]} twice.")
-        found[key] = line
-    return found
+        answers[key] = line
+    return answers
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -23,13 +23,13 @@ def test_cache_and_new_tokens_combine_to_attention_over_both():
     q = jnp.asarray(normal(12, 2, 4, 4, 16), jnp.float32)
     new_k, new_v = (jnp.asarray(normal(13 + i, 2, 4, 2, 16), jnp.float32) for i in (0, 1))
     real = jnp.asarray([[True] * 4, [True, True, False, False]])
-    found = combine(attend_cache(old, q), attend_new(q, new_k, new_v, real))
+    result = combine(attend_cache(old, q), attend_new(q, new_k, new_v, real))
     for b, t in ((0, 0), (0, 3), (1, 1)):
         n = int(old.length[b, 0])
         k = jnp.concatenate([old.keys[b, :, :n], jnp.swapaxes(new_k[b, : t + 1], 0, 1)], axis=1)[None]
         v = jnp.concatenate([old.values[b, :, :n], jnp.swapaxes(new_v[b, : t + 1], 0, 1)], axis=1)[None]
         expected = biased_attention(q[b : b + 1, t : t + 1], k, v, jnp.ones(k.shape[:3]))
-        near(found[b, t], expected[0, 0], 2e-6, axes=(0, 1))
+        near(result[b, t], expected[0, 0], 2e-6, axes=(0, 1))
 
 
 def test_heads_one_after_the_other_are_those_at_once(monkeypatch):
@@ -37,10 +37,10 @@ def test_heads_one_after_the_other_are_those_at_once(monkeypatch):
     cache = layer(2, 2, 14, 16, [[10, 3], [0, 14]])
     poisoned = jnp.where((cache.degree > 0)[..., None], cache.values, jnp.nan)
     rows = (jnp.asarray(normal(12, 2, 5, 4, 16), jnp.float32), cache.keys, poisoned, cache.degree, cache.length)
-    found = [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
+    results = [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
     monkeypatch.setattr(reference, "platform", lambda: "gpu")
-    found += [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
-    for in_turn, at_once in zip(*found, strict=True):
+    results += [reference.biased_attention(*rows, return_lse=True, return_probs=True)]
+    for in_turn, at_once in zip(*results, strict=True):
         np.testing.assert_allclose(in_turn, at_once, atol=2e-6)
         assert not np.isnan(at_once).any()
 

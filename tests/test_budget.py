@@ -60,16 +60,16 @@ def test_heads_with_smaller_shares_take_less_memory(method):
     rng = np.random.default_rng(0)
     queries, keys, values = (jnp.asarray(rng.normal(size=(1, h, 96, 8)), jnp.float32) for h in (4, 2, 2))
     sizes = {ckv.SnapKV: {"window": 4}, ckv.CentroidKV: SHAPE}.get(method, {})
-    made = method(ckv.Budget(ratio=0.25, shares=((1.0, 2.0), (1.5, 1.5))), **sizes)
-    layer = ckv.compress(made, queries, keys, values, layer=0, num_layers=2)
+    uneven = method(ckv.Budget(ratio=0.25, shares=((1.0, 2.0), (1.5, 1.5))), **sizes)
+    layer = ckv.compress(uneven, queries, keys, values, layer=0, num_layers=2)
     assert layer.heads == ((1,), (0,))
     assert [group.capacity for group in groups(layer)] == [32, 16]
     assert [group.length.tolist() for group in groups(layer)] == [[[32]], [[16]]]
-    even = ckv.compress(made, queries, keys, values, layer=1, num_layers=2)
+    even = ckv.compress(uneven, queries, keys, values, layer=1, num_layers=2)
     assert isinstance(even, ckv.LayerCache)
     assert even.capacity == 24
     # The larger head keeps what it would keep with that budget of its own.
-    plan = plan_layer(made, 0, Request(np.asarray([96]), 2, 2))
+    plan = plan_layer(uneven, 0, Request(np.asarray([96]), 2, 2))
     assert plan.capacities == (32, 16)
     alone = ckv.compress(method(ckv.Budget(tokens=32), **sizes), queries[:, 2:], keys[:, 1:], values[:, 1:])
     np.testing.assert_array_equal(groups(layer)[0].positions, alone.positions)

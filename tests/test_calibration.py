@@ -33,73 +33,74 @@ def test_outliers_are_the_largest_shares_and_whole_layers():
 
 
 def test_a_calibration_is_the_mean_over_sequences():
-    pieces, done = [prompt(1, 160), prompt(2, 160)], []
-    both = observation.calibrate(tiny(), pieces, ratio=0.5, progress=lambda *now: done.append(now))
+    pieces, calls = [prompt(1, 160), prompt(2, 160)], []
+    both = observation.calibrate(tiny(), pieces, ratio=0.5, progress=lambda *now: calls.append(now))
     each = [observation.calibrate(tiny(), [piece], ratio=0.5) for piece in pieces]
     mean = np.mean([one.outlier_share for one in each], axis=0)
     np.testing.assert_allclose(both.outlier_share, mean, atol=1e-4)
     assert np.ptp(both.outlier_share) > 0
-    assert done == [(i + 1, 4) for i in range(4)]
+    assert calls == [(i + 1, 4) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def file(tmp_path_factory):
     """The demo model's calibration, from two short pieces of its chapter."""
     file = tmp_path_factory.mktemp("calibration") / "demo.yaml"
-    done = run(
+    result = run(
         *("calibrate", "demo", "--data", TEXT, "--output", file, "--outliers", 0.1),
         *("--sequences", 2, "--tokens", 256, "--chunk", 64),
     )
-    assert done.exit_code == 0, done.output
-    assert "1 of 12 heads are outliers, from 2 pieces of 256 tokens" in done.stdout
+    assert result.exit_code == 0, result.output
+    assert "1 of 12 heads are outliers, from 2 pieces of 256 tokens" in result.stdout
     return file
 
 
-def test_the_file_says_what_was_measured(written):
-    assert {path.name for path in written.parent.iterdir()} == {"demo.yaml", "demo.png"}
-    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    found = calibration.read(written)
-    assert calibration.to_yaml(found) == written.read_text()
-    shares = np.asarray(found.outlier_share)
-    assert found.outlier_heads == (tuple(np.unravel_index(shares.argmax(), shares.shape)),)
-    steps = np.asarray(found.head_shares) / calibration.SHARE_STEP
+def test_the_file_says_what_was_measured(file):
+    assert {path.name for path in file.parent.iterdir()} == {"demo.yaml", "demo.png"}
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    profile = calibration.read(file)
+    assert calibration.to_yaml(profile) == file.read_text()
+    shares = np.asarray(profile.outlier_share)
+    assert profile.outlier_heads == (tuple(np.unravel_index(shares.argmax(), shares.shape)),)
+    steps = np.asarray(profile.head_shares) / calibration.SHARE_STEP
     assert (steps == np.rint(steps)).all()
     assert (steps > 0).all()
-    assert found.settings["tokens"] == 256
+    assert profile.settings["tokens"] == 256
 
 
-def test_presets_take_it(written):
-    found = calibration.read(written)
-    assert preset("chelsea-llama3", HALF, found) == preset("chelsea-llama3", HALF, outlier_heads=found.outlier_heads)
-    assert preset("snapkv", HALF, found) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=found.head_shares))
-    assert preset("gravitykv", HALF, found).budget.shares == found.cluster_shares
-    mine = written.with_name("mine.yaml")
+def test_presets_take_it(file):
+    profile = calibration.read(file)
+    outliers = profile.outlier_heads
+    assert preset("chelsea-llama3", HALF, profile) == preset("chelsea-llama3", HALF, outlier_heads=outliers)
+    assert preset("snapkv", HALF, profile) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=profile.head_shares))
+    assert preset("gravitykv", HALF, profile).budget.shares == profile.cluster_shares
+    mine = file.with_name("mine.yaml")
     mine.write_text("method: Chelsea\ndescription: mine\nsource: mine\ncalibration: demo.yaml\n")
-    assert preset(str(mine), HALF) == ckv.Chelsea(HALF, outlier_heads=found.outlier_heads)
+    assert preset(str(mine), HALF) == ckv.Chelsea(HALF, outlier_heads=outliers)
     mine.unlink()
     with pytest.raises(ValueError, match="Full has no budget"):
-        preset("full", None, found)
+        preset("full", None, profile)
 
 
 def test_heads_that_cluster_badly_get_more_rows():
     """In steps of a quarter of the mean, at least one, whatever layer they stand in."""
-    found = calibration.Calibration("mine", ((0.0, 0.9), (0.5, 0.4)), (), ((1.0, 1.0), (1.0, 1.0)), {})
-    assert found.cluster_shares == ((0.25, 1.75), (1.0, 1.0))
+    profile = calibration.Calibration("mine", ((0.0, 0.9), (0.5, 0.4)), (), ((1.0, 1.0), (1.0, 1.0)), {})
+    assert profile.cluster_shares == ((0.25, 1.75), (1.0, 1.0))
     shares = preset("gravitykv-demo", HALF).budget.shares
     assert np.shape(shares) == (6, 2)
     assert shares == preset("centroidkv-demo", HALF).budget.shares
 
 
-def test_the_command_answers_with_it(written):
-    done = run(
+def test_the_command_answers_with_it(file):
+    result = run(
         *("generate", "--prompt-file", TEXT, "--max-new-tokens", 1, "--json"),
-        *("--method", "chelsea-llama3", "--cache-ratio", 0.25, "--calibration", written),
+        *("--method", "chelsea-llama3", "--cache-ratio", 0.25, "--calibration", file),
     )
-    assert done.exit_code == 0, done.output
-    stats = json.loads(done.stdout)["runs"][0]["stats"]
+    assert result.exit_code == 0, result.output
+    stats = json.loads(result.stdout)["runs"][0]["stats"]
     tokens = stats["prompt_tokens"][0]
     whole = [(layer, rows[0].index(tokens)) for layer, rows in enumerate(stats["kept_rows"]) if tokens in rows[0]]
-    assert tuple(whole) == calibration.read(written).outlier_heads
+    assert tuple(whole) == calibration.read(file).outlier_heads
     assert sum(sum(rows[0]) for rows in stats["kept_rows"]) <= 12 * int(0.25 * (tokens + 1))
 
 
@@ -116,16 +117,16 @@ def test_the_command_answers_with_it(written):
     ],
 )
 def test_mistakes_are_named_in_one_sentence(arguments, said):
-    done = run("calibrate", "demo", *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr.replace("\n", " ")
+    result = run("calibrate", "demo", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
 
 
 def test_without_matplotlib_it_says_so_before_it_works(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = run("calibrate", "demo", "--data", TEXT, "--output", tmp_path / "x.yaml")
-    assert done.exit_code == 2
-    assert "Drawing the map (leave it out with --no-plot) needs the package 'matplotlib'" in done.stderr
+    result = run("calibrate", "demo", "--data", TEXT, "--output", tmp_path / "x.yaml")
+    assert result.exit_code == 2
+    assert "Drawing the map (leave it out with --no-plot) needs the package 'matplotlib'" in result.stderr
 
 
 def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
@@ -134,21 +135,21 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(observation, "calibrate", stopped)
-    done = run("calibrate", "demo", "--data", TEXT, "--tokens", 256, "--output", tmp_path / "x.yaml")
-    assert done.exit_code == 130
+    result = run("calibrate", "demo", "--data", TEXT, "--tokens", 256, "--output", tmp_path / "x.yaml")
+    assert result.exit_code == 130
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_no_calibration_and_other_models(written, tmp_path):
-    found = calibration.read(written)
+def test_files_that_are_no_calibration_and_other_models(file, tmp_path):
+    profile = calibration.read(file)
     with pytest.raises(ValueError, match=r"of demo, 6 layers of 2 KV heads; this model has 2 of 2"):
-        found.check(tiny().config)
+        profile.check(tiny().config)
     other = tmp_path / "other.yaml"
     for text, said in (
         ("a: [", "is not YAML text"),
         ("model: demo", "must hold exactly the keys model, outlier_share, "),
-        (written.read_text().replace("outlier_heads:\n", "outlier_heads: 3\nx:\n"), "must hold exactly the keys"),
-        (written.read_text().replace("- [", "- [x, ", 1), "is damaged"),
+        (file.read_text().replace("outlier_heads:\n", "outlier_heads: 3\nx:\n"), "must hold exactly the keys"),
+        (file.read_text().replace("- [", "- [x, ", 1), "is damaged"),
     ):
         other.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -1,8 +1,6 @@
 """Loading and writing checkpoints: every form of file met in the wild, every device its slice, what is written."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_h
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract
 from tests.support.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
+from tests.support.processes import python
 
 # --- forms of files ---
 
@@ -194,10 +193,7 @@ def test_one_tensor_more_than_the_parameters(tmp_path, shards):
     published = {**LLAMA, "hidden_size": 512, "vocab_size": 8192, "intermediate_size": 2048, "num_hidden_layers": 6}
     folder = write(tmp_path / "large", published, random_tensors(published, jnp.bfloat16), shards)
     small = write(tmp_path / "small", LLAMA, random_tensors(LLAMA))
-    command = [sys.executable, "-c", _LOAD, str(small), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, parameters, largest = map(int, done.stdout.split())
+    peak, parameters, largest = map(int, python("-c", _LOAD, small, folder).stdout.split())
     assert peak < parameters + largest + 10 * 2**20, (peak, parameters, largest)
 
 
@@ -211,9 +207,7 @@ import clusterkv_jax as ckv
 model = ckv.load({str(folder)!r})
 assert model.tokenizer("b a")["input_ids"] == [2, 1], model.tokenizer("b a")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "PyTorch" not in done.stderr
+    assert "PyTorch" not in python("-c", code).stderr
 
 
 def _add_tokenizer(folder: Path) -> None:
@@ -254,10 +248,10 @@ def test_hub_ids(tmp_path, monkeypatch):
 
     tensors = random_tensors(LLAMA)
     folder = write(tmp_path / "m", LLAMA, tensors)
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
+    names = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: names.append(name) or str(folder))
     model = load("owner/some-model")
-    assert (asked, model.name) == (["owner/some-model"], "owner/some-model")
+    assert (names, model.name) == (["owner/some-model"], "owner/some-model")
     assert_holds(model.params, LLAMA, tensors, jnp.float32)
 
 

@@ -1,34 +1,21 @@
 """The `clusterkv` command: one sentence for every mistake, tables for people, JSON for programs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
+from tests.support.byte_model import BYTES, byte_tokenizer
+from tests.support.processes import python
 from tests.support.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 
 
@@ -36,12 +23,8 @@ TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<a
 def model(tmp_path_factory):
     """A random model whose tokens are bytes, with a chat template."""
     folder = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(TINY)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = llama.from_hf(BYTES)
     checkpoints.save_huggingface(
         folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
     )
@@ -66,50 +49,49 @@ def _generate(model, text, *arguments, **options):
 
 
 def test_help_shows_examples():
-    done = _run("generate", "--help")
-    assert done.exit_code == 0
-    assert "clusterkv generate --prompt-file book.txt" in done.stdout
+    result = _run("generate", "--help")
+    assert result.exit_code == 0
+    assert "clusterkv generate --prompt-file book.txt" in result.stdout
 
 
 def test_the_command_starts_without_what_only_some_calls_need():
     heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
     code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    assert python("-c", code).stdout.strip() == ""
 
 
 def test_methods_are_listed_one_line_each():
-    done = _run("methods", env={"COLUMNS": "80"})
-    lines = done.stdout.splitlines()
-    assert done.exit_code == 0
+    result = _run("methods", env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
     assert [line.split()[0] for line in lines] == ["name", *list_presets()]
     assert len(lines) > 15
-    assert "…" not in done.stdout
+    assert "…" not in result.stdout
 
 
 def test_one_method_streams_its_text_and_ends_with_a_table(model, text):
-    done = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5)
-    assert done.exit_code == 0, done.stderr
-    asked = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
-    answer = json.loads(asked.stdout)["runs"][0]["texts"][0]
-    assert done.stdout.startswith(answer)
+    result = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5)
+    assert result.exit_code == 0, result.stderr
+    as_json = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
+    answer = json.loads(as_json.stdout)["runs"][0]["texts"][0]
+    assert result.stdout.startswith(answer)
     for part in ("kept rows", "cache MB", "TTFT", "tokens/s", "150 of 300"):
-        assert part in done.stdout[len(answer) :]
+        assert part in result.stdout[len(answer) :]
 
 
 def test_two_methods_and_two_questions_stand_side_by_side(model, text):
     arguments = ("--method", "full", "--method", "centroidkv", "--cache-tokens", 100, "--question", "Who?")
-    done = _generate(model, text, *arguments, "--question", "Where?", env={"COLUMNS": "100"})
-    assert done.exit_code == 0, done.stderr
+    result = _generate(model, text, *arguments, "--question", "Where?", env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
     for part in ("Who?", "Where?", "full", "centroidkv", "100 of 300", "300 of 300"):
-        assert part in done.stdout
+        assert part in result.stdout
 
 
 def test_json_is_the_only_output_and_holds_everything(model, text):
-    done = _generate(model, text, "--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
-    assert done.exit_code == 0, done.stderr
-    content = json.loads(done.stdout)
-    assert done.stderr == ""
+    result = _generate(model, text, "--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
+    assert result.exit_code == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert result.stderr == ""
     full, half = content["runs"]
     assert [full["name"], half["name"]] == ["full", "centroidkv"]
     assert half["stats"]["kept_rows"] == [[[150]]]
@@ -118,16 +100,15 @@ def test_json_is_the_only_output_and_holds_everything(model, text):
 
 
 def test_standard_input_and_the_script(model, text):
-    command = [sys.executable, ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-"]
-    done = subprocess.run([*command, "--json", "--max-new-tokens", "2"], input=text.read_bytes(), capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
+    command = [ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-", "--json"]
+    process = python(*command, "--max-new-tokens", 2, input=text.read_text())
+    assert json.loads(process.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
 
 
 def test_chat_cuts_the_template_between_text_and_question(model, text):
-    done = _generate(model, text, "--chat", "--question", "Who?", "--json")
-    assert done.exit_code == 0, done.stderr
-    stats = json.loads(done.stdout)["runs"][0]["stats"]
+    result = _generate(model, text, "--chat", "--question", "Who?", "--json")
+    assert result.exit_code == 0, result.stderr
+    stats = json.loads(result.stdout)["runs"][0]["stats"]
     assert stats["prompt_tokens"] == [len("<user>") + 300]
     assert stats["question_tokens"] == [len("Who?</user><assistant>")]
 
@@ -207,16 +188,16 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("clusterkv_jax.generate", interrupted)
-    done = _generate(model, text)
-    assert done.exit_code == 130
-    assert "Traceback" not in done.stderr
+    result = _generate(model, text)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
 
 
 def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: ClusterKV\ndescription: mine\nsource: mine\nsettings: {sinks: 16, store: host}\n")
-    done = _generate(model, text, "--method", file, "--cache-tokens", 8)
-    _assert_sentence(done, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
+    result = _generate(model, text, "--method", file, "--cache-tokens", 8)
+    _assert_sentence(result, "a prompt of 300 tokens has a budget of 8 rows, which must be more than sinks = 16.")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
 
 
@@ -228,13 +209,15 @@ def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
     exhausted.lower = exhausted  # a program is compiled before it runs
     monkeypatch.setattr(f"clusterkv_jax.{place}", exhausted)
     doing = {"decoding._prefill_layer": "reading 1 x 320", "generation.decode_loop": "generating from 1 x 300"}[place]
-    done = _generate(model, text, "--json")
-    _assert_sentence(done, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,")
+    result = _generate(model, text, "--json")
+    _assert_sentence(
+        result, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,"
+    )
 
 
-def _assert_sentence(done, sentence):
-    assert done.exit_code == 2, done.output
-    assert done.stdout == ""
-    assert sentence in done.stderr
-    assert done.stderr.startswith("Error: ")
-    assert len(done.stderr.strip().splitlines()) == 1
+def _assert_sentence(result, sentence):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert sentence in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.strip().splitlines()) == 1

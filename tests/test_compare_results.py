@@ -1,25 +1,21 @@
 """Two runs are compared answer by answer."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compare_results.py"
+from tests.support.scripts import script
 
 
 @pytest.fixture(scope="module")
 def run():
     import typer
 
-    spec = importlib.util.spec_from_file_location("compare_results", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     app = typer.Typer()
-    app.command()(script.main)
+    app.command()(script("compare_results.py").main)
     return lambda *folders: CliRunner().invoke(app, [str(folder) for folder in folders])
 
 
@@ -36,28 +32,28 @@ def answers(
 def test_a_slice_is_found_in_its_table(run, tmp_path):
     slice_ = answers(tmp_path / "slice", {"vt/1": " A B"})
     table = answers(tmp_path / "table", {"vt/0": " C", "vt/1": " A B"}, packed=True)
-    done = run(slice_, table)
-    assert done.exit_code == 0, done.output
+    result = run(slice_, table)
+    assert result.exit_code == 0, result.output
     for text in ("[vt]", "1 of 1", "0 answers are in", "1 in"):
-        assert text in done.output
+        assert text in result.output
 
 
 def test_another_answer_is_shown_and_fails(run, tmp_path):
     first = answers(tmp_path / "first", {"vt/0": " C", "vt/1": " [A] B"})
     second = answers(tmp_path / "second", {"vt/0": " C", "vt/1": " B [A]"})
-    done = run(first, second)
-    assert done.exit_code == 1
+    result = run(first, second)
+    assert result.exit_code == 1
     for text in ("1 of 2", "vt/1", "' [A] B'", "' B [A]'"):
-        assert text in done.output
+        assert text in result.output
 
 
 @pytest.mark.parametrize(("score", "status"), [(2.000001, 0), (2.1, 1)])
 def test_perplexities_are_compared_by_their_scores(run, tmp_path, score, status):
     first = answers(tmp_path / "first", {"book": ""}, score=2.0)
     second = answers(tmp_path / "second", {"book": ""}, score=score)
-    done = run(first, second)
-    assert done.exit_code == status, done.output
-    assert ("2.1" in done.output) == bool(status)
+    result = run(first, second)
+    assert result.exit_code == status, result.output
+    assert ("2.1" in result.output) == bool(status)
 
 
 def test_a_torn_last_line_is_left_out(run, tmp_path):
@@ -65,9 +61,9 @@ def test_a_torn_last_line_is_left_out(run, tmp_path):
     second = answers(tmp_path / "second", {"vt/0": " C", "vt/1": " B"})
     file = second / "results.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
-    done = run(first, second)
-    assert done.exit_code == 0
-    assert "1 of 1" in done.output
+    result = run(first, second)
+    assert result.exit_code == 0
+    assert "1 of 1" in result.output
 
 
 def test_what_cannot_be_compared_is_one_sentence(run, tmp_path):
@@ -93,6 +89,6 @@ def test_what_cannot_be_compared_is_one_sentence(run, tmp_path):
         tmp_path / "empty": "must hold either",
     }
     for second, why in expected.items():
-        done = run(first, second)
-        assert done.exit_code == 2, done.output
-        assert why in " ".join(done.output.split()), done.output
+        result = run(first, second)
+        assert result.exit_code == 2, result.output
+        assert why in " ".join(result.output.split()), result.output

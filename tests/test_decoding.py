@@ -61,9 +61,9 @@ def forward(tokens):
     return np.asarray(FORWARD(tiny().params, tiny().config, padded(tokens, width=64)[0]))[0]
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
+def assert_close(result, expected, tolerance=1e-5):
+    result, expected = np.asarray(result, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(result - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @contextmanager
@@ -87,10 +87,10 @@ def test_prefill_in_chunks_is_prefill_at_once_with_the_logits_of_the_full_prompt
     long, short = prompt(1, 48), prompt(2, 29)
     cache, logits = prefill(method, long, short)
     parts, chunked = prefill(method, long, short, prefill_chunk=10)  # of 48 tokens: the last chunk overlaps
-    for found in (logits, chunked):
-        assert found.shape == (2, VOCAB)
-        assert_close(found[0], forward(long)[47])
-        assert_close(found[1], forward(short)[28])
+    for result in (logits, chunked):
+        assert result.shape == (2, VOCAB)
+        assert_close(result[0], forward(long)[47])
+        assert_close(result[1], forward(short)[28])
     for whole, part in zip(jax.tree.leaves(cache), jax.tree.leaves(parts), strict=True):
         assert_close(part, whole)
 
@@ -105,8 +105,8 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
         facts = Request(np.arange(1, tokens + 1), config.num_layers, config.num_kv_heads)
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
         lengths, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 1, 1)))
-        given = (hidden, lengths, rows, jax.eval_shape(lambda: jax.random.key(0)), None)
-        lowered = decoding._prefill_layer.lower(weights, config, method, plan_layer(method, 0, facts), None, *given)
+        operands = (hidden, lengths, rows, jax.eval_shape(lambda: jax.random.key(0)), None)
+        lowered = decoding._prefill_layer.lower(weights, config, method, plan_layer(method, 0, facts), None, *operands)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
     most = decoding.TOKENS_AT_ONCE // batch
@@ -156,13 +156,13 @@ def test_the_budget_holds_after_every_step(method):
         for layer, rows in enumerate(occupancy(cache)):
             for b, n in enumerate((48, 36)):
                 budget = (n // 2 * 4 - outliers * n) // (4 - outliers)
-                for head, held in enumerate(rows[b]):
+                for head, count in enumerate(rows[b]):
                     if (layer, head) in full:
-                        assert held == n + i + 1
+                        assert count == n + i + 1
                     else:
-                        assert budget <= held < budget + INTERVAL
+                        assert budget <= count < budget + INTERVAL
                         # Clustered when it reached B + interval, back to exactly B.
-                        assert held == budget + (i + 1) % INTERVAL
+                        assert count == budget + (i + 1) % INTERVAL
         for layer in cache.layers:
             for group in groups(layer):
                 degree, length = np.asarray(group.degree), np.asarray(group.length)
@@ -244,16 +244,16 @@ def loop_arguments(method, limit, model=None):
 def test_the_loop_is_its_steps_and_one_program_however_many():
     first, second, static = loop_arguments(CENTROID, 3)
     with compilations() as compiled:
-        _, made, count = decode_loop(*first, *second, **static)
+        _, output, count = decode_loop(*first, *second, **static)
     assert len([name for name in compiled if "decode_loop" in name]) <= 1
     first, second, static = loop_arguments(CENTROID, STEPS)
     with compilations() as compiled:
         _, more, _ = decode_loop(*first, *second, **static)
     assert compiled == []
     assert int(count) == 3
-    made, more = np.asarray(made), np.asarray(more)
-    np.testing.assert_array_equal(made[:, :3], more[:, :3])
-    assert (made[:, 3:] == -1).all()
+    output, more = np.asarray(output), np.asarray(more)
+    np.testing.assert_array_equal(output[:, :3], more[:, :3])
+    assert (output[:, 3:] == -1).all()
     cache, token = loop_arguments(CENTROID, STEPS)[0][3].cache, jnp.asarray([1, 2])
     for i in range(STEPS):
         cache, logits = step(CENTROID, cache, token)

@@ -8,24 +8,18 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from clusterkv_jax import checkpoints
 from clusterkv_jax.models import llama, transformer
+from tests.support.byte_model import BYTES, byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.parity
-SETTINGS = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+SETTINGS = BYTES | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
     "eos_token_id": 256,
     "bos_token_id": 256,
 }
@@ -36,10 +30,7 @@ TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having l
 def folder(tmp_path_factory):
     """A random model whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = llama.from_hf(SETTINGS)
@@ -96,7 +87,7 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
         "doc_to_target: a\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     arguments = f"model={folder},method=centroidkv,cache_tokens=90"
-    found = simple_evaluate(
+    results = simple_evaluate(
         "clusterkv",
         model_args=arguments,
         tasks=["whales"],
@@ -104,7 +95,7 @@ def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
         bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )
-    assert found.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+    assert results.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):

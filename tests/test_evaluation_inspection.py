@@ -32,8 +32,8 @@ def test_similarity_is_that_of_known_keys():
     np.testing.assert_allclose(slow[0], np.cos(0.01 * np.arange(1, 65)), atol=1e-5)
     assert observations.convex_share(slow) < 0.2  # a cosine falls ever faster at first
     assert observations.convex_share(np.exp(-np.arange(20))[None]) == 1
-    found = observations.cosine_maps(circling(0.1))
-    np.testing.assert_allclose(found[0, 0], np.cos(0.1 * np.arange(80)), atol=1e-5)
+    maps = observations.cosine_maps(circling(0.1))
+    np.testing.assert_allclose(maps[0, 0], np.cos(0.1 * np.arange(80)), atol=1e-5)
 
 
 def test_outlier_heads_are_those_without_similar_keys():
@@ -42,10 +42,10 @@ def test_outlier_heads_are_those_without_similar_keys():
 
 
 def test_kept_positions_and_their_likeness(layers):
-    kept = observations.kept_positions(layers, METHOD)
-    assert [[len(head) for head in layer] for layer in kept] == [[60, 60], [60, 60]]
-    assert all({0, 1, 2, 3, *range(152, 160)} <= head for layer in kept for head in layer)
-    (likeness,) = observations.neighbour_similarity(kept)
+    positions = observations.kept_positions(layers, METHOD)
+    assert [[len(head) for head in layer] for layer in positions] == [[60, 60], [60, 60]]
+    assert all({0, 1, 2, 3, *range(152, 160)} <= head for layer in positions for head in layer)
+    (likeness,) = observations.neighbour_similarity(positions)
     assert 12 / 108 < likeness < 1
     np.testing.assert_allclose(observations.neighbour_similarity([[{1, 2, 3}], [{2, 3, 4}], [{2, 3, 4}]]), [0.5, 1])
 
@@ -88,9 +88,9 @@ def test_the_recall_rate_counts_the_best_rows(layers):
     cut = 160 - 20
     index = ckv.build_index(method, *(x[:, :, :cut] for x in (layer.keys, layer.values)))
     query = np.asarray(layer.queries[0, :, cut + step])
-    chosen = set(np.asarray(ckv.select(method, index, query[None]))[0, head].tolist())
+    selection = set(np.asarray(ckv.select(method, index, query[None]))[0, head].tolist())
     best = np.argsort(-(np.asarray(layer.keys[0, head // 2, :cut]) @ query[head]))[:40]
-    assert rates[1, head, step] == pytest.approx(len(chosen & set(best.tolist())) / 40)
+    assert rates[1, head, step] == pytest.approx(len(selection & set(best.tolist())) / 40)
     # Every row of its own cluster: what scores best is what attends best.
     single = recall_rates.recall_rates(layers, dataclasses.replace(method, sinks=0, tokens_per_cluster=1), 20)
     assert np.nanmin(single) > 0.95 > recall_rates.mean_rate(rates) > 40 / cut
@@ -102,8 +102,8 @@ def test_the_page_of_recall_holds_every_picture(layers):
     pytest.importorskip("matplotlib")
     rates = np.full((2, 4, 20), 0.5)
     rates[0] = np.nan
-    found = {("clusterkv", 40): rates, ("quest", 40): rates / 2, ("quest", 80): rates}
-    page = recall_rates.recall_page(tiny(), 160, 20, found)
+    curves = {("clusterkv", 40): rates, ("quest", 40): rates / 2, ("quest", 80): rates}
+    page = recall_rates.recall_page(tiny(), 160, 20, curves)
     assert page.count("<svg") == 4
     assert "140 tokens" in page
 
@@ -124,7 +124,7 @@ def test_names_in_the_pages_are_texts(layers, monkeypatch):
 
 def test_the_page_holds_every_picture():
     pytest.importorskip("matplotlib")
-    found = inspection_page.page_of(tiny(), prompt(0, 160), {"full": ckv.Full(), "centroidkv": METHOD})
-    assert found.count("<svg") == 6
-    assert "160 tokens" in found
-    assert "<script" not in found
+    page = inspection_page.page_of(tiny(), prompt(0, 160), {"full": ckv.Full(), "centroidkv": METHOD})
+    assert page.count("<svg") == 6
+    assert "160 tokens" in page
+    assert "<script" not in page

@@ -30,13 +30,13 @@ CONFIG = {"suite": "ruler", "model": "stub", "batch_size": 4}
 
 def jobs(count=30):
     """Cases of two tasks and several lengths, every third of which shares its context with the one before."""
-    made = []
+    work = []
     for i in range(count):
         context = tuple(range(40 + 70 * ((i - i % 3 // 2) % 4)))
         facts = {"length": len(context), "depth": i / count}
         case = Case(f"t{i % 2}/{i}", f"t{i % 2}", answers=(f"answer {i % 5}",), max_new_tokens=8, facts=facts)
-        made.append(Job(i, case, Prompt(context, (i,))))
-    return made
+        work.append(Job(i, case, Prompt(context, (i,))))
+    return work
 
 
 ENTRIES = [Entry("full", "1.0", ckv.Full())] + [
@@ -58,8 +58,8 @@ def slowly(method, prompts, max_new_tokens, stop):
     return respond(method, prompts, max_new_tokens, stop)
 
 
-def go(folder, respond=respond, config=CONFIG, made=None, **options):
-    return runner.run(folder, config, {}, made or jobs(), ENTRIES, respond, batch_size=4, **options)
+def go(folder, respond=respond, config=CONFIG, work=None, **options):
+    return runner.run(folder, config, {}, work or jobs(), ENTRIES, respond, batch_size=4, **options)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +83,15 @@ def test_a_run_killed_three_times_ends_with_the_same_file(unbroken, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert file.stat().st_size < len(unbroken)
-    asked = []
+    calls = []
 
     def counting(method, prompts, *rest):
-        asked.extend(prompts)
+        calls.extend(prompts)
         return respond(method, prompts, *rest)
 
     lines = go(tmp_path, counting)
     assert file.read_bytes() == unbroken
-    assert 0 < len(asked) < len(lines) == 90
+    assert 0 < len(calls) < len(lines) == 90
     assert len(json.loads((tmp_path / runner.RUN).read_text())["sessions"]) == 4
 
 
@@ -115,13 +115,13 @@ def test_lines_do_not_depend_on_how_many_are_answered_together(unbroken, tmp_pat
 
 
 def test_batches_share_contexts_and_programs():
-    made = list(runner.batches(jobs(), 4))
-    assert sorted(job.number for batch in made for job in batch) == list(range(30))
-    assert max(map(len, made)) == 4
-    for batch in made:
+    groups = list(runner.batches(jobs(), 4))
+    assert sorted(job.number for batch in groups for job in batch) == list(range(30))
+    assert max(map(len, groups)) == 4
+    for batch in groups:
         assert len({runner.bucket(len(job.prompt.context), 64) for job in batch}) == 1
-    first = {job.prompt.context: i for i, batch in reversed(list(enumerate(made))) for job in batch}
-    runs = [job.prompt.context for batch in made for job in batch]
+    first = {job.prompt.context: i for i, batch in reversed(list(enumerate(groups))) for job in batch}
+    runs = [job.prompt.context for batch in groups for job in batch]
     assert len(first) == sum(a != b for a, b in pairwise(runs)) + 1
 
 
@@ -155,7 +155,7 @@ def test_another_configuration_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds a run with model = 'stub', not 'other'; choose another folder"):
         go(tmp_path, config={**CONFIG, "model": "other"})
     with pytest.raises(ValueError, match="holds a run with cases = "):
-        go(tmp_path, made=jobs(29))
+        go(tmp_path, work=jobs(29))
     with pytest.raises(ValueError, match="holds a run with seed = None, not 1"):
         go(tmp_path, config={**CONFIG, "seed": 1})
 
@@ -242,24 +242,24 @@ def test_names_in_the_report_are_texts(lines):
 
 def longbench_lines(tmp_path):
     """Two rows of a task, of which one lost tokens, through a run."""
-    made = []
+    work = []
     for i, words in enumerate((458, 1096)):
         row = {"context": "text", "input": "", "answers": ["answer 0"], "all_classes": None, "length": words}
         case = longbench.kvpress_case("lcc", i, row)
         case = replace(case, facts={**case.facts, "cut": 7 * i})
-        made.append(Job(i, case, Prompt(tuple(range(50)), (i,), cut=2 * i)))
-    return go(tmp_path, made=made)
+        work.append(Job(i, case, Prompt(tuple(range(50)), (i,), cut=2 * i)))
+    return go(tmp_path, work=work)
 
 
 def test_longbench_rows_of_any_length_share_a_column_with_the_papers(tmp_path):
     lines = longbench_lines(tmp_path)
-    found = table.published("centroidkv-longbench-llama3.1-8b")
-    summary = table.beside(table.summarize(lines), [found])
+    paper = table.published("centroidkv-longbench-llama3.1-8b")
+    summary = table.beside(table.summarize(lines), [paper])
     assert summary.columns == ("lcc",)
     assert summary.rows[0].cells["lcc"].count == 2
-    shown = [row.method for row in summary.rows if row.source != "measured"]
-    assert shown == [row.method for row in found.rows if "lcc" in row.cells]
-    assert f"{found.source}: {found.protocol}." in table.markdown(summary)
+    names = [row.method for row in summary.rows if row.source != "measured"]
+    assert names == [row.method for row in paper.rows if "lcc" in row.cells]
+    assert f"{paper.source}: {paper.protocol}." in table.markdown(summary)
     alone = table.beside(table.summarize(lines), [table.published("centroidkv-ruler-llama3.1-8b")])
     assert alone == table.summarize(lines)  # nothing of it is shown, so nothing is said of it
 
@@ -267,10 +267,10 @@ def test_longbench_rows_of_any_length_share_a_column_with_the_papers(tmp_path):
 def test_averages_of_papers_stand_beside_their_task_at_any_lengths():
     line = {**BARE, "metric": "substring", "score": 1.0, "task": "niah"}
     lines = [{**line, "facts": {"length": length, "depth": 0.5}} for length in (1024, 2048)]
-    found = table.published("chunkkv-niah-llama3-8b")
-    assert table.beside(table.summarize(lines), [found]).rows[1:] == found.rows
+    paper = table.published("chunkkv-niah-llama3-8b")
+    assert table.beside(table.summarize(lines), [paper]).rows[1:] == paper.rows
     other = [{**line, "task": "lines", "facts": {"length": 1024}}]
-    assert len(table.beside(table.summarize(other), [found]).rows) == 1
+    assert len(table.beside(table.summarize(other), [paper]).rows) == 1
 
 
 def test_what_the_authors_of_longbench_cut_is_counted(tmp_path):
@@ -295,14 +295,14 @@ def test_needles_stand_at_the_nearest_tenth_of_the_depth():
 def test_published_tables_are_whole(name):
     from clusterkv_jax.evaluation.tasks.suites import SUITES
 
-    found = table.published(name)
-    assert found.suite in SUITES
-    assert found.source
-    assert found.protocol
-    for row in found.rows:
+    paper = table.published(name)
+    assert paper.suite in SUITES
+    assert paper.source
+    assert paper.protocol
+    for row in paper.rows:
         assert float(row.budget) > 0
         assert row.average.value > 0
-        assert set(row.cells) <= set(SUITES[found.suite].tasks)
+        assert set(row.cells) <= set(SUITES[paper.suite].tasks)
         assert all(0 <= cell.value <= 100 for cell in row.cells.values())
 
 

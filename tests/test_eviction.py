@@ -29,16 +29,16 @@ def positions(layer):
     return np.asarray(layer.positions)[:, :, :count]
 
 
-def same_kept(kept, expected, score=None):
+def same_kept(result, expected, score=None):
     """Equal as sets, or different only in positions whose score ties with the worst one kept."""
     for i in np.ndindex(*expected.shape[:-1]):
-        found, wanted = set(kept[i].tolist()), set(expected[i].tolist())
-        if found == wanted:
+        ours, theirs = set(result[i].tolist()), set(expected[i].tolist())
+        if ours == theirs:
             continue
-        if score is None or len(found) != len(wanted):
+        if score is None or len(ours) != len(theirs):
             return False
-        cut = min(score[i][p] for p in wanted if p < score.shape[-1])
-        if any(p >= score.shape[-1] or abs(score[i][p] - cut) > 1e-5 * abs(cut) for p in found ^ wanted):
+        cut = min(score[i][p] for p in theirs if p < score.shape[-1])
+        if any(p >= score.shape[-1] or abs(score[i][p] - cut) > 1e-5 * abs(cut) for p in ours ^ theirs):
             return False
     return True
 
@@ -70,10 +70,10 @@ def test_snapkv_as_kvpress_has_it():
 
 def kept_mask(layer, tokens):
     """Which tokens [B, K, tokens] a layer holds, however many each head does."""
-    held = np.zeros((*layer.length.shape, tokens), bool)
+    mask = np.zeros((*layer.length.shape, tokens), bool)
     for b, head in np.ndindex(*layer.length.shape):
-        held[b, head, np.asarray(layer.positions)[b, head, : int(layer.length[b, head])]] = True
-    return held
+        mask[b, head, np.asarray(layer.positions)[b, head, : int(layer.length[b, head])]] = True
+    return mask
 
 
 def test_adakv_as_kvpress_has_it():
@@ -157,8 +157,8 @@ def test_chunkkv_keeps_the_best_runs_whole_and_fills_its_budget():
     score = np.exp(score - score.max(-1, keepdims=True))
     score = (score / score.sum(-1, keepdims=True)).mean((1, 2)).sum(0)[:99]
     runs = sorted(range(10), key=lambda i: -score[i * chunk : (i + 1) * chunk].sum())
-    wanted = [p for i in runs for p in range(i * chunk, min((i + 1) * chunk, 99))][: budget - window]
-    expected = sorted(wanted) + list(range(99, 107))
+    best = [p for i in runs for p in range(i * chunk, min((i + 1) * chunk, 99))][: budget - window]
+    expected = sorted(best) + list(range(99, 107))
     for head in range(2):
         assert positions(layer)[0, head].tolist() == expected
 
@@ -236,9 +236,9 @@ def test_cam_merges_the_leaving_value_as_the_authors_code_does():
     expected = arrays["v"].copy()
     share = (arrays["p"] / meta["merge_budget"])[:, None, None]
     expected[0, :, leaving + 1 : leaving + 1 + meta["merge_budget"]] += share * expected[0, :, leaving : leaving + 1]
-    kept = np.delete(rows, sinks)
+    others = np.delete(rows, sinks)
     np.testing.assert_array_equal(layer.keys, np.delete(keys, sinks, axis=2))
-    np.testing.assert_allclose(layer.values, expected[:, :, kept], atol=1e-5)
+    np.testing.assert_allclose(layer.values, expected[:, :, others], atol=1e-5)
     # The official run drew these numbers: a head whose draw is below p passes everything on.
     passed = arrays["u"] < arrays["p"]
     expected = arrays["v"].copy()
@@ -251,25 +251,25 @@ def test_cam_merges_as_kvpress_does_each_row_that_leaves():
     """kvpress drops all rows at once and adds each to the first `merge_budget` rows that stay, attention to which is
     what attention to it is compared with: a ring of so many rows, and one that leaves it."""
     arrays, meta = golden("kvpress_cam_case0")
-    sinks, span, tokens, kept = 4, meta["mb"], meta["n"], meta["target"]
+    sinks, span, tokens, target = 4, meta["mb"], meta["n"], meta["target"]
     attention, values = arrays["cum_attn"][0], arrays["v"][0]
     keys = np.zeros_like(values)
     keys[..., 0] = np.log(attention) * np.sqrt(meta["d"])
     queries = np.zeros((1, meta["hq"], tokens, meta["d"]), np.float32)
     queries[..., 0] = 1
-    stays = np.r_[0:sinks, tokens - kept + sinks : tokens]
-    method = ckv.CaM(Budget(tokens=kept), sinks, span, stochastic=False)
+    stays = np.r_[0:sinks, tokens - target + sinks : tokens]
+    method = ckv.CaM(Budget(tokens=target), sinks, span, stochastic=False)
     layer = ckv.compress(method, jnp.asarray(queries), jnp.asarray(keys[None]), jnp.asarray(values[None]))
-    np.testing.assert_array_equal(positions(layer)[0], np.broadcast_to(stays, (meta["hkv"], kept)))
-    np.testing.assert_allclose(keys[:, stays], np.asarray(layer.keys)[0, :, :kept])
+    np.testing.assert_array_equal(positions(layer)[0], np.broadcast_to(stays, (meta["hkv"], target)))
+    np.testing.assert_allclose(keys[:, stays], np.asarray(layer.keys)[0, :, :target])
 
     leaving = np.arange(sinks, sinks + meta["steps"])
     rows = np.stack([np.r_[0:sinks, row, stays[sinks : sinks + span]] for row in leaving])
     alone = [jnp.asarray(np.moveaxis(x[:, rows], 1, 0)) for x in (keys, values)]
-    asked = jnp.asarray(
+    queries = jnp.asarray(
         np.broadcast_to(queries[:, :, : rows.shape[1]], (len(rows), *queries[0, :, : rows.shape[1]].shape))
     )
-    layer = ckv.compress(dataclasses.replace(method, budget=Budget(tokens=sinks + span)), asked, *alone)
+    layer = ckv.compress(dataclasses.replace(method, budget=Budget(tokens=sinks + span)), queries, *alone)
     added = np.asarray(layer.values)[:, :, sinks : sinks + span] - np.asarray(alone[1])[:, :, sinks + 1 :]
     share = np.moveaxis(arrays["p"][0], 1, 0)[:, :, None, None] / span
     np.testing.assert_allclose(
@@ -291,10 +291,10 @@ def test_cam_reads_a_prompt_as_if_it_had_been_decoded(stochastic):
     *_, (_, read) = steps(method, q, k, v, 60)
     order = np.argsort(positions(decoded), axis=-1)
     np.testing.assert_array_equal(np.take_along_axis(positions(decoded), order, axis=-1), positions(read))
-    found = np.take_along_axis(np.asarray(decoded.values), order[..., None], axis=2)
-    np.testing.assert_allclose(found, read.values[:, :, :20], atol=1e-5)
+    values = np.take_along_axis(np.asarray(decoded.values), order[..., None], axis=2)
+    np.testing.assert_allclose(values, read.values[:, :, :20], atol=1e-5)
     plain = np.asarray(v)[:, :, positions(read)[0, 0]]
-    assert np.abs(found - plain).max() > 0.01
+    assert np.abs(values - plain).max() > 0.01
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +382,11 @@ def test_chunkkv_layers_that_reuse_compute_no_scores():
         layer, _, selection = compress_layer(method, tensors, np.asarray([107]), request, number, selection)
         return layer.positions, selection
 
-    chosen, selection = compressed(first, 0, None)
+    original, selection = compressed(first, 0, None)
     reused, _ = compressed(second, 1, selection)
     own, _ = compressed(second, 2, None)
-    np.testing.assert_array_equal(reused, chosen)
-    assert not np.array_equal(own, chosen)
+    np.testing.assert_array_equal(reused, original)
+    assert not np.array_equal(own, original)
     programs = [
         str(jax.make_jaxpr(lambda x, h, number=number: compressed(x, number, h))(second, before))
         for number, before in ((2, None), (1, selection))

@@ -35,14 +35,16 @@ def answers(questions=None, **options):
 
 
 def test_a_compressed_text_is_answered_from_and_streamed():
-    pieces, seen = [], []
-    result = answers(on_text=lambda row, piece: pieces.append((row, piece)), progress=lambda *state: seen.append(state))
+    pieces, states = [], []
+    result = answers(
+        on_text=lambda row, piece: pieces.append((row, piece)), progress=lambda *state: states.append(state)
+    )
     assert "4821057" in result.texts[0]
     assert "".join(piece for _, piece in pieces) == result.texts[0]
     assert {row for row, _ in pieces} == {0}
-    assert seen[0] == ("prefill", 1, 6)
-    assert ("prefill", 6, 6) in seen
-    assert seen[-1] == ("decode", 24, 24)
+    assert states[0] == ("prefill", 1, 6)
+    assert ("prefill", 6, 6) in states
+    assert states[-1] == ("decode", 24, 24)
     stats = result.stats
     assert {rows for layer in stats.kept_rows for head in layer for rows in head} == {
         int(0.75 * stats.prompt_tokens[0])
@@ -83,7 +85,7 @@ def test_a_batch_of_unequal_texts_is_the_texts_alone():
 def test_a_question_that_makes_clustering_due_is_clustered():
     method = ckv.CentroidKV(ckv.Budget(tokens=24), sinks=2, recent=4, chunk=16, interval=8)
     context, question = prompt(1, 48), prompt(2, 40)
-    made = ckv.generate(tiny(), [context], questions=[question], method=method, max_new_tokens=4).tokens[0]
+    result = ckv.generate(tiny(), [context], questions=[question], method=method, max_new_tokens=4)
     model = tiny()
     cache, _ = ckv.prefill(
         model.params,
@@ -102,7 +104,7 @@ def test_a_question_that_makes_clustering_due_is_clustered():
     for _ in range(4):
         expected.append(int(jnp.argmax(logits[0])))
         cache, logits = grow(cache, jnp.asarray([expected[-1:]]), jnp.asarray([1]))
-    assert made == expected
+    assert result.tokens[0] == expected
 
 
 def test_sampling_is_reproducible_and_in_segments_as_in_one():

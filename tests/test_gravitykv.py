@@ -31,19 +31,19 @@ def test_a_round_merges_the_edges_of_the_rule():
     layer = from_tokens(jnp.asarray(keys, jnp.float32), jnp.asarray(values, jnp.float32), jnp.asarray([66]))
     layer = type(layer)(layer.keys, layer.values, layer.degree * degree, layer.length, layer.positions)
     behind = jnp.broadcast_to(jnp.arange(3, 66, dtype=jnp.int32), (*layer.length.shape, 63))
-    done = merge_best(layer, behind, jnp.asarray([9]), sinks=3, recent=5, chunk=16, edges=method.edges)
-    merged = pick(*done, 3, 66)
+    result = merge_best(layer, behind, jnp.asarray([9]), sinks=3, recent=5, chunk=16, edges=method.edges)
+    after = pick(*result, 3, 66)
     for head in range(2):
         middle = (x[0, head, 3:61] for x in (keys, values, degree))
         edges = sorted(written_out(*middle, 16, 0.7, 0.2), reverse=True)[:9]
         gone = {3 + a for _, a, _ in edges}
-        kept = [row for row in range(66) if row not in gone]
-        assert np.asarray(merged.positions)[0, head, :57].tolist() == kept
+        rest = [row for row in range(66) if row not in gone]
+        assert np.asarray(after.positions)[0, head, :57].tolist() == rest
         for b in {3 + b for _, _, b in edges}:
             rows = [b, *(3 + a for _, a, other in edges if 3 + other == b)]
             expected = np.average(keys[0, head, rows], axis=0, weights=degree[0, head, rows])
-            np.testing.assert_allclose(merged.keys[0, head, kept.index(b)], expected, atol=1e-5)
-            assert merged.degree[0, head, kept.index(b)] == degree[0, head, rows].sum()
+            np.testing.assert_allclose(after.keys[0, head, rest.index(b)], expected, atol=1e-5)
+            assert after.degree[0, head, rest.index(b)] == degree[0, head, rows].sum()
 
 
 def test_a_rare_row_stays_single_in_a_crowd():

@@ -61,10 +61,10 @@ def by_steps():
 def test_tokens_are_those_of_the_device_store_whatever_is_cached(by_steps):
     expected = generate(DEVICE)
     assert expected.stats.host_bytes == expected.stats.moved_bytes == expected.stats.row_hit_rate == 0
-    for found in by_steps:
-        assert found.tokens == expected.tokens
-        assert found.stats.recalled_rows == expected.stats.recalled_rows
-        assert found.stats.kept_rows == expected.stats.kept_rows
+    for result in by_steps:
+        assert result.tokens == expected.tokens
+        assert result.stats.recalled_rows == expected.stats.recalled_rows
+        assert result.stats.kept_rows == expected.stats.kept_rows
 
 
 def test_the_more_is_cached_the_less_is_moved(by_steps):
@@ -148,17 +148,17 @@ def test_padding_never_reaches_the_store():
         arrays = [jnp.where(real, x, fill) for x in (queries, keys, values)]
         return compress_layer(HOST, arrays, lengths, request, layer=1)[:2]
 
-    for found, expected in zip(*(jax.tree.leaves(compressed(fill)) for fill in (jnp.nan, 0.0)), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for result, expected in zip(*(jax.tree.leaves(compressed(fill)) for fill in (jnp.nan, 0.0)), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_a_store_comes_back_from_disk(tmp_path):
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
     cache, _ = grow(HOST, cache, [[1], [2]])
     ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
-    loaded = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
-    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
-    np.testing.assert_array_equal(grow(HOST, loaded, [[3], [4]])[1], grow(HOST, cache, [[3], [4]])[1])
+    copy = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
+    assert jax.tree.structure(copy) == jax.tree.structure(cache)
+    np.testing.assert_array_equal(grow(HOST, copy, [[3], [4]])[1], grow(HOST, cache, [[3], [4]])[1])
     with pytest.raises(ValueError, match="was made by"):
         ckv.load_cache(tmp_path / "book", tiny().config, DEVICE)
 
@@ -169,19 +169,19 @@ def test_a_decode_loop_is_compiled_once(tmp_path):
         tiny().params, tiny().config, HOST, jnp.asarray([PROMPTS[0]]), jnp.asarray([48]), max_new_tokens=8
     )
     ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
-    loaded = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
-    assert all(x.committed for x in jax.tree.leaves((cache, logits, loaded)))
+    copy = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
+    assert all(x.committed for x in jax.tree.leaves((cache, logits, copy)))
 
 
 def test_batch_rows_are_taken_where_the_store_lies():
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
-    moved = dataclasses.replace(cache, layers=jax.device_put(cache.layers, jax.memory.Space.Host))
+    on_host = dataclasses.replace(cache, layers=jax.device_put(cache.layers, jax.memory.Space.Host))
     rows = jnp.asarray([1, 0, 1])
-    taken = take_sequences(moved, rows)
-    assert taken.layers[1].keys.sharding.memory_kind == "pinned_host"
-    assert taken.position.sharding.memory_kind == "device"
-    for found, expected in zip(jax.tree.leaves(taken), jax.tree.leaves(take_sequences(cache, rows)), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    part = take_sequences(on_host, rows)
+    assert part.layers[1].keys.sharding.memory_kind == "pinned_host"
+    assert part.position.sharding.memory_kind == "device"
+    for result, expected in zip(jax.tree.leaves(part), jax.tree.leaves(take_sequences(cache, rows)), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_a_budget_that_covers_the_prompt_needs_no_host():
@@ -207,8 +207,8 @@ def test_find_is_where_a_number_stands(data):
     numbers = st.integers(-1, slots - 1)
     among = data.draw(st.lists(numbers, max_size=8))
     rows = data.draw(st.lists(numbers, min_size=1, max_size=8))
-    found = host_store.find(*(jnp.asarray(x, jnp.int32).reshape(1, 1, -1) for x in (rows, among)), slots)
-    for row, place in zip(rows, np.asarray(found)[0, 0].tolist(), strict=True):
+    result = host_store.find(*(jnp.asarray(x, jnp.int32).reshape(1, 1, -1) for x in (rows, among)), slots)
+    for row, place in zip(rows, np.asarray(result)[0, 0].tolist(), strict=True):
         assert among[place] == row if place >= 0 else row == -1 or row not in among
 
 
@@ -233,18 +233,18 @@ def test_a_budget_smaller_than_the_sinks_is_refused():
 
 def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
     """Interrupted and out of memory, torn in a line too; and with the scores of the device store."""
-    made = [tuple(prompt(i, n)) for i, n in enumerate((60, 48, 52))]
+    contexts = [tuple(prompt(i, n)) for i, n in enumerate((60, 48, 52))]
     jobs = [
         runner.Job(i, Case(f"nll/{i}", "nll", metric="nll"), Prompt(context, (), tuple(prompt(9 + i, 6))))
-        for i, context in enumerate(made)
+        for i, context in enumerate(contexts)
     ]
     answer, calls = responses.responder(tiny()), []
 
-    def broken(*given):
-        calls.append(given)
+    def broken(*operands):
+        calls.append(operands)
         if len(calls) in (2, 3):
             raise (KeyboardInterrupt, MemoryError)[len(calls) - 2]
-        return answer(*given)
+        return answer(*operands)
 
     def go(name, respond, method=HOST):
         entries, possible = [runner.Entry("clusterkv", "0.5", method)], partial(responses.possible, tiny())
@@ -256,9 +256,9 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
             go("cut off", broken)
     with (tmp_path / "cut off" / runner.RESULTS).open("ab") as file:
         file.write(b'{"method": "clust')
-    found, unbroken = go("cut off", broken), go("unbroken", answer)
+    continuation, unbroken = go("cut off", broken), go("unbroken", answer)
     assert len(calls) == 2 + len(jobs)
-    numbers = [[(line["id"], line["score"], line["rows"]) for line in lines] for lines in (found, unbroken)]
+    numbers = [[(line["id"], line["score"], line["rows"]) for line in lines] for lines in (continuation, unbroken)]
     assert numbers[0] == numbers[1]
     assert [line["score"] for line in go("device", answer, DEVICE)] == pytest.approx([x[1] for x in numbers[0]])
     with pytest.raises(ValueError, match="holds a run with methods"):

@@ -42,13 +42,13 @@ def test_a_head_that_has_converged_stays_while_others_go_on():
     easy = np.repeat(np.eye(4, 8, dtype=np.float32), 15, axis=0)
     keys = jnp.asarray(np.stack([easy, normal(1, 60, 8)])[None], jnp.float32)
     rows, most = jnp.arange(4) * 15, 60
-    found = cluster(keys, rows, max_iterations=most)
+    result = cluster(keys, rows, max_iterations=most)
     for head in range(2):
-        for one, all_heads in zip(cluster(keys[:, [head]], rows, max_iterations=most), found, strict=True):
+        for one, all_heads in zip(cluster(keys[:, [head]], rows, max_iterations=most), result, strict=True):
             np.testing.assert_array_equal(one[:, 0], all_heads[:, head])
     short = cluster(keys, rows, max_iterations=2)
-    np.testing.assert_array_equal(short[1][0, 0], found[1][0, 0])
-    assert np.any(np.asarray(short[1][0, 1]) != np.asarray(found[1][0, 1]))
+    np.testing.assert_array_equal(short[1][0, 0], result[1][0, 0])
+    assert np.any(np.asarray(short[1][0, 1]) != np.asarray(result[1][0, 1]))
 
 
 def test_an_empty_cluster_keeps_its_centroid():
@@ -63,12 +63,12 @@ def test_rows_beyond_the_length_take_no_part():
     keys = jnp.asarray(normal(3, 2, 1, 30, 8), jnp.float32)
     length = jnp.asarray([[30], [17]])
     dirty = jnp.where(ordinals(30, 3)[..., None] < length[..., None, None], keys, jnp.nan)
-    found = jax.jit(lambda keys: cluster(keys, jnp.arange(3), length=length))(dirty)
+    result = jax.jit(lambda keys: cluster(keys, jnp.arange(3), length=length))(dirty)
     alone = cluster(keys[1:, :, :17], jnp.arange(3))
-    near(found[0][1], alone[0][0], 1e-6, axes=(1, 2))
-    np.testing.assert_array_equal(found[1][1, :, :17], alone[1][0])
-    np.testing.assert_array_equal(found[1][1, :, 17:], -1)
-    np.testing.assert_array_equal(found[2][1], alone[2][0])
+    near(result[0][1], alone[0][0], 1e-6, axes=(1, 2))
+    np.testing.assert_array_equal(result[1][1, :, :17], alone[1][0])
+    np.testing.assert_array_equal(result[1][1, :, 17:], -1)
+    np.testing.assert_array_equal(result[2][1], alone[2][0])
 
 
 def test_what_is_no_start_is_named():

@@ -18,7 +18,7 @@ def said(text, *, uses_host=False):
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"),
+    ("text", "amount"),
     [
         ("Out of memory while trying to allocate 7516192768 bytes.", " (7 GiB were asked for)"),
         ("Failed to allocate request for 176.00MiB (184549376B) on device ordinal 0", " (0.172 GiB were asked for)"),
@@ -26,9 +26,9 @@ def said(text, *, uses_host=False):
         ("Out of memory.\nAllocation 1 of many", ""),
     ],
 )
-def test_the_sentence_says_what_was_made_how_much_it_took_and_what_helps(text, asked):
+def test_the_sentence_says_what_was_made_how_much_it_took_and_what_helps(text, amount):
     assert said(f"RESOURCE_EXHAUSTED: {text}") == (
-        f"Out of device memory while reading 2 x 64 tokens{asked}; take a smaller batch, a shorter prompt, "
+        f"Out of device memory while reading 2 x 64 tokens{amount}; take a smaller batch, a shorter prompt, "
         'a smaller budget, a smaller prefill_chunk or ClusterKV with store="host".'
     )
 
@@ -54,11 +54,11 @@ def test_a_layer_that_does_not_fit_leaves_a_model_that_still_answers(monkeypatch
     """Layer after layer is read into new arrays; parameters are never given away."""
     layer, calls = decoding._prefill_layer, []
 
-    def second_fails(*given):
-        calls.append(given)
+    def second_fails(*operands):
+        calls.append(operands)
         if len(calls) == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.")
-        return layer(*given)
+        return layer(*operands)
 
     monkeypatch.setattr(decoding, "_prefill_layer", second_fails)
     with pytest.raises(MemoryError, match="reading 1 x 64 tokens"):

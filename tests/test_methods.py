@@ -20,11 +20,11 @@ from tests.support.methods import SHAPE, every_method, named
 
 def append_layer(layer, keys, values, positions, real):
     """The same tokens to every head of what `compress` returns."""
-    made = []
+    parts = []
     for group, heads in zip(groups(layer), group_heads(layer), strict=True):
         index = jnp.asarray(heads)
-        made.append(append(group, keys[:, index], values[:, index], positions, real))
-    return with_groups(layer, made)
+        parts.append(append(group, keys[:, index], values[:, index], positions, real))
+    return with_groups(layer, parts)
 
 
 def centroid(**budget):
@@ -51,15 +51,15 @@ def rows(layer, b, head):
 
 @given(
     seed=st.integers(0, 10**6),
-    kept=st.sampled_from([0.25, 0.6]),
+    ratio=st.sampled_from([0.25, 0.6]),
     lengths=st.lists(st.integers(60, 96), min_size=2, max_size=2),
     kind=st.sampled_from([centroid, chelsea]),
 )
-def test_the_budget_is_met_exactly_and_every_token_is_counted(seed, kept, lengths, kind):
+def test_the_budget_is_met_exactly_and_every_token_is_counted(seed, ratio, lengths, kind):
     keys, values = tensors(seed)
-    layer = ckv.compress(kind(ratio=kept), None, keys, values, jnp.asarray(lengths))
+    layer = ckv.compress(kind(ratio=ratio), None, keys, values, jnp.asarray(lengths))
     for b, n in enumerate(lengths):
-        budget = int(kept * n)
+        budget = int(ratio * n)
         clustered = n >= budget + (8 if kind is chelsea else 0)
         for head in range(2):
             k, v, degree, positions = rows(layer, b, head)
@@ -115,8 +115,8 @@ def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
     for b, n in enumerate((96, 70)):
         alone = ckv.compress(method, *(x[b : b + 1, :, :n] for x in (queries, keys, values)), num_layers=4)
         for head in range(2):
-            for found, expected in zip(rows(dirty, b, head), rows(alone, 0, head), strict=True):
-                np.testing.assert_allclose(found, expected, atol=1e-6)
+            for result, expected in zip(rows(dirty, b, head), rows(alone, 0, head), strict=True):
+                np.testing.assert_allclose(result, expected, atol=1e-6)
             assert (np.diff(rows(dirty, b, head)[3]) > 0).all()
     for leaf in jax.tree.leaves(dirty):
         assert bool(jnp.isfinite(leaf).all())
@@ -156,7 +156,7 @@ def test_outlier_heads_keep_everything_and_the_others_pay_for_it():
     # Memory is saved for real: the groups have their own capacities, and the whole model keeps its half.
     assert [group.capacity for group in layer.groups] == [96, rest]
     other = ckv.compress(method, None, keys, values, layer=0, num_layers=2)
-    slots = sum(group.capacity * group.keys.shape[1] for made in (layer, other) for group in groups(made))
+    slots = sum(group.capacity * group.keys.shape[1] for cache in (layer, other) for group in groups(cache))
     assert 0.49 * 8 * 96 < slots <= 0.5 * 8 * 96
     query = jnp.asarray(np.random.default_rng(1).normal(size=(1, 8, 8)), jnp.float32)
     out = ckv.attend(layer, query)

@@ -28,8 +28,8 @@ def dense(q: jax.Array, k: jax.Array, v: jax.Array, offset: int = 0) -> jax.Arra
     groups = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     scores = jnp.einsum("bthd,bnhd->bhtn", q, k) / math.sqrt(q.shape[-1])
-    seen = np.arange(k.shape[1]) <= offset + np.arange(q.shape[1])[:, None]
-    return jnp.einsum("bhtn,bnhd->bthd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+    mask = np.arange(k.shape[1]) <= offset + np.arange(q.shape[1])[:, None]
+    return jnp.einsum("bhtn,bnhd->bthd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(1, 4, 4), (5, 6, 2), (37, 3, 1), (37, 4, 4), (130, 6, 2)])

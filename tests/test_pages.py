@@ -43,8 +43,8 @@ def tokens_to_append(rng, lengths):
     return *new, lengths[:, None] + ordinals(ROOM, 2), ordinals(ROOM, 2) < jnp.asarray([[ROOM], [2]])
 
 
-def assert_same(found, expected, tolerance=None):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(result, expected, tolerance=None):
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         if tolerance is None:
             np.testing.assert_array_equal(a, b)
         else:
@@ -139,11 +139,11 @@ def test_bytes_are_those_of_the_budget(mode):
     """Rows, room for what is appended, and at most an interval of 128 rows a head."""
     for tokens, ratio, reserve in ((200, 0.5, 0), (200, 0.31, 24), (180, 0.2, 7)):
         method = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=ratio), mode=mode)
-        held = read(method, prompt(1, tokens), new=reserve, width=tokens)
-        rows, layers, heads = int(ratio * tokens), len(held.layers), 2
-        least = (rows + reserve) * cache.slot_bytes(held) * layers * heads
-        assert least <= cache.nbytes(held) <= least + 128 * cache.slot_bytes(held) * layers * heads
-        for layer in cache.occupancy(held):
+        kv = read(method, prompt(1, tokens), new=reserve, width=tokens)
+        rows, layers, heads = int(ratio * tokens), len(kv.layers), 2
+        least = (rows + reserve) * cache.slot_bytes(kv) * layers * heads
+        assert least <= cache.nbytes(kv) <= least + 128 * cache.slot_bytes(kv) * layers * heads
+        for layer in cache.occupancy(kv):
             over = sum(layer[0]) - heads * rows
             assert over == 0 if mode == "kvpress" else -1.5 * heads <= over <= heads / 2
 
@@ -185,45 +185,43 @@ def test_pages_take_over_what_another_method_read(first):
     method = ckv.Composed(first, dataclasses.replace(AGAIN, budget=ckv.Budget(ratio=0.5)))
     result = ckv.generate(tiny(), [prompt(1, 60)], method=method, max_new_tokens=30)
     assert len(result.tokens[0]) == 30
-    held = read(method, prompt(1, 60))
-    assert all(isinstance(layer, cache.PagedHeads) for layer in held.layers)
-    held, _ = extend_step(
-        tiny().params, tiny().config, method, held, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    )
-    assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in held.layers)
+    kv = read(method, prompt(1, 60))
+    assert all(isinstance(layer, cache.PagedHeads) for layer in kv.layers)
+    kv, _ = extend_step(tiny().params, tiny().config, method, kv, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in kv.layers)
 
 
 def test_a_budget_that_covers_the_prompt_is_the_full_cache():
-    held = [read(method, prompt(1, 200)) for method in (ckv.AdaKV(ckv.Budget(tokens=500)), ckv.Full())]
-    assert jax.tree.structure(held[0].layers) == jax.tree.structure(held[1].layers)
-    assert_same(held[0].layers, held[1].layers)
+    pair = [read(method, prompt(1, 200)) for method in (ckv.AdaKV(ckv.Budget(tokens=500)), ckv.Full())]
+    assert jax.tree.structure(pair[0].layers) == jax.tree.structure(pair[1].layers)
+    assert_same(pair[0].layers, pair[1].layers)
 
 
 @pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["appends", "chooses again"])
 def test_decoding_with_pages_is_decoding_head_by_head(method):
-    held = read(method, prompt(1, 200), prompt(2, 150))
-    assert max(int(layer.capacity.max()) for layer in held.layers) > pages.PAGE  # several pages to a head
-    whole = dataclasses.replace(held, layers=tuple(map(in_one_page, held.layers)))
+    kv = read(method, prompt(1, 200), prompt(2, 150))
+    assert max(int(layer.capacity.max()) for layer in kv.layers) > pages.PAGE  # several pages to a head
+    whole = dataclasses.replace(kv, layers=tuple(map(in_one_page, kv.layers)))
     for token in prompt(3, 20):
         tokens = jnp.asarray([token, token])
-        held, logits = STEP(tiny().params, tiny().config, method, held, tokens)
+        kv, logits = STEP(tiny().params, tiny().config, method, kv, tokens)
         whole, expected = STEP(tiny().params, tiny().config, method, whole, tokens)
         np.testing.assert_allclose(logits, expected, atol=2e-4)
-        assert cache.occupancy(held) == cache.occupancy(whole)
+        assert cache.occupancy(kv) == cache.occupancy(whole)
 
 
 @pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["appends", "chooses again"])
 def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
     question = prompt(4, 7)
-    held = read(method, prompt(1, 200), prompt(2, 150))
+    kv = read(method, prompt(1, 200), prompt(2, 150))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
-    once, logits = EXTEND(tiny().params, tiny().config, method, held, tokens, jnp.asarray([7, 3]))
+    once, logits = EXTEND(tiny().params, tiny().config, method, kv, tokens, jnp.asarray([7, 3]))
     for i, token in enumerate(question):
-        held, expected = STEP(tiny().params, tiny().config, method, held, jnp.asarray([token, token]))
+        kv, expected = STEP(tiny().params, tiny().config, method, kv, jnp.asarray([token, token]))
         if i == 2:
             np.testing.assert_allclose(logits[1], expected[1], atol=2e-4)
     np.testing.assert_allclose(logits[0], expected[0], atol=2e-4)
-    assert [rows[0] for rows in cache.occupancy(once)] == [rows[0] for rows in cache.occupancy(held)]
+    assert [rows[0] for rows in cache.occupancy(once)] == [rows[0] for rows in cache.occupancy(kv)]
     assert bool(jnp.all(jnp.stack([jnp.all(layer.length <= layer.capacity) for layer in once.layers])))
 
 
@@ -249,11 +247,11 @@ def test_stats_tell_the_truth():
 
 
 def test_pages_come_back_from_disk(tmp_path):
-    held = read(AGAIN, prompt(1, 200))
-    ckv.save_cache(tmp_path / "book", held, tiny().config, AGAIN)
-    loaded = ckv.load_cache(tmp_path / "book", tiny().config, AGAIN)
-    assert jax.tree.structure(loaded) == jax.tree.structure(held)
-    assert_same(loaded, held)
+    kv = read(AGAIN, prompt(1, 200))
+    ckv.save_cache(tmp_path / "book", kv, tiny().config, AGAIN)
+    copy = ckv.load_cache(tmp_path / "book", tiny().config, AGAIN)
+    assert jax.tree.structure(copy) == jax.tree.structure(kv)
+    assert_same(copy, kv)
 
 
 def test_composed_with_full_appends_to_pages():

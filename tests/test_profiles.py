@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.decoding import decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.sampling import Sampling
 from tests.support.tiny import prompt, tiny
 
@@ -26,9 +26,9 @@ def programs():
     arguments = model.params, model.config, METHOD
     tokens, lengths = jnp.asarray([prompt(1, 48)]), jnp.asarray([48])
     cache, logits = ckv.prefill(*arguments, tokens, lengths, max_new_tokens=8, run=run)
-    token, done, number = jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(1, bool), jnp.int32(1)
+    state, number = DecodeState(cache, jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(1, bool)), jnp.int32(1)
     options = {"sampling": Sampling(), "eos_ids": (), "steps": 4}
-    decoding = decode_loop.lower(*arguments, cache, token, done, jax.random.key(0), number, number, **options)
+    decoding = decode_loop.lower(*arguments, state, jax.random.key(0), number, number, **options)
     return lowered, decoding
 
 
@@ -52,9 +52,9 @@ def test_decoding_names_its_stages(programs, stage):
 
 
 def test_prefill_names_its_stages(programs):
-    found = set().union(*map(paths, programs[0]))
+    names = set().union(*map(paths, programs[0]))
     for stage in ("embedding", "attention/project", "attention/attend", "attention/output", "mlp", "compress", "head"):
-        assert any(f"/{stage}" in path for path in found), stage
+        assert any(f"/{stage}" in path for path in names), stage
 
 
 def test_the_names_reach_the_compiled_program(programs):

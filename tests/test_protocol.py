@@ -40,9 +40,9 @@ def test_what_must_be_said_is_abstract(base, abstract):
 
 def test_the_method_of_the_page_has_at_most_twelve_lines():
     source = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
-    found = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    first = min(decorator.lineno for decorator in found.decorator_list)
-    lines = [line for line in source.splitlines()[first - 1 : found.end_lineno] if line.strip()]
+    definition = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    first = min(decorator.lineno for decorator in definition.decorator_list)
+    lines = [line for line in source.splitlines()[first - 1 : definition.end_lineno] if line.strip()]
     assert len(lines) <= 12
     assert {name for name in vars(LargeValues) if not name.startswith("_")} == {"protected", "schedule", "score"}
 

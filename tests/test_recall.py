@@ -103,12 +103,12 @@ def test_infinigen_fetches_as_many_rows_as_the_golden_mask():
     scores, fetched = data["spec_attn"][0], data["fetched"][0]
     cap, compared = int(meta["budget"] * meta["n"]), 0
     for n in range(cap, meta["n"]):
-        seen = scores[:, n, : n + 1]
-        quirk = (seen > seen[0].max() - meta["alpha"]).sum() // len(seen)
-        count = int(rows_within(jnp.asarray(seen)[None, :, None], meta["alpha"])[0])
+        past = scores[:, n, : n + 1]
+        quirk = (past > past[0].max() - meta["alpha"]).sum() // len(past)
+        count = int(rows_within(jnp.asarray(past)[None, :, None], meta["alpha"])[0])
         if quirk == count:
             compared += 1
-            assert fetched[:, n].sum(-1).tolist() == [min(count, cap)] * len(seen)
+            assert fetched[:, n].sum(-1).tolist() == [min(count, cap)] * len(past)
     assert compared > 4
 
 
@@ -168,8 +168,8 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
         if i == 2:
             np.testing.assert_allclose(logits[1], expected[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(logits[0], expected[0], rtol=1e-4, atol=1e-4)
-    for kept, single in zip(once.state[-1], cache.state[-1], strict=True):
-        np.testing.assert_array_equal(kept["recalled"][0], single["recalled"][0])
+    for index, single in zip(once.state[-1], cache.state[-1], strict=True):
+        np.testing.assert_array_equal(index["recalled"][0], single["recalled"][0])
 
 
 @of_methods
@@ -180,7 +180,7 @@ def test_while_the_budget_covers_everything_a_step_is_that_of_the_full_cache(met
         method = dataclasses.replace(method, alpha=None)
     cache, _ = prefill(method, PROMPTS[0], PROMPTS[1], reserve=400)
     full, _ = prefill(ckv.Full(), PROMPTS[0], PROMPTS[1], reserve=400)
-    assert any(kept is not None for state in cache.state for kept in state)
+    assert any(index is not None for state in cache.state for index in state)
     for token in prompt(9, 12):
         cache, logits = grow(method, cache, [[token], [token]])
         full, expected = grow(ckv.Full(), full, [[token], [token]])
@@ -196,9 +196,9 @@ def test_a_step_attends_to_its_budget(method):
         assert [x.shape for x in jax.tree.leaves(cache)] == shapes
         for layer, state in zip(cache.layers, cache.state, strict=True):
             assert (np.asarray(layer.degree).sum(-1) == np.asarray(cache.position)[:, None]).all()
-            for kept in filter(None, state):
+            for index in filter(None, state):
                 for b, budget in enumerate((24, 16)):
-                    rows = np.asarray(kept["recalled"][b])
+                    rows = np.asarray(index["recalled"][b])
                     counts = (rows >= 0).sum(-1)
                     if getattr(method, "alpha", None) is not None:
                         assert ((counts >= 1) & (counts <= budget)).all()
@@ -217,10 +217,10 @@ def test_generated_tokens_are_clustered_among_themselves():
         cache, _ = grow(CLUSTER, cache, [[token], [token]])
         assert int(cache.state[1][0]["indexed"][0]) == 48 + (INTERVAL if i == INTERVAL - 1 else 0)
     for layer, state, old in zip(cache.layers, cache.state, before.state, strict=True):
-        kept, was = state[0], old[0]
+        index, was = state[0], old[0]
         for b, (n, clusters) in enumerate(((48, 11), (33, 7))):
             for k in range(2):
-                order, sizes, starts = (np.asarray(kept[name][b, k]) for name in ("order", "sizes", "starts"))
+                order, sizes, starts = (np.asarray(index[name][b, k]) for name in ("order", "sizes", "starts"))
                 np.testing.assert_array_equal(np.sort(order[: n + INTERVAL]), np.arange(n + INTERVAL))
                 np.testing.assert_array_equal(order[:n], was["order"][b, k, :n])
                 assert sizes[:clusters].sum() == n - 2
@@ -230,7 +230,7 @@ def test_generated_tokens_are_clustered_among_themselves():
                 for c in np.flatnonzero(sizes):
                     members = order[starts[c] : starts[c] + sizes[c]]
                     assert (np.diff(members) > 0).all()
-                    np.testing.assert_allclose(kept["centroids"][b, k, c], keys[members].mean(0), atol=1e-5)
+                    np.testing.assert_allclose(index["centroids"][b, k, c], keys[members].mean(0), atol=1e-5)
 
 
 @pytest.mark.parametrize(("method", "expected"), [(CLUSTER, 1), (METHODS[2], 0), (METHODS[3], 0)])
@@ -268,9 +268,9 @@ def test_padding_never_reaches_an_index(method):
     for leaf in jax.tree.leaves(both):
         assert bool(jnp.isfinite(leaf).all())
     query = jnp.asarray(rng.normal(size=(2, 4, 8)), jnp.float32)
-    found, expected = (np.asarray(ckv.select(method, x, q)) for x, q in ((both, query), (alone, query[1:])))
-    np.testing.assert_array_equal(found[1, :, : expected.shape[2]], expected[0])
-    assert (found[1, :, expected.shape[2] :] == -1).all()
+    result, expected = (np.asarray(ckv.select(method, x, q)) for x, q in ((both, query), (alone, query[1:])))
+    np.testing.assert_array_equal(result[1, :, : expected.shape[2]], expected[0])
+    assert (result[1, :, expected.shape[2] :] == -1).all()
 
 
 @of_kinds
@@ -299,10 +299,10 @@ def test_stats_say_what_was_recalled():
 def test_a_cache_with_its_index_comes_back_from_disk(tmp_path, method):
     cache, _ = prefill(method, PROMPTS[0], PROMPTS[1])
     ckv.save_cache(tmp_path / "book", cache, tiny().config, method)
-    loaded = ckv.load_cache(tmp_path / "book", tiny().config, method)
-    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    copy = ckv.load_cache(tmp_path / "book", tiny().config, method)
+    assert jax.tree.structure(copy) == jax.tree.structure(cache)
     _, expected = grow(method, cache, [[3], [4]])
-    np.testing.assert_array_equal(grow(method, loaded, [[3], [4]])[1], expected)
+    np.testing.assert_array_equal(grow(method, copy, [[3], [4]])[1], expected)
 
 
 @pytest.mark.parametrize("budget", [ckv.Budget(ratio=1.0), ckv.Budget(tokens=48)])

@@ -37,11 +37,11 @@ def test_a_cache_comes_back_as_it_was(tmp_path, dtype):
     cache = prefill(model=model)
     ckv.save_cache(tmp_path / "book", cache, model.config, METHOD)
     assert [file.name for file in tmp_path.iterdir()] == ["book"]
-    loaded = ckv.load_cache(tmp_path / "book", model.config, METHOD)
-    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
-    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(cache), strict=True):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
+    copy = ckv.load_cache(tmp_path / "book", model.config, METHOD)
+    assert jax.tree.structure(copy) == jax.tree.structure(cache)
+    for result, expected in zip(jax.tree.leaves(copy), jax.tree.leaves(cache), strict=True):
+        assert result.dtype == expected.dtype
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_one_context_answers_many_questions_from_disk_too(tmp_path):

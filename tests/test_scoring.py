@@ -35,23 +35,25 @@ def test_every_official_score_is_equal(official):
     for task in longbench(official):
         pytest.importorskip("rouge")
         pytest.importorskip("jieba")
-        found = scores_of(official, task)
-        assert found == pytest.approx(official[task]["per_item"], rel=1e-12), task
-        assert round(100 * sum(found) / len(found), 2) == official[task]["official"] == official[task]["kvpress"], task
+        scores = scores_of(official, task)
+        assert scores == pytest.approx(official[task]["per_item"], rel=1e-12), task
+        assert round(100 * sum(scores) / len(scores), 2) == official[task]["official"] == official[task]["kvpress"], (
+            task
+        )
 
 
 def test_scores_by_length_are_equal(official):
     for task in longbench(official):
-        found = by_length(scores_of(official, task), [EACH[i] for i in range(len(official[task]["pred"]))])
+        means = by_length(scores_of(official, task), [EACH[i] for i in range(len(official[task]["pred"]))])
         for name, value in official[task]["e"].items():
-            assert found[name] == pytest.approx(value, nan_ok=True), (task, name)
+            assert means[name] == pytest.approx(value, nan_ok=True), (task, name)
 
 
 def test_ruler_matches_are_equal(official):
     case = official["ruler"]
     for name in ("string_match_all", "string_match_part"):
-        found = [scoring.score(name, *pair) for pair in zip(case["pred"], case["refs"], strict=True)]
-        assert round(100 * sum(found) / len(found), 2) == case[name]
+        scores = [scoring.score(name, *pair) for pair in zip(case["pred"], case["refs"], strict=True)]
+        assert round(100 * sum(scores) / len(scores), 2) == case[name]
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_duplicated_rows_merge_without_error(seed, shape):
     full = ckv.compress(ckv.Full(), None, keys, values)
     method = ckv.CentroidKV(ckv.Budget(tokens=rows * copies - (copies - 1)), sinks=0, recent=0, chunk=8)
     clustered = ckv.compress(method, None, keys, values)
-    merged = np.asarray(clustered.degree) > 1
-    assert merged.any()
+    centroids = np.asarray(clustered.degree) > 1
+    assert centroids.any()
     given_rows = np.asarray(keys).reshape(-1, keys.shape[-1])
-    for row in np.asarray(clustered.keys)[merged]:
+    for row in np.asarray(clustered.keys)[centroids]:
         assert (given_rows == row).all(-1).any()
     query = jnp.asarray(np.random.default_rng(seed).normal(size=(1, 4, keys.shape[-1])), jnp.float32)
     np.testing.assert_allclose(ckv.attend(clustered, query), ckv.attend(full, query), atol=2e-6)
@@ -149,9 +149,9 @@ def test_best_edges_are_those_of_a_stable_sort(seed, rows, count, levels):
     score = rng.choice(rng.normal(size=levels), size=(2, 3, rows)).astype(np.float32)
     score[rng.random(score.shape) < 0.2] = -np.inf
     mask = top_rows(jnp.asarray(score), jnp.asarray([count, count // 2]))
-    for b, wanted in ((0, count), (1, count // 2)):
+    for b, limit in ((0, count), (1, count // 2)):
         for head in range(3):
-            first = np.argsort(-score[b, head], kind="stable")[:wanted]
+            first = np.argsort(-score[b, head], kind="stable")[:limit]
             expected = {i for i in first.tolist() if score[b, head, i] > -np.inf}
             assert set(np.flatnonzero(mask[b, head]).tolist()) == expected
 
@@ -206,7 +206,7 @@ def test_rounds_are_known_on_the_host(method):
     schedule = merge_schedule(90, 16, method.ratios, method.merge_of)
     apart = {"sinks": 2, "recent": 4, "chunk": 16}
     args = (from_tokens(keys, values, jnp.asarray(lengths)), jnp.asarray(target), jnp.zeros(4, jnp.int32), schedule)
-    asked, done = cluster(*args, **apart)
-    known = count_rounds(lengths, target, schedule, **apart)
-    assert known == int(done.max()) > 2
-    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, expected_rounds=known)[0], asked)
+    expected, rounds = cluster(*args, **apart)
+    forecast = count_rounds(lengths, target, schedule, **apart)
+    assert forecast == int(rounds.max()) > 2
+    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, expected_rounds=forecast)[0], expected)

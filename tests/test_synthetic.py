@@ -56,8 +56,8 @@ def test_same_seed_same_example(task, count, prose):
 def test_tokens_of_the_parts_are_tokens_of_the_whole(task, tokenizer, count, prose):
     example = make(task, 1, 700, count, prose)
     parts = (example.context, example.question, example.answer_prefix, example.reply)
-    joined = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False).ids]
-    assert joined == tokenizer.encode("".join(parts), add_special_tokens=False).ids
+    ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False).ids]
+    assert ids == tokenizer.encode("".join(parts), add_special_tokens=False).ids
 
 
 def test_single_needle_in_rulers_words(count, prose):

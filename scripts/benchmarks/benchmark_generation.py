@@ -13,9 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_common import LLAMA, environment
 
 import clusterkv_jax as ckv
-from clusterkv_jax.models.config import Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.transformer import init
 
 REPEATS = 3
@@ -28,33 +28,15 @@ METHODS = {
 }
 
 
-def llama_8b() -> ModelConfig:
-    """Llama-3.1-8B, without end tokens: random weights would stop anywhere."""
-    return ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131072,
-        rope=Rope(5e5, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-        dtype="bfloat16",
-    )
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=int, nargs="?", default=65536)
     tokens = parser.parse_args().tokens
-    config = llama_8b()
-    params = init(jax.random.key(0), config, jnp.bfloat16)
-    model = ckv.Model(params, config, None, None, "random")
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, tokens).tolist()
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, prompt of {tokens} tokens\n")
+    params = init(jax.random.key(0), LLAMA, jnp.bfloat16)
+    model = ckv.Model(params, LLAMA, None, None, "random")
+    prompt = np.random.default_rng(0).integers(0, LLAMA.vocab_size, tokens).tolist()
+    print(f"{environment()}, prompt of {tokens} tokens\n")
     print("| method | first token | per token | compiling |\n|---|---|---|---|")
     for name, method in METHODS.items():
         request = partial(ckv.generate, model, [prompt], method=method, max_new_tokens=NEW_TOKENS)

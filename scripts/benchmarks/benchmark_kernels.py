@@ -13,7 +13,6 @@ twice and none overlaps. What is timed is compared with the reference in float32
 
 import argparse
 import importlib.util
-import statistics
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_common import LLAMA, environment, median_seconds, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
@@ -46,10 +46,10 @@ from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.models.causal_attention import causal_attention
 
-HEADS, GROUP, DIM = 8, 4, 128
+HEADS, GROUP, DIM = LLAMA.num_kv_heads, LLAMA.num_heads // LLAMA.num_kv_heads, LLAMA.head_dim
 # Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/results/speed.md).
-LAYERS, PREFILL_64K, PREFILL_32K = 32, 3.398, 1.215
-REPEATS, WARM_UP = 20, 3
+PREFILL_64K, PREFILL_32K = 3.398, 1.215
+LAYERS = LLAMA.num_layers
 CASES = 3  # of every shape that is checked; it is the compilation of each that takes its time
 
 
@@ -57,14 +57,14 @@ def kernels() -> dict[str, Callable[..., Any]]:
     """The kernels to be checked, as the CHECKS of tests/kernels/collect.py name them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge]
-    found: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
-    found["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
-    found["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
-    found["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
+    versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
+    versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
+    versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
+    versions["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
     if any(name in device_kind() for name in kmeans_gpu.HOPPER):
-        found["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
-        found["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
-    return found
+        versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
+        versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
+    return versions
 
 
 def checks(bandwidth: float) -> bool:
@@ -90,16 +90,6 @@ def check(op: str, kernel: Callable[..., Any], through: Sequence[Callable[..., N
     return right
 
 
-def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median time of `run`, until its results are there."""
-    times = []
-    for _ in range(WARM_UP + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[WARM_UP:])
-
-
 def rows(seed: int, *shape: int) -> jax.Array:
     """Random bf16 rows in which neighbours are alike, as keys are."""
     noise, place = jax.random.split(jax.random.key(seed))
@@ -119,7 +109,7 @@ def read_bandwidth() -> float:
 
         return jax.lax.fori_loop(0, reads, body, jnp.array(-jnp.inf, stack.dtype))
 
-    return reads * stack[0].nbytes / seconds(lambda: biggest(stack))
+    return reads * stack[0].nbytes / median_seconds(lambda: biggest(stack))
 
 
 def report(name: str, measured: float, target: str, note: str) -> None:
@@ -129,8 +119,8 @@ def report(name: str, measured: float, target: str, note: str) -> None:
 
 def caches(batch: int, slots: int, sets: int, fill: Sequence[int] | None = None) -> list[tuple[jax.Array, ...]]:
     """Keys, values, degrees and lengths of `sets` caches."""
-    held = jnp.asarray([slots] * batch if fill is None else fill, jnp.int32)
-    length = jnp.broadcast_to(held[:, None], (batch, HEADS))
+    counts = jnp.asarray([slots] * batch if fill is None else fill, jnp.int32)
+    length = jnp.broadcast_to(counts[:, None], (batch, HEADS))
     degree = jnp.where(jnp.arange(slots) < length[..., None], 3.0, 0.0)
     return [
         (rows(2 * i, batch, HEADS, slots, DIM), rows(2 * i + 1, batch, HEADS, slots, DIM), degree, length)
@@ -157,27 +147,27 @@ def attention_time(sets: list[tuple[jax.Array, ...]], backend: str | None) -> fl
         return jax.lax.fori_loop(0, loops, body, q)
 
     q = jax.random.normal(jax.random.key(0), (sets[0][0].shape[0], 1, HEADS * GROUP, DIM), jnp.bfloat16)
-    return seconds(lambda: chain(q, sets)) / (loops * len(sets))
+    return median_seconds(lambda: chain(q, sets)) / (loops * len(sets))
 
 
 def attention(bandwidth: float) -> None:
     """Decode attention at one query, full caches and ragged ones."""
     slot_bytes = HEADS * (4 * DIM + 4)
     for slots, sets, target in ((13312, 8, "≥ 1.7 × XLA"), (65536, 3, "≥ 85 %"), (131072, 2, "≥ 85 %")):
-        given = caches(1, slots, sets)
+        layers = caches(1, slots, sets)
         q = jax.random.normal(jax.random.key(9), (1, 1, HEADS * GROUP, DIM), jnp.bfloat16)
-        keys, values, degree, length = given[0]
+        keys, values, degree, length = layers[0]
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
         exact = biased_attention(q.astype(jnp.float32), keys, values, degree, length, backend="xla")
-        error = jnp.linalg.norm(biased_attention(q, *given[0]).astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+        error = jnp.linalg.norm(biased_attention(q, *layers[0]).astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
         assert error < 5e-3, error
-        kernel, xla = attention_time(given, None), attention_time(given, "xla")
+        kernel, xla = attention_time(layers, None), attention_time(layers, "xla")
         share = slots * slot_bytes / kernel / bandwidth
         report(f"attention, {slots} slots", kernel, target, f"{xla / kernel:.2f} × XLA, {share:.0%} of read bandwidth")
     fill = half_filled(13312)
     whole, part = attention_time(caches(16, 13312, 2), None), attention_time(caches(16, 13312, 2, fill), None)
-    filled = sum(fill) / 16 / 13312
-    report("attention, batch 16, ragged", part, "1 ± 15 %", f"{part / whole / filled:.2f} × its share of the full time")
+    share = sum(fill) / 16 / 13312
+    report("attention, batch 16, ragged", part, "1 ± 15 %", f"{part / whole / share:.2f} × its share of the full time")
 
 
 def prompt(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -186,23 +176,23 @@ def prompt(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, keys, jnp.asarray([tokens], jnp.int32)
 
 
-def sums_time(given: tuple[jax.Array, ...], backend: str | None) -> float:
+def sums_time(operands: tuple[jax.Array, ...], backend: str | None) -> float:
     """Seconds of one prompt's accumulated attention."""
-    run = jax.jit(lambda *given: accumulated_attention(*given, backend=backend))
-    return seconds(lambda: run(*given), 5)
+    run = jax.jit(lambda *operands: accumulated_attention(*operands, backend=backend))
+    return median_seconds(lambda: run(*operands), 5)
 
 
 def sums(bandwidth: float) -> None:
     """Accumulated attention of a 32k prompt, beside attention itself."""
     del bandwidth
-    q, keys, length = given = prompt(32768)
+    q, keys, length = operands = prompt(32768)
     exact = accumulated_attention(q.astype(jnp.float32), keys.astype(jnp.float32), length, backend="xla")
-    error = jnp.linalg.norm(accumulated_attention(*given) - exact) / jnp.linalg.norm(exact)
+    error = jnp.linalg.norm(accumulated_attention(*operands) - exact) / jnp.linalg.norm(exact)
     assert error < 1e-3, error
-    kernel, xla = sums_time(given, None), sums_time(given, "xla")
+    kernel, xla = sums_time(operands, None), sums_time(operands, "xla")
     by_token = [jnp.swapaxes(x, 1, 2) for x in (q, keys, keys)]
     run = jax.jit(causal_attention)
-    attention = seconds(lambda: run(*by_token), 5)
+    attention = median_seconds(lambda: run(*by_token), 5)
     note = f"{xla / kernel:.2f} × XLA, {kernel / attention:.2f} × attention's {attention * 1e3:.1f} ms"
     report("accumulated_attention, 32k tokens", kernel, "≤ 2 × attention", note)
 
@@ -222,24 +212,22 @@ def clustering_time() -> tuple[float, str]:
 
     layers = [(rows(2 * i, 1, HEADS, tokens, DIM), rows(2 * i + 1, 1, HEADS, tokens, DIM)) for i in range(4)]
     keep_all = jax.jit(lambda k, v: from_tokens(k, v, jnp.asarray([tokens], jnp.int32)))
-    start = time.perf_counter()
     clustered = jax.jit(compress)
-    made, done = jax.block_until_ready(clustered(*layers[0]))
-    compiled = time.perf_counter() - start
-    assert int(made.length[0, 0]) == keep
-    assert float(jnp.max(jnp.abs(made.degree.sum(-1) - tokens))) == 0
+    compiled, (cache, rounds) = timed(lambda: clustered(*layers[0]))
+    assert int(cache.length[0, 0]) == keep
+    assert float(jnp.max(jnp.abs(cache.degree.sum(-1) - tokens))) == 0
     # As many programs in a row as a prefill has layers: while one runs, the host sends the next.
     row = layers * (LAYERS // len(layers))
-    both, alone = (seconds(lambda f=f: [f(*kv) for kv in row]) / len(row) for f in (clustered, keep_all))
-    return both - alone, f"{int(done[0])} rounds, compiled in {compiled:.1f} s"
+    both, alone = (median_seconds(lambda f=f: [f(*kv) for kv in row]) / len(row) for f in (clustered, keep_all))
+    return both - alone, f"{int(rounds[0])} rounds, compiled in {compiled:.1f} s"
 
 
 def clustering(bandwidth: float) -> None:
     """What clustering is of the prefill."""
     del bandwidth
-    taken, note = clustering_time()
-    share = LAYERS * taken / PREFILL_64K
-    report("clustering, 64k to 20 %, a layer", taken, "≤ 0.7 %", f"{share:.2%} of the prefill, {note}")
+    duration, note = clustering_time()
+    share = LAYERS * duration / PREFILL_64K
+    report("clustering, 64k to 20 %, a layer", duration, "≤ 0.7 %", f"{share:.2%} of the prefill, {note}")
 
 
 def k_means_time() -> float:
@@ -249,15 +237,15 @@ def k_means_time() -> float:
     first = jnp.asarray(np.random.default_rng(0).choice(tokens, centroids, replace=False), jnp.int32)
     run = jax.jit(kmeans.cluster)
     row = keys * (LAYERS // len(keys))
-    return seconds(lambda: [run(x, first) for x in row]) / len(row)
+    return median_seconds(lambda: [run(x, first) for x in row]) / len(row)
 
 
 def k_means(bandwidth: float) -> None:
     """What K-means is of a layer's prefill."""
     del bandwidth
-    taken = k_means_time()
-    note = f"{taken * LAYERS / PREFILL_32K:.1%} of the layer's prefill, one final assignment more than 20"
-    report("kmeans, 32k keys, 400 clusters, 20 steps", taken, "≤ 6 %", note)
+    duration = k_means_time()
+    note = f"{duration * LAYERS / PREFILL_32K:.1%} of the layer's prefill, one final assignment more than 20"
+    report("kmeans, 32k keys, 400 clusters, 20 steps", duration, "≤ 6 %", note)
 
 
 def gather(bandwidth: float) -> None:
@@ -266,15 +254,15 @@ def gather(bandwidth: float) -> None:
     device = jax.devices()[0]
     host, here = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("pinned_host", "device"))
     store = jax.device_put(rows(0, 1, HEADS, 65536, DIM), host)
-    link = store.nbytes / seconds(lambda: jax.device_put(store, here))
+    link = store.nbytes / median_seconds(lambda: jax.device_put(store, here))
     rng = np.random.default_rng(0)
-    wanted = [jnp.asarray(rng.choice(65536, (1, HEADS, 1024)), jnp.int32) for _ in range(8)]
-    run = jax.jit(lambda store, wanted: [gather_rows(store, index) for index in wanted])
-    expected = gather_rows(jax.device_put(store, here), wanted[0], backend="xla")
-    assert bool((run(store, wanted)[0] == expected).all())
-    taken = seconds(lambda: run(store, wanted)) / len(wanted)
-    share = HEADS * 1024 * DIM * 2 / taken / link
-    report("gather_rows from pinned host, 8 x 1,024 rows", taken, "≥ 60 %", f"{share:.0%} of {link / 1e9:.1f} GB/s")
+    indices = [jnp.asarray(rng.choice(65536, (1, HEADS, 1024)), jnp.int32) for _ in range(8)]
+    run = jax.jit(lambda store, indices: [gather_rows(store, index) for index in indices])
+    expected = gather_rows(jax.device_put(store, here), indices[0], backend="xla")
+    assert bool((run(store, indices)[0] == expected).all())
+    duration = median_seconds(lambda: run(store, indices)) / len(indices)
+    share = HEADS * 1024 * DIM * 2 / duration / link
+    report("gather_rows from pinned host, 8 x 1,024 rows", duration, "≥ 60 %", f"{share:.0%} of {link / 1e9:.1f} GB/s")
 
 
 SECTIONS: dict[str, Callable[[float], bool | None]] = {
@@ -287,17 +275,17 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default all")
-    wanted = parser.parse_args().sections or list(SECTIONS)
-    if unknown := set(wanted) - set(SECTIONS):
+    names = parser.parse_args().sections or list(SECTIONS)
+    if unknown := set(names) - set(SECTIONS):
         parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}.")
     if jax.default_backend() != "gpu":
         parser.error(f"needs a GPU; jax {jax.__version__} sees {jax.devices()[0].device_kind}.")
-    if "checks" in wanted and None in map(importlib.util.find_spec, ("hypothesis", "pytest")):
+    if "checks" in names and None in map(importlib.util.find_spec, ("hypothesis", "pytest")):
         parser.error("checks need hypothesis and pytest: install the extra `test`, or name the other sections.")
     bandwidth = read_bandwidth()
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {bandwidth / 1e12:.2f} TB/s read\n")
+    print(f"{environment()}, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| op | measured | share | target |\n|---|---|---|---|")
-    if False in [SECTIONS[name](bandwidth) for name in wanted]:
+    if False in [SECTIONS[name](bandwidth) for name in names]:
         sys.exit(1)
 
 

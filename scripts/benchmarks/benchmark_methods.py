@@ -12,8 +12,8 @@ twice SnapKV's.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from benchmark_common import LLAMA, environment, median_seconds
 from jaxtyping import Array
 
 import clusterkv_jax as ckv
@@ -30,10 +31,10 @@ from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 
-RATIO, REUSE, WARM_UP = 0.2, 4, 2
+RATIO, REUSE = 0.2, 4
 IN_FLIGHT = 4  # programs sent before waiting, as a prefill does
 LAYERS = 4  # compressed by one program
 BUDGET = ckv.Budget(ratio=RATIO, base="prompt")
@@ -55,17 +56,13 @@ METHODS = {
 
 def llama(scale: int) -> ModelConfig:
     """Llama-3.1-8B with `REUSE` layers, hidden and feed-forward sizes divided by `scale`."""
-    return ModelConfig("llama", 128, 4096 // scale, 14336 // scale, REUSE, 32, 8, 128, 131072, Rope(5e5, 128))
+    hidden, mlp = LLAMA.hidden_size // scale, LLAMA.intermediate_size // scale
+    return replace(LLAMA, vocab_size=128, hidden_size=hidden, intermediate_size=mlp, num_layers=REUSE)
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
     """Median time of `run`, each the mean of several in a row."""
-    times = []
-    for _ in range(WARM_UP + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(IN_FLIGHT)])
-        times.append((time.perf_counter() - start) / IN_FLIGHT)
-    return statistics.median(times[WARM_UP:])
+    return median_seconds(lambda: [run() for _ in range(IN_FLIGHT)], repeats) / IN_FLIGHT
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -91,12 +88,7 @@ def compress_layers(method: Method, plan: Any) -> Callable[..., list[tuple[Any, 
 
 def random_weights(config: ModelConfig) -> Params:
     """One layer's, bf16."""
-
-    def draw(spec: Any, key: Array) -> Array:
-        return (jax.random.normal(key, spec.shape) / spec.shape[0] ** 0.5).astype(jnp.bfloat16)
-
-    specs, tree = jax.tree.flatten(transformer.abstract(config)["layers"][0])
-    return jax.tree.unflatten(tree, [draw(spec, jax.random.key(i)) for i, spec in enumerate(specs)])
+    return transformer.init(jax.random.key(0), replace(config, num_layers=1), jnp.bfloat16)["layers"][0]
 
 
 def compression_time(method: Method, config: ModelConfig, layers: Sequence[Sequence[Array]], repeats: int) -> float:
@@ -121,7 +113,7 @@ def main(
 ) -> None:
     """Print the table, then the two claims."""
     config = llama(scale)
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {tokens:,} tokens, batch 1, {RATIO:.0%} kept\n")
+    print(f"{environment()}; {tokens:,} tokens, batch 1, {RATIO:.0%} kept\n")
     draw = partial(jax.random.normal, dtype=jnp.bfloat16)
     hidden = draw(jax.random.key(0), (1, tokens, config.hidden_size))
     layer = seconds(partial(read_layer, random_weights(config), config, hidden), repeats)

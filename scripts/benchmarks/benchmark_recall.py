@@ -14,9 +14,9 @@ loop, on a GPU, without what overlaps the kernel before; waits between kernels b
 
 import argparse
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmark_common import LLAMA, environment, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import nbytes, take_sequences
@@ -32,7 +33,7 @@ from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig, Rope
 
-LLAMA = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 262144, Rope(5e5, 128))
+LONG_LLAMA = replace(LLAMA, max_positions=262144)
 TINY = ModelConfig("llama", 512, 64, 128, 4, 4, 2, 16, 4096, Rope(1e4, 16))
 
 
@@ -46,20 +47,13 @@ class Times(NamedTuple):
     whole: float = 0.0
 
 
-def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Time until the result is there, and the result."""
-    start = time.perf_counter()
-    made = jax.block_until_ready(run())
-    return time.perf_counter() - start, made
-
-
 def prefill(params: Any, config: ModelConfig, method: Any, tokens: jax.Array) -> tuple[float, Any]:
     """The time of the second of two prefills, the first one compiles; the cache of the second."""
     lengths = jnp.full(1, tokens.shape[1], jnp.int32)
     run = partial(ckv.prefill, params, config, method, tokens, lengths, max_new_tokens=512)
-    seconds(run)
-    taken, (cache, _) = seconds(run)
-    return taken, cache
+    timed(run)
+    time, (cache, _) = timed(run)
+    return time, cache
 
 
 def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int, most: int) -> tuple[float, Any]:
@@ -69,8 +63,8 @@ def decode(params: Any, config: ModelConfig, method: Any, cache: Any, steps: int
     state = DecodeState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
     rest = (jax.random.key(0), jnp.int32(1), jnp.int32(steps))
     loop = partial(decode_loop, sampling=ckv.Sampling(), eos_ids=(), steps=most)
-    taken, (state, *_) = seconds(lambda: loop(params, config, method, state, *rest))
-    return taken, state.cache
+    time, (state, *_) = timed(lambda: loop(params, config, method, state, *rest))
+    return time, state.cache
 
 
 def kernel_seconds(run: Callable[[], Any]) -> dict[str, Times]:
@@ -87,14 +81,14 @@ def kernel_seconds(run: Callable[[], Any]) -> dict[str, Times]:
 
 def summed(streams: Sequence[Sequence[tuple[str, float, float]]]) -> dict[str, Times]:
     """Of (name, start, end) in nanoseconds: what each name takes."""
-    found: dict[str, Times] = defaultdict(Times)
+    totals: dict[str, Times] = defaultdict(Times)
     for stream in streams:
         before = 0.0
         for name, start, end in sorted(stream, key=lambda event: event[1]):
-            alone, whole = found[name]
-            found[name] = Times(alone + max(0.0, end - max(start, before)) / 1e9, whole + (end - start) / 1e9)
+            alone, whole = totals[name]
+            totals[name] = Times(alone + max(0.0, end - max(start, before)) / 1e9, whole + (end - start) / 1e9)
             before = max(before, end)
-    return found
+    return totals
 
 
 def peak_memory() -> str:
@@ -114,8 +108,8 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
         size = nbytes(cache) / 2**30
         loop = partial(decode, params, config, method, most=steps)
         _, cache = loop(cache, 2)  # compiles
-        taken, cache = loop(cache, steps)
-        tpot = taken / steps
+        time, cache = loop(cache, steps)
+        tpot = time / steps
         line = f"| {context} x {batch} | {name} | {ttft:.3f} | {tpot * 1e3:.2f} | {size:.2f} |"
         if whole is not None:
             line += f" TPOT {whole[1] / tpot:.2f} x; clustering {1 - whole[0] / ttft:.1%} of prefill;"
@@ -128,21 +122,20 @@ def measure(params: Any, config: ModelConfig, methods: dict[str, Any], context: 
 
 def of_host(cache: Any) -> str:
     """What a host store holds and what was moved of it."""
-    seen = traffic(cache)
-    hits = f"hit rate {seen['row_hit_rate']:.1%} of rows, {seen['cluster_hit_rate']:.1%} of clusters"
-    return (
-        f" {host_bytes(cache) / 2**30:.2f} GiB of it on the host, {seen['moved_bytes'] / 2**20:.0f} MiB moved, {hits};"
-    )
+    counts = traffic(cache)
+    hits = f"hit rate {counts['row_hit_rate']:.1%} of rows, {counts['cluster_hit_rate']:.1%} of clusters"
+    moves = f"{counts['moved_bytes'] / 2**20:.0f} MiB moved"
+    return f" {host_bytes(cache) / 2**30:.2f} GiB of it on the host, {moves}, {hits};"
 
 
 def of_step(loop: Callable[[int], Any], steps: int, tpot: float) -> str:
     """What selection and attention to its rows take of a step, by the kernels in a profile of so many."""
     if jax.default_backend() != "gpu":
         return " selection is told from the rest of a step on a GPU only;"
-    taken = kernel_seconds(lambda: loop(steps))
+    kernels = kernel_seconds(lambda: loop(steps))
 
     def of(*ops: str) -> Times:
-        times = [time for name, time in taken.items() if name.startswith(ops)]
+        times = [time for name, time in kernels.items() if name.startswith(ops)]
         return Times(*(sum(part) / steps * 1e3 for part in zip(*times, strict=True)))
 
     scores, choice, attend = of("index_scores"), of("select_rows"), of("recalled_attention")
@@ -166,15 +159,15 @@ def main() -> None:
     parser.add_argument("--cached-steps", type=int, default=1, help="steps whose rows stay on the device")
     parser.add_argument("--alone", action="store_true", help="without the full cache beside it")
     parser.add_argument("--tiny", action="store_true", help="a toy model in float32")
-    asked = parser.parse_args()
-    config, dtype = (TINY, jnp.float32) if asked.tiny else (LLAMA, jnp.bfloat16)
+    options = parser.parse_args()
+    config, dtype = (TINY, jnp.float32) if options.tiny else (LONG_LLAMA, jnp.bfloat16)
     params = jax.block_until_ready(transformer.init(jax.random.key(0), config, dtype))
-    method = ckv.ClusterKV(ckv.Budget(tokens=asked.budget), store=asked.store, cached_steps=asked.cached_steps)
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {method}\n")
+    method = ckv.ClusterKV(ckv.Budget(tokens=options.budget), store=options.store, cached_steps=options.cached_steps)
+    print(f"{environment()}, {method}\n")
     print("| context x batch | method | prefill s | TPOT ms | cache GiB |\n|---|---|---|---|---|")
-    methods = {"clusterkv": method} if asked.alone else {"full": ckv.Full(), "clusterkv": method}
-    for context in asked.contexts:
-        measure(params, config, methods, context, asked.batch, asked.steps)
+    methods = {"clusterkv": method} if options.alone else {"full": ckv.Full(), "clusterkv": method}
+    for context in options.contexts:
+        measure(params, config, methods, context, options.batch, options.steps)
 
 
 if __name__ == "__main__":

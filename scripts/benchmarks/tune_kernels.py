@@ -5,13 +5,16 @@
 Sizes are tried one kind after the other, each with the best so far of the others. How an entry is found: `tuning.py`.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import benchmark_kernels as benchmark
 import jax
+from benchmark_common import environment
 
 from clusterkv_jax.kernels import tuning
 from clusterkv_jax.kernels.dispatch import device_kind
@@ -22,7 +25,7 @@ Sizes = dict[str, int]
 
 def grid(**values: tuple[int, ...]) -> list[Sizes]:
     """All combinations."""
-    return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+    return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
 def keep_fastest(op: str, where: dict[str, Any], candidates: list[Sizes], measure: Callable[[], float]) -> None:
@@ -47,12 +50,12 @@ def _timed(
     for number, sizes in enumerate(candidates):
         write(sizes)
         try:
-            taken = measure()
+            time = measure()
         except jax.errors.JaxRuntimeError as error:  # does not fit this device
             print(f"{op} {sizes}: {str(error).splitlines()[0][:80]}", flush=True)
             continue
-        print(f"{op} {sizes}: {taken * 1e6:.1f} µs", flush=True)
-        yield number, taken
+        print(f"{op} {sizes}: {time * 1e6:.1f} µs", flush=True)
+        yield number, time
 
 
 def _entries(path: Any) -> list[dict[str, Any]]:
@@ -68,12 +71,12 @@ def attention() -> None:
         (131072, 1, [98305, 2**20], (1024, 2048, 4096)),
     ]
     for slots, sets, occurring, spans in shapes:
-        given = benchmark.caches(1, slots, sets)
+        caches = benchmark.caches(1, slots, sets)
         where = bf16 | {"heads": [1, 32], "slots": occurring}
         candidates = grid(span=spans, block=(64,), warps=(4,), stages=(3,))
         candidates += grid(span=spans[-1:], block=(64,), warps=(4,), stages=(4,))
         candidates += grid(span=spans[-1:], block=(128,), warps=(8,), stages=(2,))
-        keep_fastest("biased_attention", where, candidates, lambda given=given: benchmark.attention_time(given, "gpu"))
+        keep_fastest("biased_attention", where, candidates, partial(benchmark.attention_time, caches, "gpu"))
     fill = benchmark.half_filled(13312)
     full, part = benchmark.caches(16, 13312, 1), benchmark.caches(16, 13312, 1, fill)
     candidates = grid(span=(384, 512, 768, 1024, 2048), block=(64,), warps=(4,), stages=(3,))
@@ -86,12 +89,12 @@ def attention() -> None:
 
 def sums() -> None:
     """Accumulated attention of a prompt."""
-    given = benchmark.prompt(32768)
+    operands = benchmark.prompt(32768)
     candidates = grid(tile=(128,), block=(64,), warps=(4, 8), stages=(2, 3))
     candidates += grid(tile=(128,), block=(128,), warps=(4, 8), stages=(2, 3))
     candidates += grid(tile=(256,), block=(64,), warps=(8,), stages=(2, 3))
     where = {"dim": [65, 128], "itemsize": 2}
-    keep_fastest("accumulated_attention", where, candidates, lambda: benchmark.sums_time(given, "gpu"))
+    keep_fastest("accumulated_attention", where, candidates, lambda: benchmark.sums_time(operands, "gpu"))
 
 
 def clustering() -> None:
@@ -124,7 +127,16 @@ def kmeans() -> None:
     keep_fastest("kmeans", where, reads, benchmark.k_means_time)
 
 
-if __name__ == "__main__":
-    print(f"jax {jax.__version__}, {device_kind()}")
+def main() -> None:
+    """Measure everything, a kernel after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error(f"needs a GPU; this is {environment()}.")
+    print(environment())
     for section in (attention, sums, clustering, kmeans):
         section()
+
+
+if __name__ == "__main__":
+    main()

@@ -185,9 +185,9 @@ def _copies(rng: np.random.Generator, corpus: Corpus, length: int) -> Row:
     vocab = corpus.tokenizer.get_vocab_size()
     while len(ids) < length:
         size, times = int(rng.integers(4, max(5, min(length // 3, 400)))), int(rng.integers(2, 4))
-        known = rng.random() < 0.5
-        piece = _slice(rng, corpus.prose, size) if known else rng.integers(3, vocab, size).astype(np.uint16)
-        first = np.full(size, 1 if known else 0, np.uint8)
+        prose = rng.random() < 0.5
+        piece = _slice(rng, corpus.prose, size) if prose else rng.integers(3, vocab, size).astype(np.uint16)
+        first = np.full(size, 1 if prose else 0, np.uint8)
         again = np.ones(size * (times - 1), np.uint8)
         again[::size] = 0
         ids, weights = np.concatenate([ids, np.tile(piece, times)]), np.concatenate([weights, first, again])
@@ -309,8 +309,8 @@ Batch = tuple[UInt16[np.ndarray, "B N"], UInt8[np.ndarray, "B N"]]
 
 def make_batch(corpus: Corpus, count: Count, length: int, rows: int, seed: int, step: int) -> Batch:
     """`rows` rows of `length` tokens for one step."""
-    made = [make_row(corpus, count, length, (seed, step, row)) for row in range(rows)]
-    return np.stack([tokens for tokens, _ in made]), np.stack([weights for _, weights in made])
+    batch = [make_row(corpus, count, length, (seed, step, row)) for row in range(rows)]
+    return np.stack([tokens for tokens, _ in batch]), np.stack([weights for _, weights in batch])
 
 
 def batches(

@@ -32,11 +32,11 @@ def unseen_examples(
 ) -> list[synthetic.Example]:
     """Examples of a task in validation books with held-out keys."""
     count = demo_data.counter(tokenizer)
-    made = []
+    examples = []
     for case in range(cases):
         rng = np.random.default_rng([SEED, length, case])
-        made.append(synthetic.generate(task, rng, length, count, books[case % len(books)], split="valid"))
-    return made
+        examples.append(synthetic.generate(task, rng, length, count, books[case % len(books)], split="valid"))
+    return examples
 
 
 def greedy_hits(
@@ -75,13 +75,13 @@ def scores(folder: Path, data: Path, cases: int) -> dict[tuple[str, int], tuple[
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     corpus = demo_data.make_corpus(demo_data.read_texts(data, "valid"), tokenizer)
     longest = model.config.max_positions
-    found = {}
+    shares = {}
     for length in (n for n in LENGTHS if n + REPLY_ROOM <= longest):
         for task in synthetic.TASKS:
             examples = unseen_examples(task, length - 64, cases, tokenizer, corpus.books)
             hits = greedy_hits(model.params, model.config, tokenizer, examples, length + REPLY_ROOM)
-            found[task, length] = (float(np.mean([h.all() for h in hits])), float(np.concatenate(hits).mean()))
-    return found
+            shares[task, length] = (float(np.mean([h.all() for h in hits])), float(np.concatenate(hits).mean()))
+    return shares
 
 
 def compressed_scores(folder: Path, data: Path, cases: int, length: int = 4096) -> dict[float, float]:
@@ -95,26 +95,26 @@ def compressed_scores(folder: Path, data: Path, cases: int, length: int = 4096) 
     examples = unseen_examples(
         "niah_multikey_1", min(length, model.config.max_positions - 96), cases, tokenizer, corpus.books
     )
-    asked = [example.question + example.answer_prefix for example in examples]
-    found = {}
-    for kept in KEPT:
+    questions = [example.question + example.answer_prefix for example in examples]
+    shares = {}
+    for ratio in KEPT:
         texts: list[str] = []
         for start in range(0, cases, AT_ONCE):
             part = slice(start, start + AT_ONCE)
             contexts = [example.context for example in examples[part]]
-            method = CentroidKV(Budget(ratio=kept))
-            texts += generate(model, contexts, method=method, questions=asked[part], max_new_tokens=8).texts
-        found[kept] = float(np.mean([text == example.reply for text, example in zip(texts, examples, strict=True)]))
-    return found
+            method = CentroidKV(Budget(ratio=ratio))
+            texts += generate(model, contexts, method=method, questions=questions[part], max_new_tokens=8).texts
+        shares[ratio] = float(np.mean([text == example.reply for text, example in zip(texts, examples, strict=True)]))
+    return shares
 
 
 def run(folder: Path, data: Path, cases: int, console: Console) -> None:
     """Prints the table of `scores`: exact replies, and in brackets right tokens of replies."""
-    found = scores(folder, data, cases)
-    lengths = sorted({length for _, length in found})
+    shares = scores(folder, data, cases)
+    lengths = sorted({length for _, length in shares})
     table = Table("task", *(f"{length:,} tokens" for length in lengths), title=f"full cache, {cases} unseen cases each")
     for task in synthetic.TASKS:
-        table.add_row(task, *("{:.1%} ({:.1%})".format(*found[task, length]) for length in lengths))
+        table.add_row(task, *("{:.1%} ({:.1%})".format(*shares[task, length]) for length in lengths))
     console.print(table)
-    for kept, share in compressed_scores(folder, data, cases).items():
-        console.print(f"CentroidKV, {kept:.1%} kept, one of four needles at 4,096 tokens: {share:.1%} exact")
+    for ratio, share in compressed_scores(folder, data, cases).items():
+        console.print(f"CentroidKV, {ratio:.1%} kept, one of four needles at 4,096 tokens: {share:.1%} exact")

@@ -227,21 +227,21 @@ def _progress(console: Console, recipe: Recipe, start: int) -> Iterator[Callable
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=recipe.steps, completed=start)
         recent: list[Array] = []
-        mark, seen = time.monotonic(), 0
+        mark, count = time.monotonic(), 0
 
         def report(step: int, tokens: int, metrics: Array) -> None:
-            nonlocal mark, seen
+            nonlocal mark, count
             recent.append(metrics)
-            seen += tokens
+            count += tokens
             if step % LOG_EVERY == 0 or step == recipe.steps:
                 loss, accuracy = np.mean(np.stack(recent), axis=0)
                 now = time.monotonic()
-                label = f"loss {loss:.3f} answers {accuracy:.1%} {seen / (now - mark) / 1e6:.2f} M tokens/s"
+                label = f"loss {loss:.3f} answers {accuracy:.1%} {count / (now - mark) / 1e6:.2f} M tokens/s"
                 bar.update(task, completed=step, description=label)
                 if not console.is_terminal:
                     console.print(f"step {step}/{recipe.steps} {label}")
                 recent.clear()
-                mark, seen = now, 0
+                mark, count = now, 0
 
         yield report
 

@@ -4,12 +4,12 @@ Counts, per method, prompts whose every layer and head keeps the same positions,
 an environment of its own with both: `pip install torch kvpress`, then `pip install -e .`.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import demo_chapter
 import jax.numpy as jnp
 import kvpress  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -23,11 +23,9 @@ from transformers.utils import logging
 import clusterkv_jax as ckv
 from clusterkv_jax.batch import bucket
 from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.evaluation.tasks import haystack, synthetic
 from clusterkv_jax.pages import unpaged
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "models" / "demo"
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 NEW_TOKENS = 24
 # Two rows compete for the last place, and float32 sums in another order may rank them otherwise.
 TIE = 1e-4
@@ -76,48 +74,42 @@ PAIRS = {
 class Run:
     """What one side kept [layer][head] of a prompt, and what it answered; kvpress's scores [layer] where it has any."""
 
-    kept: list[list[set[int]]]
+    rows: list[list[set[int]]]
     answer: list[int]
     scores: list[np.ndarray | None]
 
 
 def prompts(tokenizer: Any, tokens: int, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """Contexts with four numbers hidden in them, and a question about one of them."""
-
-    def tokens_of(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    text = (ROOT / "configs" / "demo" / "mast_head.txt").read_text(encoding="utf-8").split("\n")[1]
-    chapter = re.sub(r" One of the special magic numbers for \S+ is: \d+\.", "", text)
-    book = haystack.book(chapter, lambda texts: [tokens_of(text) for text in texts])
-    made = []
-    for i in range(count):
-        rng = np.random.default_rng([seed, i])
-        example = synthetic.niah(rng, tokens, tokens_of, synthetic.Needles(keys=4), book, questions=1, split="valid")[0]
-        asked = example.question + example.answer_prefix
-        made.append((tokenizer.encode(example.context), tokenizer.encode(asked, add_special_tokens=False)))
-    return made
+    cases = demo_chapter.contexts(tokenizer, tokens, count, seed, questions=1)
+    return [
+        (
+            tokenizer.encode(example.context),
+            tokenizer.encode(example.question + example.answer_prefix, add_special_tokens=False),
+        )
+        for (example,) in cases
+    ]
 
 
 def with_kvpress(model: Any, press: Any, context: list[int], question: list[int]) -> Run:
     """Prefill the context under the press, feed the question at its true positions, answer greedily."""
-    kept, scores, layers, heads = [], [], len(model.model.layers), model.config.num_key_value_heads
+    rows, scores, layers, heads = [], [], len(model.model.layers), model.config.num_key_value_heads
     compress, scorer = press.compress, getattr(press, "press", press)
     score = scorer.score
 
     def observed_score(*arguments, **options):
-        made = score(*arguments, **options)
-        scores.append(made[0].clone().numpy())
-        return made
+        values = score(*arguments, **options)
+        scores.append(values[0].clone().numpy())
+        return values
 
     def observed(module, hidden, keys, values, attentions, options):
         k, v = compress(module, hidden, keys, values, attentions, options)
         dropped = getattr(module, "masked_key_indices", None)
         if dropped is None:
-            kept.append([_rows(full, less) for full, less in zip(keys[0], k[0], strict=True)])
+            rows.append([_rows(full, less) for full, less in zip(keys[0], k[0], strict=True)])
         else:  # AdaKV marks instead of dropping
             gone = [set(dropped[2][dropped[1] == head].tolist()) for head in range(heads)]
-            kept.append([set(range(keys.shape[2])) - rows for rows in gone])
+            rows.append([set(range(keys.shape[2])) - dropped_rows for dropped_rows in gone])
         return k, v
 
     press.compress, scorer.score = observed, observed_score
@@ -135,7 +127,7 @@ def with_kvpress(model: Any, press: Any, context: list[int], question: list[int]
             if not fed:
                 answer.append(int(out.logits[0, -1].argmax()))
                 fed = answer[-1:]
-    return Run(kept, answer, scores if len(scores) == layers else [None] * layers)
+    return Run(rows, answer, scores if len(scores) == layers else [None] * layers)
 
 
 def _rows(full: Any, less: Any) -> set[int]:
@@ -152,9 +144,9 @@ def with_ours(model: ckv.Model, method: Any, context: list[int], question: list[
     # With the room that `generate` gives, so that both use the same programs.
     room = bucket(NEW_TOKENS + len(question), 128)
     cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, max_new_tokens=NEW_TOKENS, reserve=room)
-    kept = [_held(layer) for layer in cache.layers]
+    rows = [_held(layer) for layer in cache.layers]
     result = ckv.generate(model, [context], questions=[question], method=method, max_new_tokens=NEW_TOKENS)
-    return Run(kept, result.tokens[0], [None] * len(kept))
+    return Run(rows, result.tokens[0], [None] * len(rows))
 
 
 def _held(layer: Any) -> list[set[int]]:
@@ -169,7 +161,7 @@ def _held(layer: Any) -> list[set[int]]:
 def compare(theirs: Run, ours: Run, group: int) -> tuple[int, int, int]:
     """Positions that only one side keeps; those among them that no tie explains; heads compared."""
     different = unexplained = heads = 0
-    for a, b, score in zip(theirs.kept, ours.kept, theirs.scores, strict=True):
+    for a, b, score in zip(theirs.rows, ours.rows, theirs.scores, strict=True):
         for head, (x, y) in enumerate(zip(a, b, strict=True)):
             heads += 1
             different += len(x ^ y)
@@ -217,10 +209,10 @@ def main(
             a = with_kvpress(theirs, pair.press(press.compression_ratio), context, question)
             b = with_ours(ours, method, context, question)
             ends = [i for i, token in enumerate(a.answer) if token in ours.config.eos_ids]
-            found = compare(a, b, pair.group)
-            positions += found[1] == 0
+            counts = compare(a, b, pair.group)
+            positions += counts[1] == 0
             answers += a.answer[: ends[0] + 1 if ends else NEW_TOKENS] == b.answer
-            different, unexplained, heads = different + found[0], unexplained + found[1], heads + found[2]
+            different, unexplained, heads = different + counts[0], unexplained + counts[1], heads + counts[2]
         equal &= unexplained == 0 and answers == count
         lines.append(f"| {name} | {positions} of {count} | {different} in {heads} heads | {answers} of {count} |")
     console = Console(width=200)

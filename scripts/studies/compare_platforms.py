@@ -15,13 +15,13 @@ import time
 from itertools import takewhile
 from pathlib import Path
 
+import demo_chapter
 import jax
 import jax.numpy as jnp
 
 from clusterkv_jax import Budget, Model, generate, load
 from clusterkv_jax.presets import list_presets, preset
 
-TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 WORDS = (450, 600)
 NEW_TOKENS = 136  # the cache is clustered again after 128
 KEPT = 0.5
@@ -32,7 +32,7 @@ Tokens = list[list[int]]
 
 def greedy_tokens(name: str, model: Model) -> Tokens:
     """What the model writes behind both texts with this preset's cache."""
-    words = TEXT.read_text().split()
+    words = demo_chapter.FILE.read_text(encoding="utf-8").split()
     prompts = [" ".join(words[:count]) for count in WORDS]
     budget = Budget(ratio=KEPT) if list_presets()[name].takes_budget else None
     return generate(model, prompts, method=preset(name, budget), max_new_tokens=NEW_TOKENS).tokens
@@ -68,13 +68,13 @@ def main() -> None:
 
 def write(file: Path, model: Model, names: list[str]) -> None:
     """Tokens of every preset, and how many of each row do not hang on rounding."""
-    models, made = [shaken(model, seed) for seed in range(SHAKEN)], {}
+    models, results = [shaken(model, seed) for seed in range(SHAKEN)], {}
     for name in names:
         tokens = greedy_tokens(name, model)
         steady = [min(counts) for counts in zip(*(same(tokens, greedy_tokens(name, m)) for m in models), strict=True)]
-        made[name] = {"tokens": tokens, "steady": steady}
+        results[name] = {"tokens": tokens, "steady": steady}
         print(f"{name:24} {steady} of {[len(row) for row in tokens]} tokens do not hang on rounding", flush=True)
-    file.write_text(json.dumps(made))
+    file.write_text(json.dumps(results))
 
 
 def compare(file: Path, model: Model, names: list[str]) -> None:

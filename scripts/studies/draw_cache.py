@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+import demo_chapter
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 def kept_rows(layer: int, ratio: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Positions and degrees of the first KV head's rows in `layer`, and the tokens of the text."""
     model = ckv.load("demo")
-    text = (ROOT / "configs" / "demo" / "mast_head.txt").read_text(encoding="utf-8")
+    text = demo_chapter.FILE.read_text(encoding="utf-8")
     tokens = jnp.asarray([model.tokenizer.encode(text)], jnp.int32)
     method = ckv.CentroidKV(ckv.Budget(ratio=ratio))
     lengths = jnp.asarray([tokens.shape[1]], jnp.int32)
     cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths)
-    held = cache.layers[layer]
-    assert isinstance(held, ckv.LayerCache)
-    assert held.positions is not None
-    count = int(held.length[0, 0])
-    return np.asarray(held.positions[0, 0, :count]), np.asarray(held.degree[0, 0, :count]), tokens.shape[1]
+    rows = cache.layers[layer]
+    assert isinstance(rows, ckv.LayerCache)
+    assert rows.positions is not None
+    count = int(rows.length[0, 0])
+    return np.asarray(rows.positions[0, 0, :count]), np.asarray(rows.degree[0, 0, :count]), tokens.shape[1]
 
 
 def main(

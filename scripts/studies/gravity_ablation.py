@@ -7,6 +7,7 @@ known, then asked for one by one. A hit is the exact value.
 from dataclasses import replace
 from typing import Annotated
 
+import demo_chapter
 import needle_scores
 import typer
 
@@ -40,24 +41,24 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
 ) -> None:
     """Measure every variant: a Markdown table, a row as soon as it is known, a column for each kind and share."""
-    loaded = ckv.load(model, dtype=dtype)
+    decoder = ckv.load(model, dtype=dtype)
     columns = [(kind, float(share)) for kind in kinds.split(",") for share in shares.split(",")]
-    made = {
-        kind: needle_scores.contexts(
-            loaded.tokenizer, tokens, cases, seed, replace(needle_scores.NEEDLES, value_kind=kind)
+    contexts = {
+        kind: demo_chapter.contexts(
+            decoder.tokenizer, tokens, cases, seed, replace(demo_chapter.NEEDLES, value_kind=kind)
         )
         for kind in kinds.split(",")
     }
     names = [f"{kind}, {share:.2%}" for kind, share in columns]
     print("| variant | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|", sep="\n", flush=True)
     for name, method in VARIANTS.items():
-        found = [
+        values = [
             needle_scores.score(
-                loaded, replace(method, budget=ckv.Budget(ratio=share)), made[kind], f"{name} {share:.2%}"
+                decoder, replace(method, budget=ckv.Budget(ratio=share)), contexts[kind], f"{name} {share:.2%}"
             )
             for kind, share in columns
         ]
-        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
+        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |", flush=True)
 
 
 if __name__ == "__main__":

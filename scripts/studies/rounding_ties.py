@@ -8,9 +8,9 @@ parameters that differ by noise relative to them, and prints the share of each l
 the second cache does not hold. Another platform, whose sums have another order, is a change of about this size.
 """
 
-from pathlib import Path
 from typing import Annotated, Any
 
+import demo_chapter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +26,11 @@ from clusterkv_jax.cli.terminal import one_sentence_errors
 from clusterkv_jax.evaluation.tasks.synthetic import NOISE
 from clusterkv_jax.presets import preset
 
-CHAPTER = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
-
 
 def kept(model: ckv.Model, method: Any, tokens: jax.Array) -> list[set[tuple[int, int, int, int]]]:
     """(group, head, position, degree) of each layer's rows."""
     cache, _ = ckv.prefill(model.params, model.config, method, tokens, jnp.asarray([tokens.shape[1]], jnp.int32))
-    found = []
+    layers = []
     for layer in cache.layers:
         rows: set[tuple[int, int, int, int]] = set()
         for i, group in enumerate(groups(layer)):
@@ -40,8 +38,8 @@ def kept(model: ckv.Model, method: Any, tokens: jax.Array) -> list[set[tuple[int
             parts = (np.asarray(x[0]) for x in (group.positions, group.degree, group.length))
             for head, (positions, degree, length) in enumerate(zip(*parts, strict=True)):
                 rows |= {(i, head, int(p), int(d)) for p, d in zip(positions[:length], degree[:length], strict=True)}
-        found.append(rows)
-    return found
+        layers.append(rows)
+    return layers
 
 
 def main(
@@ -53,18 +51,18 @@ def main(
     """Print the share of each layer's rows that noise changes."""
     with one_sentence_errors(False):
         names = [name.strip() for name in methods.split(",")]
-        chosen = {name: preset(name, ckv.Budget(ratio=budget)) for name in names}
-        for name, method in chosen.items():
+        presets = {name: preset(name, ckv.Budget(ratio=budget)) for name in names}
+        for name, method in presets.items():
             if method.holds in ("pages", "index", "host"):
                 raise ValueError(f"{name} has no rows to compare by head: it keeps all, or shares pages among heads.")
         model = ckv.load("demo", dtype="float32")
         both = model, shaken(model, seed, noise)
-        chapter = model.tokenizer.encode(CHAPTER.read_text(encoding="utf-8"))
+        chapter = model.tokenizer.encode(demo_chapter.FILE.read_text(encoding="utf-8"))
         repeated = model.tokenizer.encode(f"{NOISE}\n" * len(chapter), verbose=False)[: len(chapter)]
         for title, ids in (("a chapter", chapter), ("sentences that repeat themselves", repeated)):
             layers = (f"layer {i}" for i in range(model.config.num_layers))
             table = Table("method", *layers, box=SIMPLE_HEAD, title=f"{title}, {len(ids):,} tokens, {budget:.1%} kept")
-            for name, method in chosen.items():
+            for name, method in presets.items():
                 tokens = jnp.asarray([ids], jnp.int32)
                 pairs = zip(*(kept(one, method, tokens) for one in both), strict=True)
                 table.add_row(name, *(f"{len(rows - others) / len(rows):.1%}" for rows, others in pairs))

@@ -3,13 +3,13 @@
 import importlib
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("configs", "kernels", "models")
@@ -25,8 +25,7 @@ def archives(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     build = "from setuptools import build_meta as b; b.build_wheel('out'); b.build_sdist('out')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", build, cwd=folder)
     (wheel,) = (folder / "out").glob("*.whl")
     (sdist,) = (folder / "out").glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
@@ -68,9 +67,7 @@ def test_linked_packages_resolve(name):
 
 
 def test_the_command_is_installed():
-    done = subprocess.run([sys.executable, "-m", "clusterkv_jax.cli", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "generate" in done.stdout
+    assert "generate" in python("-m", "clusterkv_jax.cli", "--help").stdout
 
 
 # --- our folder `kernels/` beside the package of that name which transformers looks for ---
@@ -101,10 +98,7 @@ print(is_kernels_available(), kernels.__file__)
 def _import_transformers(*path: Path) -> str:
     """Import transformers from the repository's root, as a user who works there does."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, "-c", _IMPORT, str(ROOT / "kernels")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return python("-c", _IMPORT, ROOT / "kernels", cwd=ROOT, env=environment).stdout.strip()
 
 
 def test_our_kernels_stay_inert_for_transformers(tmp_path):

@@ -62,9 +62,9 @@ def test_a_killed_run_ends_like_an_unbroken_one(recipe_module, corpus, unbroken,
 
     with pytest.raises(Killed):
         recipe_module.train(recipe_module.TINY, tmp_path, corpus, after_step=kill)
-    seen: list[int] = []
-    state, _ = recipe_module.train(recipe_module.TINY, tmp_path, corpus, after_step=seen.append)
-    assert seen[0] == 11
+    steps: list[int] = []
+    state, _ = recipe_module.train(recipe_module.TINY, tmp_path, corpus, after_step=steps.append)
+    assert steps[0] == 11
     jax.tree.map(np.testing.assert_array_equal, state["params"], unbroken["params"])
 
 
@@ -158,7 +158,7 @@ def test_the_shipped_model_answers_with_and_without_the_answers_beginning():
     spec = synthetic.Needles("book", keys=4)
     examples = synthetic.niah(rng, 900, count, spec, source, questions=4, split="valid")
     context = examples[0].context
-    asked = [example.question + example.answer_prefix for example in examples] + [examples[0].question]
-    wanted = [example.reply for example in examples] + [examples[0].answer_prefix + examples[0].reply]
-    result = ckv.generate(model, [context] * 5, method=ckv.Full(), questions=asked, max_new_tokens=32)
-    assert result.texts == wanted
+    questions = [example.question + example.answer_prefix for example in examples] + [examples[0].question]
+    replies = [example.reply for example in examples] + [examples[0].answer_prefix + examples[0].reply]
+    result = ckv.generate(model, [context] * 5, method=ckv.Full(), questions=questions, max_new_tokens=32)
+    assert result.texts == replies

@@ -21,8 +21,9 @@ os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from described import LLAMA
+from described import array as on_mesh
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
@@ -40,11 +41,10 @@ from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 
-BATCH, HEADS, QUERY_HEADS, DIM, SLOTS = 1, 8, 32, 128, 13312
-PROMPT, CENTROIDS, RECALLED = 65536, 400, 1024
+BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
+SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 
 
 def programs(array):
@@ -82,13 +82,13 @@ def programs(array):
     def cluster(method, layer, budget, rounds):
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
         apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
-        known = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
+        known_rounds = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
         return soft_matching.cluster(
-            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known, edges=method.edges
+            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known_rounds, edges=method.edges
         )
 
     def decoding(method):
-        config = ModelConfig("llama", 1024, 4096, 1024, 2, QUERY_HEADS, HEADS, DIM, 131072, Rope(5e5, DIM))
+        config = replace(LLAMA, vocab_size=1024, intermediate_size=1024, num_layers=2)
 
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
@@ -99,13 +99,13 @@ def programs(array):
             return decode_loop(params, config, method, state, key, number, number, **fixed)
 
         params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
-        given = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
-        held, _ = jax.eval_shape(
-            lambda p, *given: ckv.prefill(p, config, method, *given, max_new_tokens=384), params, *given
+        inputs = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
+        caches, _ = jax.eval_shape(
+            lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
         )
-        held = jax.tree.map(lambda x: array(x.shape, x.dtype), held)
+        caches = jax.tree.map(lambda x: array(x.shape, x.dtype), caches)
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-        state = (params, held, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
+        state = (params, caches, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
         return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
 
     share = ckv.Budget(ratio=0.2)
@@ -180,31 +180,28 @@ def compile_all() -> dict[str, dict[str, Any]]:
     target = Path(__file__).with_name("h100.txtpb").read_text()
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
     small = re.sub(r"(shared_memory_per_(?:core|block_optin)): \d+", r"\1: 101376", small)
-    found = compile_for(target, lambda name: True)
+    hopper = compile_for(target, lambda name: True)
     few = compile_for(small, lambda name: name == "kmeans")
-    return found | {f"{name}, little shared memory": program for name, program in few.items()}
+    return hopper | {f"{name}, little shared memory": program for name, program in few.items()}
 
 
-def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """The programs wanted by their names, compiled for the GPU that `target` describes."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1 x 1 x 1", target_config=target
     )
     mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("x",))
 
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    found = {}
+    results = {}
     with jax.set_mesh(mesh):
-        described = programs(array)
+        described = programs(partial(on_mesh, mesh))
     for name, (function, args, donated) in described.items():
-        if not wanted(name):
+        if not includes(name):
             continue
         with jax.set_mesh(mesh):
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
         memory = compiled.memory_analysis()
-        found[name] = {
+        results[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
@@ -214,7 +211,7 @@ def compile_for(target: str, wanted: Callable[[str], bool]) -> dict[str, dict[st
             "host": memory.host_output_size_in_bytes,
             "alias": memory.alias_size_in_bytes,
         }
-    return found
+    return results
 
 
 if __name__ == "__main__":

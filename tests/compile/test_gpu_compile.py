@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.support.processes import python
 
 NEEDED = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
 
@@ -23,70 +23,68 @@ def _missing() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found():
+def programs():
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `gpu-compile`)")
-    script = Path(__file__).with_name("gpu_programs.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    process = python(Path(__file__).with_name("gpu_programs.py"))
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_every_op_is_a_kernel(found):
+def test_every_op_is_a_kernel(programs):
     """Compiled at all, and not what the dispatch falls back to."""
-    assert all(program["kernels"] > 0 for program in found.values()), found
+    assert all(program["kernels"] > 0 for program in programs.values()), programs
 
 
-def test_profiles_tell_whose_a_kernel_is(found):
+def test_profiles_tell_whose_a_kernel_is(programs):
     """The benchmark of recall sums them up by these names."""
-    assert found["index scores"]["names"] == ["index_scores_products"]
-    assert found["select"]["names"] == ["select_rows_kernel"]
-    assert found["recalled attention"]["names"] == ["recalled_attention_attend", "recalled_attention_combine"]
+    assert programs["index scores"]["names"] == ["index_scores_products"]
+    assert programs["select"]["names"] == ["select_rows_kernel"]
+    assert programs["recalled attention"]["names"] == ["recalled_attention_attend", "recalled_attention_combine"]
 
 
-def test_kmeans_has_a_kernel_for_hopper(found):
+def test_kmeans_has_a_kernel_for_hopper(programs):
     """One launch for each group of centroids; chosen unasked by the versions of jax that it was run with."""
-    assert found["kmeans on Hopper"]["mosaic"] == 1
-    assert found["kmeans on Hopper, two groups"]["mosaic"] == 2
-    assert found["kmeans"]["mosaic"] == (jax.__version_info__ >= (0, 11))
-    assert found["kmeans of keys in no tiles"]["mosaic"] == found["kmeans, little shared memory"]["mosaic"] == 0
+    assert programs["kmeans on Hopper"]["mosaic"] == 1
+    assert programs["kmeans on Hopper, two groups"]["mosaic"] == 2
+    assert programs["kmeans"]["mosaic"] == (jax.__version_info__ >= (0, 11))
+    assert programs["kmeans of keys in no tiles"]["mosaic"] == programs["kmeans, little shared memory"]["mosaic"] == 0
 
 
-def test_appending_works_in_place(found):
+def test_appending_works_in_place(programs):
     """One launch, and all the slots are those that were given."""
     for name in ("append", "append a question", "append float16"):
-        program = found[name]
+        program = programs[name]
         assert program["kernels"] == 1, name
         assert program["temporary"] == 0, name
         assert program["alias"] == 8 * 13312 * (2 * 2 * 128 + 4 + 4), name
 
 
-def test_attention_accumulates_without_a_square(found):
+def test_attention_accumulates_without_a_square(programs):
     """Beside the sums only a number per query: the log-sum-exps."""
-    assert found["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
+    assert programs["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
 
 
-def test_clustering_works_in_place(found):
+def test_clustering_works_in_place(programs):
     """Temporaries are one copy of the prompt's rows, which the caller keeps, and small lists: no copy per round."""
-    for cluster in (found["cluster"], found["cluster by gravity"]):
+    for cluster in (programs["cluster"], programs["cluster by gravity"]):
         assert cluster["temporary"] <= 1.1 * cluster["arguments"]
 
 
-def test_clustering_of_known_rounds_asks_the_device_nothing(found):
+def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
     """No loop whose end the host would wait for."""
-    assert found["cluster"]["loops"] == 0
+    assert programs["cluster"]["loops"] == 0
 
 
-def test_decoding_holds_one_cache(found):
+def test_decoding_holds_one_cache(programs):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
     for name in ("decode", "decode with pages", "decode with recall"):
-        assert found[name]["temporary"] <= found[name]["alias"] / 2, name
+        assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
 
 
-def test_a_host_store_never_comes_to_the_device(found):
+def test_a_host_store_never_comes_to_the_device(programs):
     """Two layers' rows are on the host at the end, and on the way a step has no room for those of one."""
-    if (name := "decode with recall from the host") not in found:
+    if (name := "decode with recall from the host") not in programs:
         pytest.skip("this version of jax cannot describe it")
-    program, (heads, rows, dim) = found[name], (8, 65536 + 384, 128)
+    program, (heads, rows, dim) = programs[name], (8, 65536 + 384, 128)
     assert program["host"] == 2 * heads * rows * (2 * 2 * dim + 4)
     assert program["temporary"] < heads * rows * 2 * dim

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python
 
 # Llama-3.1-8B at its full context. Two layers show it: every layer adds its own scratch, and its own cache.
 LAYERS, BATCH, TOKENS = "2", "16", "131072"
@@ -20,16 +20,13 @@ pytestmark = [
 
 def run(script: str, *args: str) -> dict:
     """What a script beside this file prints last, as JSON."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(python(Path(__file__).with_name(script), *args).stdout.splitlines()[-1])
 
 
 def test_every_kernel_compiles_for_every_tpu():
-    found = run("tpu_kernel_programs.py")
-    assert len(found) == 3 * 8
-    for name, program in found.items():
+    programs = run("tpu_kernel_programs.py")
+    assert len(programs) == 3 * 8
+    for name, program in programs.items():
         # The kernel, not its XLA stand-in, with an estimate of its cost: it reads its operands at least.
         assert program["kernels"] == (2 if name.startswith("sums") else 1), name
         assert program["flops"] > 0, name
@@ -37,29 +34,29 @@ def test_every_kernel_compiles_for_every_tpu():
 
 
 def test_the_decode_loop_works_in_the_donated_cache():
-    found = run("tpu_decode_program.py", "centroidkv", LAYERS, BATCH, TOKENS)
+    program = run("tpu_decode_program.py", "centroidkv", LAYERS, BATCH, TOKENS)
     # Aliased: the whole cache (and the small loop state beside it).
-    assert found["cache"] <= found["alias"] <= 1.01 * found["cache"]
+    assert program["cache"] <= program["alias"] <= 1.01 * program["cache"]
     # Some 2.6 MB a layer whatever the cache holds: almost all of it are tables of operations with several results, of
     # which each takes 16 KiB. Nothing grows with the cache.
-    assert found["temporary"] <= 0.02 * found["cache"]
-    assert found["conditionals"] == 1
+    assert program["temporary"] <= 0.02 * program["cache"]
+    assert program["conditionals"] == 1
 
 
 def test_decoding_with_pages_allocates_nothing():
     """The pages are written where they lie; what grows with them are outputs of attention, one for each page."""
-    found = run("tpu_decode_program.py", "adakv", LAYERS, BATCH, TOKENS)
-    assert found["alias"] >= found["cache"]
-    assert found["temporary"] <= 0.06 * found["cache"]
-    assert found["conditionals"] == 0
+    program = run("tpu_decode_program.py", "adakv", LAYERS, BATCH, TOKENS)
+    assert program["alias"] >= program["cache"]
+    assert program["temporary"] <= 0.06 * program["cache"]
+    assert program["conditionals"] == 0
 
 
 def test_attention_that_is_counted_is_a_kernel_on_every_device_too():
     """A kernel outside of shard_map does not compile over a mesh; H2O asks it for probabilities."""
-    found = run("tpu_decode_program.py", "h2o", "1", "1", "8192")
-    assert found["kernels"] == 1
-    assert found["conditionals"] == 0
-    assert found["alias"] >= found["cache"]
+    program = run("tpu_decode_program.py", "h2o", "1", "1", "8192")
+    assert program["kernels"] == 1
+    assert program["conditionals"] == 0
+    assert program["alias"] >= program["cache"]
 
 
 def test_reading_a_prompt_makes_no_square_of_it():
@@ -68,8 +65,8 @@ def test_reading_a_prompt_makes_no_square_of_it():
     H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/results/speed.md
     has the others.
     """
-    found = run("tpu_prefill_programs.py", "32768", "h2o", "adakv")
-    for name, program in found.items():
+    programs = run("tpu_prefill_programs.py", "32768", "h2o", "adakv")
+    for name, program in programs.items():
         assert program["temporary"] <= program["activations"] + program["full_cache"], name
         assert program["temporary"] < 32768**2 * 4, name  # not even the scores of a single head
         # The hidden states are handed on in place; what comes out beside them is the compressed cache.
@@ -96,11 +93,4 @@ with jax.set_mesh(mesh):
 
 
 def test_splash_compiles_for_a_tpu():
-    done = subprocess.run(
-        [sys.executable, "-c", _SPLASH],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", _SPLASH, cwd=Path(__file__).parent)

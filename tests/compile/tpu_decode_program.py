@@ -9,16 +9,17 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
+from functools import partial
 
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
 from clusterkv_jax.decoding import DecodeState, decode_loop
-from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import preset
 from clusterkv_jax.sharding import CACHE_AXES, param_shardings, partition
@@ -29,15 +30,13 @@ DEVICES = 8
 def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, float]:
     """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over eight v5e chips, 20 % of the prompt kept."""
     mesh = jax.sharding.Mesh(np.array(tpu_devices("v5e:2x4")).reshape(1, DEVICES), ("data", "model"))
-    config = ModelConfig("llama", 128256, 4096, 14336, layers, 32, 8, 128, 131072, Rope(5e5, 128))
+    config = replace(described.LLAMA, num_layers=layers)
     method = preset(name, ckv.Budget(ratio=0.2))
 
-    def whole(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    whole = partial(described.array, mesh)
 
     def placed(x):
-        spec = partition(CACHE_AXES[x.ndim], x.shape, mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        return described.array(mesh, x.shape, x.dtype, partition(CACHE_AXES[x.ndim], x.shape, mesh))
 
     with jax.set_mesh(mesh):
         specs = abstract(config)

@@ -7,10 +7,10 @@ whole on one device and split over the devices of the topology.
 import json
 from functools import partial
 
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_topology import tpu_devices
 
@@ -20,7 +20,7 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.kmeans import lloyd
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
-KV_HEADS, QUERY_HEADS, DIM = 8, 32, 128
+KV_HEADS, QUERY_HEADS, DIM = described.LLAMA.num_kv_heads, described.LLAMA.num_heads, described.LLAMA.head_dim
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
@@ -72,7 +72,7 @@ SPLIT = ("decode step",)  # over all devices of the topology; the others run who
 def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
     """The op in shard_map over `devices`, each with its own KV heads."""
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
-    args = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec)) for s, d, spec in operands]
+    args = [described.array(mesh, *operand) for operand in operands]
     in_specs = tuple(spec for _, _, spec in operands)
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -87,10 +87,10 @@ def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    found = {}
+    results = {}
     for name in TOPOLOGIES:
         devices = tpu_devices(name)
         for program, make in PROGRAMS.items():
             count = len(devices) if program in SPLIT else 1
-            found[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
-    print(json.dumps(found))
+            results[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
+    print(json.dumps(results))

@@ -8,13 +8,15 @@ memory there are the parameters and the caches of the layers that are done.
 import json
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
@@ -22,11 +24,10 @@ from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.models.config import ModelConfig, Rope
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.presets import list_presets, preset
 
-CONFIG = ModelConfig("llama", 128256, 4096, 14336, 2, 32, 8, 128, 131072, Rope(5e5, 128))
+CONFIG = replace(described.LLAMA, num_layers=2)
 SHARE = ckv.Budget(ratio=0.2, base="prompt")
 
 
@@ -39,10 +40,7 @@ def compile_layer(name: str, tokens: int) -> dict[str, float]:
     """Layer 0 of Llama-3.1-8B over one prompt of `tokens` tokens, a fifth of it kept."""
     mesh = jax.sharding.Mesh(np.array(tpu_devices("v5p:2x2x1")[:1]), ("model",))
     method = method_of(name)
-
-    def whole(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
+    whole = partial(described.array, mesh)
     weights = jax.tree.map(lambda spec: whole(spec.shape, jnp.bfloat16), abstract(CONFIG)["layers"][0])
     request = Request(
         np.asarray([tokens]), CONFIG.num_layers, CONFIG.num_kv_heads, reserve=128, row_bytes=516, rope=CONFIG.rope

@@ -22,12 +22,12 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def near(found, expected, bound, axes):
+def near(result, expected, bound, axes):
     """The relative norm of the difference over `axes` is within `bound`; where infinite, both are."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    result, expected = np.asarray(result, np.float64), np.asarray(expected, np.float64)
     finite = np.isfinite(expected)
-    np.testing.assert_array_equal(found[~finite], expected[~finite])
-    error = np.linalg.norm(np.where(finite, found - np.where(finite, expected, 0), 0), axis=axes)
+    np.testing.assert_array_equal(result[~finite], expected[~finite])
+    error = np.linalg.norm(np.where(finite, result - np.where(finite, expected, 0), 0), axis=axes)
     size = np.linalg.norm(np.where(finite, expected, 0), axis=axes)
     assert np.all(error <= bound * size), f"relative error {np.max(error / np.maximum(size, 1e-30))}, allowed {bound}"
 

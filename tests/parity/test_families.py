@@ -74,15 +74,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """`checkpoint(name)`: the reference model of a family and the folder that it was saved to."""
-    made: dict[str, tuple[Any, Path]] = {}
+    checkpoints: dict[str, tuple[Any, Path]] = {}
 
     def make(name: str) -> tuple[Any, Path]:
-        if name not in made:
+        if name not in checkpoints:
             folder = tmp_path_factory.mktemp(name.replace(".", "_"))
             reference = _reference(name)
             reference.save_pretrained(folder)
-            made[name] = reference, folder
-        return made[name]
+            checkpoints[name] = reference, folder
+        return checkpoints[name]
 
     return make
 
@@ -112,10 +112,10 @@ def _reference_logits(reference: Any, tokens: np.ndarray) -> np.ndarray:
 
 def _reference_greedy(reference: Any, tokens: np.ndarray, count: int) -> list[int]:
     ids = torch.from_numpy(tokens).long()
-    made = reference.generate(
+    output = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )
-    return made[0, tokens.shape[1] :].tolist()
+    return output[0, tokens.shape[1] :].tolist()
 
 
 def _relative(got: Any, want: np.ndarray) -> float:

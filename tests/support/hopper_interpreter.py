@@ -31,13 +31,13 @@ def _in_other_words():
         yield
 
 
-def _first_guess(*given):
-    *given, interpret = given
+def _first_guess(*operands):
+    *operands, interpret = operands
     assert interpret
     if jax.__version_info__ >= (0, 11):
-        return first_guess_mosaic.first_guess(*given, InterpretGPUParams())
+        return first_guess_mosaic.first_guess(*operands, InterpretGPUParams())
     with _in_other_words():
-        return first_guess_mosaic.first_guess(*given, InterpretGPUParams())
+        return first_guess_mosaic.first_guess(*operands, InterpretGPUParams())
 
 
 INTERPRETED = SimpleNamespace(

@@ -32,28 +32,28 @@ def check_append(implementation, *, shapes=APPEND_SHAPES, examples=8):
 
 
 def check_append_of(shape, implementation, examples):
-    batch, heads, slots, tokens, dim, given, held, with_positions = shape
+    batch, heads, slots, tokens, dim, row_dtype, slot_dtype, with_positions = shape
     run = compiled(implementation)
 
     def check(seed, share, length):
         rng = np.random.default_rng(seed)
         real = rng.random((batch, tokens)) < share
         empty = np.arange(slots) >= length[..., None]
-        rows = [np.asarray(normal(seed + i, batch, heads, tokens, dim), given) for i in (0, 1)]
+        rows = [np.asarray(normal(seed + i, batch, heads, tokens, dim), row_dtype) for i in (0, 1)]
         rows = [poisoned(x, ~real[:, None]) for x in rows]
-        buffers = [np.asarray(normal(seed + i, batch, heads, slots, dim), held) for i in (2, 3)]
+        buffers = [np.asarray(normal(seed + i, batch, heads, slots, dim), slot_dtype) for i in (2, 3)]
         buffers = [poisoned(x, empty) for x in (*buffers, np.asarray(rng.integers(1, 9, empty.shape), np.float32))]
         positions = np.asarray(rng.integers(0, 99, empty.shape), np.int32) if with_positions else None
         new = np.asarray(rng.integers(100, 2**30, (batch, tokens)), np.int32)
-        found = run(*buffers, positions, length, *rows, new, real)
+        results = run(*buffers, positions, length, *rows, new, real)
         expected = [None if x is None else np.array(x) for x in (*buffers, positions)]
-        stored = (*(x.astype(held) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
+        stored = (*(x.astype(slot_dtype) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
         for b, k, t in np.ndindex(batch, heads, tokens):
             if real[b, t] and length[b, k] + t < slots:
                 for x, y in zip(expected[: 3 + with_positions], stored, strict=False):
                     x[b, k, length[b, k] + t] = y[b, min(k, y.shape[1] - 1), t]
-        assert (found[3] is None) == (positions is None)
-        for x, y in zip(found[: 3 + with_positions], expected, strict=False):
+        assert (results[3] is None) == (positions is None)
+        for x, y in zip(results[: 3 + with_positions], expected, strict=False):
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(np.asarray(x).view(np.uint8), y.view(np.uint8))
 
@@ -70,13 +70,15 @@ def append_behind_the_first_head(keys, values, degree, positions, length, *new):
     return reference.append_rows(keys, values, degree, positions, length[:, :1] + 0 * length, *new)
 
 
-def append_over_the_last_rows(keys, values, degree, positions, length, new_keys, *new):
+def append_over_the_last_rows(keys, *operands):
+    *slots, length, new_keys, new_values, new, real = operands
     length = jnp.minimum(length, keys.shape[2] - new_keys.shape[2])
-    return reference.append_rows(keys, values, degree, positions, length, new_keys, *new)
+    return reference.append_rows(keys, *slots, length, new_keys, new_values, new, real)
 
 
-def append_of_short_rows(keys, values, degree, positions, length, new_keys, *new):
-    return reference.append_rows(keys, values, degree, positions, length, new_keys.astype(jnp.float8_e5m2), *new)
+def append_of_short_rows(*operands):
+    *slots, new_keys, new_values, new, real = operands
+    return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), new_values, new, real)
 
 
 CHECKS = [check_append]

@@ -141,8 +141,8 @@ def test_empty_slots_have_no_derivative_and_their_nan_reaches_none(op):
 
     clean = gradients(q, keys, values, degree)
     dirty = gradients(q, *(poisoned(x, empty) for x in (keys, values)), degree)
-    for found, expected in zip(dirty, clean, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for result, expected in zip(dirty, clean, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
     for x in dirty[1:]:
         assert not np.any(np.asarray(x)[np.asarray(empty)])
     assert np.any(np.asarray(dirty[3]))

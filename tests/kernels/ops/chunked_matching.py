@@ -32,13 +32,13 @@ STRICT_SHAPES = {
 def matching_oracle(features, bias, chunk, normalize, start, length):
     """Scores of all pairs of a head's A and B rows, -inf for those that are none."""
     rows = features.shape[0]
-    taken = features[np.minimum(start + np.arange(rows + rows % 2), rows - 1)]
+    entries = features[np.minimum(start + np.arange(rows + rows % 2), rows - 1)]
     weight = bias[np.minimum(start + np.arange(rows + rows % 2), rows - 1)]
-    taken = np.where((np.arange(len(taken)) < length)[:, None], taken, 0)
+    entries = np.where((np.arange(len(entries)) < length)[:, None], entries, 0)
     if normalize:
-        taken = taken / np.maximum(np.linalg.norm(taken, axis=-1, keepdims=True), 1e-30)
-    score = taken[::2] @ taken[1::2].T + weight[::2, None] + weight[None, 1::2]
-    a, b = np.arange(0, len(taken), 2)[:, None], np.arange(1, len(taken), 2)[None]
+        entries = entries / np.maximum(np.linalg.norm(entries, axis=-1, keepdims=True), 1e-30)
+    score = entries[::2] @ entries[1::2].T + weight[::2, None] + weight[None, 1::2]
+    a, b = np.arange(0, len(entries), 2)[:, None], np.arange(1, len(entries), 2)[None]
     return np.where((a // chunk == b // chunk) & (a < length) & (b < length), score, -np.inf)
 
 
@@ -156,12 +156,12 @@ def one_head(match, score, expected, start, ties):
     np.testing.assert_array_equal(match < 0, np.isneginf(best))
     np.testing.assert_allclose(score, best, atol=F32 * max(1, np.abs(best[np.isfinite(best)]).max(initial=0)), rtol=0)
     edge = match >= 0
-    chosen = (match[edge] - start - 1) // 2
+    partner = (match[edge] - start - 1) // 2
     np.testing.assert_array_equal((match[edge] - start) % 2, 1)
     if ties:
-        np.testing.assert_array_equal(chosen, np.round(expected[edge], 9).argmax(axis=1))
+        np.testing.assert_array_equal(partner, np.round(expected[edge], 9).argmax(axis=1))
     else:
-        np.testing.assert_allclose(expected[edge, chosen], best[edge], atol=F32 * 10, rtol=0)
+        np.testing.assert_allclose(expected[edge, partner], best[edge], atol=F32 * 10, rtol=0)
 
 
 def matching_without_tail_mask(features, *, length, **options):

@@ -22,14 +22,14 @@ def check_gather(implementation, *, examples=6):
     def check(seed, rows, places, dtype):
         source, near = (np.asarray(normal(seed + i, 2, 3, n, 24), dtype) for i, n in enumerate((20, 5)))
         rows, places = (np.asarray(x, np.int32).reshape(2, 3, 4) for x in (rows, places))
-        far, found = run(source, rows), run(source, rows, near, places)
-        assert far.dtype == found.dtype == dtype
-        far, found, none = np.asarray(far), np.asarray(found), np.zeros(24, dtype)
+        far, both = run(source, rows), run(source, rows, near, places)
+        assert far.dtype == both.dtype == dtype
+        far, both, none = np.asarray(far), np.asarray(both), np.zeros(24, dtype)
         for at in np.ndindex(rows.shape):
             there, here = row_of(source, at, rows[at]), row_of(near, at, places[at])
             there = none if there is None else there
             np.testing.assert_array_equal(far[at], there)
-            np.testing.assert_array_equal(found[at], there if here is None else here)
+            np.testing.assert_array_equal(both[at], there if here is None else here)
 
     row, place = st.sampled_from([-1, 0, 1, 18, 19, 20]), st.sampled_from([-1, 0, 4, 5])
     drawn(

@@ -27,8 +27,8 @@ def check_group_of(shape, implementation, examples):
     *shape, count = shape
     run = compiled(partial(implementation, count=count))
 
-    def check(seed, used):
-        labels = np.random.default_rng(seed).integers(-1, min(used, count), shape)
+    def check(seed, limit):
+        labels = np.random.default_rng(seed).integers(-1, min(limit, count), shape)
         labels[0, 0, : seed % 2 * 64] = -1  # a whole tile without a label
         order, starts = run(np.asarray(labels, np.int32))
         assert (order.dtype, starts.dtype) == (jnp.int32, jnp.int32)

@@ -25,14 +25,14 @@ INDEX_SHAPES = [
 
 
 def check_index_scores(implementation, *, examples=3):
-    for batch, heads, queries, entries, dim, asked, held in INDEX_SHAPES:
+    for batch, heads, queries, entries, dim, q_dtype, index_dtype in INDEX_SHAPES:
         for seed in range(examples):
-            q = np.asarray(normal(seed, batch, heads, queries, dim), asked)
-            index = np.asarray(normal(seed + 1, batch, heads, entries, dim), held)
-            found = compiled(implementation)(q, index)
-            assert found.dtype == jnp.float32
+            q = np.asarray(normal(seed, batch, heads, queries, dim), q_dtype)
+            index = np.asarray(normal(seed + 1, batch, heads, entries, dim), index_dtype)
+            result = compiled(implementation)(q, index)
+            assert result.dtype == jnp.float32
             expected = np.asarray(q, np.float64) @ np.asarray(index, np.float64).swapaxes(-1, -2)
-            near(found, expected, F32, axes=3)
+            near(result, expected, F32, axes=3)
 
 
 def index_scores_of_short_products(q, index):

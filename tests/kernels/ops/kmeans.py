@@ -60,7 +60,7 @@ def check_kmeans_of(shape, implementation, examples):
     batch, heads, rows, count, dim, dtype = shape
     run = compiled(partial(implementation, with_means=True))
 
-    def check(seed, apart, length, used, before):
+    def check(seed, apart, length, active, before):
         keys = np.asarray(normal(seed, batch, heads, rows, dim), dtype)
         centroids = normal(seed + 1, batch, heads, count, dim)
         half = count // 2
@@ -69,27 +69,27 @@ def check_kmeans_of(shape, implementation, examples):
             centroids[:, :, count - half :] = centroids[:, :, :half] + noise
         real = np.arange(rows) < length[..., None]
         centroids = np.asarray(centroids, np.float32)
-        used = np.full((batch, heads), used, np.int32)
-        used[0, 0] = count + 2  # heads may have different numbers of centroids; more than there are is all
-        given = (poisoned(keys, ~real), centroids, length, used)
+        active = np.full((batch, heads), active, np.int32)
+        active[0, 0] = count + 2  # heads may have different numbers of centroids; more than there are is all
+        operands = (poisoned(keys, ~real), centroids, length, active)
         old = np.full((batch, heads, rows), before, np.int32)
-        labels, means, sizes, changed = run(*given, None if before == -1 else old)
+        labels, means, sizes, changed = run(*operands, None if before == -1 else old)
         assert (labels.dtype, means.dtype, sizes.dtype) == (jnp.int32, jnp.float32, jnp.int32)
         labels, sizes = np.asarray(labels), np.asarray(sizes)
         np.testing.assert_array_equal(labels[~real], before)
         np.testing.assert_array_equal(changed, np.any(labels != before, axis=-1))
         one_other = labels.copy()
         one_other[0, 0, 0] += length[0, 0] > 0
-        again = run(*given, one_other)
+        again = run(*operands, one_other)
         np.testing.assert_array_equal(again[0], labels)
         np.testing.assert_array_equal(again[3], np.arange(batch * heads).reshape(batch, heads) < (length[0, 0] > 0))
         labels = np.where(real, labels, -1)
         keys, centroids = (np.asarray(x, np.float64) for x in (keys, centroids))
         unit = centroids / np.linalg.norm(centroids, axis=-1, keepdims=True)
         cosine = np.einsum("bknd,bkcd->bknc", keys / np.linalg.norm(keys, axis=-1, keepdims=True), unit)
-        cosine = np.where(np.arange(count) < used[..., None, None], cosine, -np.inf)
-        chosen = np.take_along_axis(cosine, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-        np.testing.assert_allclose(np.where(real, chosen, 1), np.where(real, cosine.max(-1), 1), atol=F32, rtol=0)
+        cosine = np.where(np.arange(count) < active[..., None, None], cosine, -np.inf)
+        score = np.take_along_axis(cosine, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(np.where(real, score, 1), np.where(real, cosine.max(-1), 1), atol=F32, rtol=0)
         member = labels[..., None] == np.arange(count)
         np.testing.assert_array_equal(sizes, member.sum(axis=2))
         sums = np.einsum("bknc,bknd->bkcd", member, keys) / np.maximum(sizes, 1)[..., None]
@@ -108,41 +108,41 @@ def check_kmeans_of(shape, implementation, examples):
     )
 
 
-def kmeans_without_tail_mask(keys, centroids, length, *given, **options):
-    return reference.kmeans(jnp.nan_to_num(keys), centroids, None, *given, **options)
+def kmeans_without_tail_mask(keys, centroids, length, *rest, **options):
+    return reference.kmeans(jnp.nan_to_num(keys), centroids, None, *rest, **options)
 
 
-def kmeans_without_the_last_key(keys, centroids, length, *given, **options):
-    _, means, sizes, _ = reference.kmeans(keys, centroids, length - 1, *given, **options)
-    full, _, _, changed = reference.kmeans(keys, centroids, length, *given, **options)
+def kmeans_without_the_last_key(keys, centroids, length, *rest, **options):
+    _, means, sizes, _ = reference.kmeans(keys, centroids, length - 1, *rest, **options)
+    full, _, _, changed = reference.kmeans(keys, centroids, length, *rest, **options)
     return full, means, sizes, changed
 
 
-def kmeans_with_every_centroid(keys, centroids, length, used, before, **options):
+def kmeans_with_every_centroid(keys, centroids, length, active, before, **options):
     return reference.kmeans(keys, centroids, length, None, before, **options)
 
 
-def kmeans_by_half_precision(keys, centroids, *given, **options):
+def kmeans_by_half_precision(keys, centroids, *rest, **options):
     half = reference.unit_rows(centroids).astype(jnp.float16).astype(jnp.float32)
-    labels, means, sizes, changed = reference.kmeans(keys, half, *given, **options)
+    labels, means, sizes, changed = reference.kmeans(keys, half, *rest, **options)
     return labels, jnp.where(sizes[..., None] > 0, means, centroids), sizes, changed
 
 
-def kmeans_that_forgets_labels(keys, centroids, length, used, before, **options):
-    _, *moved, changed = reference.kmeans(keys, centroids, length, used, before, **options)
-    return reference.kmeans(keys, centroids, length, used, with_means=False), *moved, changed
+def kmeans_that_forgets_labels(keys, centroids, length, active, before, **options):
+    _, *clusters, changed = reference.kmeans(keys, centroids, length, active, before, **options)
+    return reference.kmeans(keys, centroids, length, active, with_means=False), *clusters, changed
 
 
-def kmeans_that_never_ends(*given, **options):
-    *moved, changed = reference.kmeans(*given, **options)
-    return *moved, jnp.ones_like(changed)
+def kmeans_that_never_ends(*operands, **options):
+    *results, changed = reference.kmeans(*operands, **options)
+    return *results, jnp.ones_like(changed)
 
 
 def kmeans_sure_of_what_fp16_decides(*args, **options):
     """Takes the heads of centroids for all of them: what their tails may change is not in doubt."""
 
-    def first_guess(keys, norms, heads_of, tail_norm, *given):
-        return INTERPRETED.first_guess(keys, norms, heads_of, 0 * tail_norm, *given)
+    def first_guess(keys, norms, heads_of, tail_norm, *rest):
+        return INTERPRETED.first_guess(keys, norms, heads_of, 0 * tail_norm, *rest)
 
     hasty = SimpleNamespace(groups=INTERPRETED.groups, SIZES=INTERPRETED.SIZES, first_guess=first_guess)
     sizes = {"warpgroups": 1, "programs": 1}
@@ -174,8 +174,8 @@ def test_means_do_not_hang_on_centroids_of_no_use():
     rng = np.random.default_rng(0)
     keys = np.asarray(rng.normal(size=(1, 1, 3000, 16)) * np.exp(2 * rng.normal(size=(3000, 1))), np.float32)
     centroids = np.asarray(rng.normal(size=(1, 1, 620, 16)), np.float32)
-    given = {"length": None, "used": jnp.full((1, 1), 20), "with_means": True}
-    step = compiled(partial(pallas_gpu.kmeans, **given, interpret=True))
+    options = {"length": None, "used": jnp.full((1, 1), 20), "with_means": True}
+    step = compiled(partial(pallas_gpu.kmeans, **options, interpret=True))
     alone, among_others = step(keys, centroids[:, :, :20]), step(keys, centroids)
     np.testing.assert_array_equal(alone[0], among_others[0])
     np.testing.assert_array_equal(alone[1], among_others[1][:, :, :20])

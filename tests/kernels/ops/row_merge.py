@@ -28,28 +28,28 @@ def check_row_merge_of(shape, implementation, examples):
         """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row."""
         rng = np.random.default_rng(seed)
         rows = np.sort(rng.permuted(np.tile(np.arange(slots), (batch, heads, 1)), axis=2)[..., :listed])
-        held = np.zeros((batch, heads, slots), bool)
-        np.put_along_axis(held, np.where(np.arange(listed) < length[..., None], rows, rows[..., :1]), True, axis=2)
-        held[length == 0] = False
+        occupancy = np.zeros((batch, heads, slots), bool)
+        np.put_along_axis(occupancy, np.where(np.arange(listed) < length[..., None], rows, rows[..., :1]), True, axis=2)
+        occupancy[length == 0] = False
         keys, values = (np.asarray(normal(seed + i, batch, heads, slots, dim), dtype) for i in (1, 2))
-        dirty = [poisoned(x, ~held) for x in (keys, values)]
-        degree = rng.integers(1, 90000, held.shape)
+        dirty = [poisoned(x, ~occupancy) for x in (keys, values)]
+        degree = rng.integers(1, 90000, occupancy.shape)
         match, score = drawn_edges(rng, length, listed, chunk, levels)
         merges = (share * np.min(np.sum(match >= 0, axis=2), axis=1)).astype(np.int32)
         ints = [np.asarray(x, np.int32) for x in (rows, length, match)]
-        given = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
-        keys, values, *rest = run(*dirty, *given)
+        operands = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
+        keys, values, *rest = run(*dirty, *operands)
         assert [x.dtype for x in (keys, values, *rest)] == [dtype, dtype, jnp.float32, jnp.int32]
-        found = [np.asarray(x, np.float64) for x in (keys, values)] + [np.asarray(x) for x in rest]
+        results = [np.asarray(x, np.float64) for x in (keys, values)] + [np.asarray(x) for x in rest]
         dirty = [np.asarray(x, np.float64) for x in dirty]
         for b, k in np.ndindex(batch, heads):
             at, count = (b, k), length[b, k]
             expected = [np.asarray(x[at], np.float64) for x in (*dirty, degree)]
-            left, changed = merged(*expected, rows[at][:count], match[at], score[at], merges[b])
-            assert found[3][at][: len(left)].tolist() == left
-            np.testing.assert_array_equal(found[2][at], expected[2])
+            remainder, changed = merged(*expected, rows[at][:count], match[at], score[at], merges[b])
+            assert results[3][at][: len(remainder)].tolist() == remainder
+            np.testing.assert_array_equal(results[2][at], expected[2])
             same = np.setdiff1d(np.arange(slots), changed)
-            for x, before, mean in zip(found[:2], dirty, expected[:2], strict=True):
+            for x, before, mean in zip(results[:2], dirty, expected[:2], strict=True):
                 np.testing.assert_array_equal(x[at][same], before[at][same])
                 near(x[at][changed], mean[changed], tolerance(dtype), axes=(0, 1))
 
@@ -86,19 +86,21 @@ def merged(keys, values, degree, rows, match, score, merges):
     return [row for i, row in enumerate(rows.tolist()) if i not in best], changed
 
 
-def merge_of_equal_degrees(keys, values, degree, *given, chunk):
-    *means, _, rows = reference.row_merge(keys, values, jnp.ones_like(degree), *given, chunk=chunk)
-    return *means, reference.row_merge(keys, values, degree, *given, chunk=chunk)[2], rows
+def merge_of_equal_degrees(keys, values, degree, *rest, chunk):
+    *means, _, rows = reference.row_merge(keys, values, jnp.ones_like(degree), *rest, chunk=chunk)
+    return *means, reference.row_merge(keys, values, degree, *rest, chunk=chunk)[2], rows
 
 
-def merge_of_the_last_of_equal_edges(keys, values, degree, rows, length, match, score, *given, chunk):
+def merge_of_the_last_of_equal_edges(*operands, chunk):
+    *others, score, merges = operands
     score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)[None, None]
-    return reference.row_merge(keys, values, degree, rows, length, match, score, *given, chunk=chunk)
+    return reference.row_merge(*others, score, merges, chunk=chunk)
 
 
-def merge_with_other_rows(keys, values, degree, rows, length, match, *given, chunk):
+def merge_with_other_rows(*operands, chunk):
     """Rounds the partner down to every fourth row, so that other rows meet."""
-    return reference.row_merge(keys, values, degree, rows, length, match // 4 * 4 + 1, *given, chunk=chunk)
+    *others, match, score, merges = operands
+    return reference.row_merge(*others, match // 4 * 4 + 1, score, merges, chunk=chunk)
 
 
 CHECKS = [check_row_merge]

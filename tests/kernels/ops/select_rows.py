@@ -39,23 +39,23 @@ def check_select_of(shape, implementation, ordered, examples):
         room = np.asarray(room[:batch])
         ints = [np.asarray(x, np.int32) for x in (sizes, starts, order, room)]
         ints[2] = ints[2] if ordered else None
-        kept = np.full((batch, heads, each, count), 7, np.int32)
-        given = () if active is None else (kept, np.asarray(active[:batch]))
-        found = run(np.asarray(scores, np.float32), *ints, *given)
-        assert found.dtype == jnp.int32
-        assert found.shape == (batch, heads, each, count)
-        found = np.asarray(found)
+        previous = np.full((batch, heads, each, count), 7, np.int32)
+        rest = () if active is None else (previous, np.asarray(active[:batch]))
+        result = run(np.asarray(scores, np.float32), *ints, *rest)
+        assert result.dtype == jnp.int32
+        assert result.shape == (batch, heads, each, count)
+        result = np.asarray(result)
         for at in np.ndindex(batch, heads, each):
             if active and not active[at[0]]:
-                np.testing.assert_array_equal(found[at], 7)
+                np.testing.assert_array_equal(result[at], 7)
                 continue
             head = at[:2]
-            parts, left = [], max(room[at[0]] - sinks, 0)
+            parts, space = [], max(room[at[0]] - sinks, 0)
             for c in np.argsort(-scores[at], kind="stable"):
-                places = starts[(*head, c)] + np.arange(min(sizes[(*head, c)], left))
+                places = starts[(*head, c)] + np.arange(min(sizes[(*head, c)], space))
                 parts.append((order[head][places] if ordered else places).tolist())
-                left -= len(places)
-            one_selection(found[at].tolist(), [*range(min(sinks, count))], [part for part in parts if part])
+                space -= len(places)
+            one_selection(result[at].tolist(), [*range(min(sinks, count))], [part for part in parts if part])
 
     check(0, 1000, 8, [count - 7, 1], None)  # less room than clusters have rows, whatever is drawn
     levels = st.sampled_from([1, 1000, 1e30, np.inf])  # many ties, hardly any, far apart, all -inf
@@ -64,14 +64,14 @@ def check_select_of(shape, implementation, ordered, examples):
     drawn(check, examples, st.integers(0, 2**16), levels, st.sampled_from([8, 0, 1]), rooms, active)
 
 
-def one_selection(found, sinks, parts):
+def one_selection(selection, sinks, parts):
     """Sinks, then the parts of clusters, each in one piece, in any order; -1 behind."""
     by_first = {part[0]: part for part in parts}
     expected = list(sinks)
-    while len(expected) < len(found) and found[len(expected)] in by_first:
-        expected += by_first.pop(found[len(expected)])
+    while len(expected) < len(selection) and selection[len(expected)] in by_first:
+        expected += by_first.pop(selection[len(expected)])
     assert not by_first, f"rows of {len(by_first)} clusters are missing"
-    assert found == expected + [-1] * (len(found) - len(expected))
+    assert selection == expected + [-1] * (len(selection) - len(expected))
 
 
 def select_of_equals_in_any_order(scores, *args, **options):
@@ -79,16 +79,18 @@ def select_of_equals_in_any_order(scores, *args, **options):
     return reference.select_rows(nudged, *args, **options)
 
 
-def select_of_one_row_too_many(scores, sizes, starts, order, room, *kept, **options):
-    return reference.select_rows(scores, sizes, starts, order, room + 1, *kept, **options)
+def select_of_one_row_too_many(*operands, **options):
+    *clusters, room = operands[:5]
+    return reference.select_rows(*clusters, room + 1, *operands[5:], **options)
 
 
-def select_with_sinks_on_top(scores, sizes, starts, order, room, *kept, sinks, **options):
-    return reference.select_rows(scores, sizes, starts, order, room + sinks, *kept, sinks=sinks, **options)
+def select_with_sinks_on_top(*operands, sinks, **options):
+    *clusters, room = operands[:5]
+    return reference.select_rows(*clusters, room + sinks, *operands[5:], sinks=sinks, **options)
 
 
-def select_for_all_batch_rows(scores, sizes, starts, order, room, *kept, **options):
-    return reference.select_rows(scores, sizes, starts, order, room, **options)
+def select_for_all_batch_rows(*operands, **options):
+    return reference.select_rows(*operands[:5], **options)
 
 
 def select_of_scattered_rows(*args, sinks, **options):

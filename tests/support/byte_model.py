@@ -1,0 +1,26 @@
+"""What models need whose tokens are bytes: a published configuration and a tokenizer."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+# One layer; 256 bytes and "<end>".
+BYTES = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes as GPT-2 writes them, in alphabetical order, then "<end>"."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*alphabet, "<end>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
