@@ -63,16 +63,15 @@ def _cluster(
 
     def move(_, state):
         """A step of the rows that are left; a head has none any more once nothing changed, so that it stays."""
-        centroids, labels, left = state
-        centroids, labels, _, changed = lloyd(keys, centroids, left, count, labels, scaled=scaled)
-        return centroids, labels, jnp.where(changed, left, 0)
+        centroids, labels, rows = state
+        centroids, labels, _, changed = lloyd(keys, centroids, rows, count, labels, scaled=scaled)
+        return centroids, labels, jnp.where(changed, rows, 0)
 
     # -2 is no label: the first step always counts as a change.
-    rows = ordinals(keys.shape[2], 3)
-    labels = jnp.where(rows < ends[..., None], -2, -1).astype(jnp.int32)
-    centroids, labels, left = _repeated(move, (start, labels, ends), most)
+    labels = jnp.where(ordinals(keys.shape[2], 3) < ends[..., None], -2, -1).astype(jnp.int32)
+    centroids, labels, rows = _repeated(move, (start, labels, ends), most)
     # Where nothing changed, labels are those of the centroids already.
-    labels = assign(keys, centroids, left, count, labels, scaled=scaled)
+    labels = assign(keys, centroids, rows, count, labels, scaled=scaled)
     _, starts = group_rows(labels, centroids.shape[2])
     return centroids, labels, starts[..., 1:] - starts[..., :-1]
 

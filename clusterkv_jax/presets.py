@@ -73,36 +73,38 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
 
     `budget`, `calibration` and `settings` go before what the preset says.
     """
-    found = find_preset(name)
-    calibrated = calibration or found.calibration
-    method = _made(found, budget, settings)
+    entry = find_preset(name)
+    calibrated = calibration or entry.calibration
+    method = _made(entry, budget, settings)
     return method if calibrated is None else calibrated.applied(method)
 
 
-def _made(found: Preset, budget: Budget | None, settings: Mapping[str, Any]):
-    name = found.name
-    checked = _checked_settings(found.method, settings, f"preset {name!r}")
-    chosen = budget or found.budget
-    if found.takes_budget:
-        if chosen is None:
+def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
+    name = entry.name
+    checked = _checked_settings(entry.method, settings, f"preset {name!r}")
+    effective = budget or entry.budget
+    if entry.takes_budget:
+        if effective is None:
             raise ValueError(
-                f"{found.method.__name__} needs a budget and preset {name!r} leaves it open: "
+                f"{entry.method.__name__} needs a budget and preset {name!r} leaves it open: "
                 "give a share of the cache or a number of rows."
             )
-        return found.method(chosen, **{**found.settings, **checked})
+        return entry.method(effective, **{**entry.settings, **checked})
     if budget is not None:
-        raise ValueError(f"{found.method.__name__} keeps everything and takes no budget, got {budget}.")
-    return found.method(**{**found.settings, **checked})
+        raise ValueError(f"{entry.method.__name__} keeps everything and takes no budget, got {budget}.")
+    return entry.method(**{**entry.settings, **checked})
 
 
 def find_preset(name: str) -> Preset:
     """Look a preset up by its name, its method's name in small letters, or its file."""
     if name.endswith((".yaml", ".yml")):
         return read_preset(Path(name))
-    known = list_presets()
-    if name not in known:
-        raise ValueError(f"Unknown method or preset {name!r}; known: {', '.join(known)}, or the path of a .yaml file.")
-    return known[name]
+    entries = list_presets()
+    if name not in entries:
+        raise ValueError(
+            f"Unknown method or preset {name!r}; known: {', '.join(entries)}, or the path of a .yaml file."
+        )
+    return entries[name]
 
 
 def list_presets() -> dict[str, Preset]:

@@ -45,7 +45,7 @@ def _each(pages):
 
 
 def _blocks(page, language):
-    return [code for found, code in FENCE.findall(TEXTS[page]) if found == language]
+    return [code for kind, code in FENCE.findall(TEXTS[page]) if kind == language]
 
 
 @_each(page for page in TEXTS if _blocks(page, "python"))
@@ -128,8 +128,8 @@ def test_lines_are_short(page):
 
 def test_every_page_is_in_the_navigation():
     tree = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)["nav"]
-    found = {DOCS / page for page in _leaves(tree)}
-    assert found == {page for page in TEXTS if page.is_relative_to(DOCS)}
+    pages = {DOCS / page for page in _leaves(tree)}
+    assert pages == {page for page in TEXTS if page.is_relative_to(DOCS)}
 
 
 def _leaves(tree):
@@ -139,15 +139,15 @@ def _leaves(tree):
 
 
 def test_the_api_page_has_every_public_name():
-    shown = set(re.findall(r"^::: clusterkv_jax\.(\w+)$", TEXTS[DOCS / "reference/api.md"], re.MULTILINE))
-    assert shown == set(ckv.__all__)
+    names = set(re.findall(r"^::: clusterkv_jax\.(\w+)$", TEXTS[DOCS / "reference/api.md"], re.MULTILINE))
+    assert names == set(ckv.__all__)
 
 
 def test_the_glossary_has_every_shape_letter():
-    used = set()
+    letters = set()
     for folder in ("clusterkv_jax", "kernels", "models"):
         for file in (ROOT / folder).rglob("*.py"):
-            used.update(word for shape in SHAPE.findall(file.read_text(encoding="utf-8")) for word in shape.split())
+            letters.update(word for shape in SHAPE.findall(file.read_text(encoding="utf-8")) for word in shape.split())
     cells = re.findall(r"^\| ((?:\w, )*\w) \|", TEXTS[DOCS / "concepts/glossary.md"], re.MULTILINE)
     explained = {letter for cell in cells for letter in cell.split(", ")}
-    assert {word for word in used if re.fullmatch("[A-Za-z]", word)} <= explained
+    assert {word for word in letters if re.fullmatch("[A-Za-z]", word)} <= explained

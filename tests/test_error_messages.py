@@ -50,9 +50,9 @@ def fault(text, names):
 
 
 def test_errors_are_sentences():
-    found = list(raised())
-    assert len(found) > 150
-    assert [f"{place} {wrong}: {text}" for place, text, names in found if (wrong := fault(text, names))] == []
+    messages = list(raised())
+    assert len(messages) > 150
+    assert [f"{place} {wrong}: {text}" for place, text, names in messages if (wrong := fault(text, names))] == []
 
 
 def test_what_is_no_sentence_is_found():

@@ -128,8 +128,8 @@ def test_longbench_is_divided_as_kvpress_does(qwen):
     divided = {**row, "context": "C", "question": "Q", "answer_prefix": "A"}
     del divided["input"]
     assert longbench.kvpress_case("hotpotqa", 0, divided).context == "C"
-    made = build_prompt(case, qwen, 10**6)
-    assert qwen.decode(made.question).endswith("<|im_end|>\n<|im_start|>assistant\nAnswer:")
+    prompt_parts = build_prompt(case, qwen, 10**6)
+    assert qwen.decode(prompt_parts.question).endswith("<|im_end|>\n<|im_start|>assistant\nAnswer:")
 
 
 def test_genuine_rows_of_ruler_keep_their_text(qwen):
@@ -141,10 +141,10 @@ def test_genuine_rows_of_ruler_keep_their_text(qwen):
         assert case.question.startswith("What is the special magic uuid for ")
         assert case.question.endswith("provided text?")
         assert case.answers[0] in case.context
-        made = build_prompt(case, qwen, 32768)
+        prompt_parts = build_prompt(case, qwen, 32768)
         turn = [{"role": "user", "content": case.context + case.question}]
         text = qwen.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + case.answer_prefix
-        assert qwen.decode(made.context) + qwen.decode(made.question) == text
+        assert qwen.decode(prompt_parts.context) + qwen.decode(prompt_parts.question) == text
         # The generator's wording is the published one: the same frame around other needles.
         spec = synthetic.NEEDLE_TASKS["niah_multikey_3"]
         (mine,) = synthetic.niah(np.random.default_rng(0), 900, counter(qwen), spec)
@@ -158,10 +158,10 @@ def _frame(text):
 
 
 def test_the_papers_subset_is_the_one_they_count():
-    chosen = ruler.papers_subset(6500)
+    subset = ruler.papers_subset(6500)
     counts = [122, 109, 89, 104, 88, 88, 99, 108, 88, 102, 111, 102, 90]  # of the 13 tasks, 500 rows each
-    assert len(chosen) == len(set(chosen)) == 1300
-    assert sorted(np.bincount(np.asarray(chosen) // 500).tolist()) == sorted(counts)
+    assert len(subset) == len(set(subset)) == 1300
+    assert sorted(np.bincount(np.asarray(subset) // 500).tolist()) == sorted(counts)
 
 
 # --- suites ---
@@ -174,9 +174,9 @@ def questions(tmp_path_factory):
 
     def paragraph(i):
         answers = [{"text": f"shade {i}"}] * 2
-        asked = {"question": f"What is the colour of thing {i}?", "answers": answers}
+        problem = {"question": f"What is the colour of thing {i}?", "answers": answers}
         text = f"The colour of thing {i} is shade {i}. " + "It is so. " * 20
-        return {"context": text, "qas": [asked, {"question": "Unanswerable?", "answers": []}]}
+        return {"context": text, "qas": [problem, {"question": "Unanswerable?", "answers": []}]}
 
     def hotpot_row(i):
         context = [[f"Title {i} {j}", [f"Fact {j} of {i} is answer {i}.", " More follows."]] for j in range(2)]
@@ -189,17 +189,17 @@ def questions(tmp_path_factory):
 
 
 def test_ruler_generates_every_task_at_its_length(tokenizer, prose, questions):
-    made = suites.cases("ruler", Options(lengths=(1024,), limit=2, books=prose, data=questions), tokenizer, 8192)
-    assert [case.task for case in made[::2]] == list(suites.SUITES["ruler"].tasks)
-    assert len({case.id for case in made}) == len(made) == 26
-    for case in made:
+    examples = suites.cases("ruler", Options(lengths=(1024,), limit=2, books=prose, data=questions), tokenizer, 8192)
+    assert [case.task for case in examples[::2]] == list(suites.SUITES["ruler"].tasks)
+    assert len({case.id for case in examples}) == len(examples) == 26
+    for case in examples:
         made_prompt = build_prompt(case, tokenizer, 1024)  # room for question and answer is within the length
         assert len(made_prompt.context) > 0.8 * (1024 - case.max_new_tokens - ruler.QUESTION_ROOM)
         assert all(answer in case.context for answer in case.answers)
         assert "Licence" not in case.context
         assert ("depth" in case.facts) == (case.task.startswith("niah") and len(case.answers) == 1)
     again = suites.cases("ruler", Options(tasks=("qa_1",), lengths=(1024,), limit=1, data=questions), tokenizer, 8192)
-    assert again[0] == next(case for case in made if case.task == "qa_1")
+    assert again[0] == next(case for case in examples if case.task == "qa_1")
     assert len(again[0].answers) == 1
 
 
@@ -229,9 +229,9 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
     for case in grid:
         place = case.context.index(case.answers[0]) / len(case.context)
         assert abs(place - case.facts["depth"]) < 0.2
-    asked = suites.cases("longeval", Options(lengths=(700,), limit=2), tokenizer, 8192)
-    assert len({case.context for case in asked}) == 2
-    for case in asked:
+    examples = suites.cases("longeval", Options(lengths=(700,), limit=2), tokenizer, 8192)
+    assert len({case.context for case in examples}) == 2
+    for case in examples:
         key = re.search(r"in line (\S+)\? I need", case.question).group(1)
         assert f"line {key}: REGISTER_CONTENT is <{case.answers[0]}>\n" in case.context
     read = suites.cases("pg19", Options(lengths=(2048,), limit=1, books=prose), tokenizer, 8192)
@@ -250,10 +250,10 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
     (tmp_path / "cot_8shot.json").write_text(json.dumps([{"question": "One?", "target": "So. The answer is 1."}] * 8))
     rows = [{"question": f"What is {i}?", "answer": f"<<x>>\n#### {i},000"} for i in range(3)]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = suites.cases("gsm8k", Options(data=str(tmp_path)), tokenizer, 8192)
-    assert {case.context for case in made} == {"Q: One?\nA: So. The answer is 1.\n\n" * 8}
-    assert [case.answers for case in made] == [("0,000",), ("1,000",), ("2,000",)]
-    assert made[1].question + made[1].answer_prefix == "Q: What is 1?\nA:"
+    examples = suites.cases("gsm8k", Options(data=str(tmp_path)), tokenizer, 8192)
+    assert {case.context for case in examples} == {"Q: One?\nA: So. The answer is 1.\n\n" * 8}
+    assert [case.answers for case in examples] == [("0,000",), ("1,000",), ("2,000",)]
+    assert examples[1].question + examples[1].answer_prefix == "Q: What is 1?\nA:"
 
 
 @pytest.mark.parametrize(
@@ -320,11 +320,11 @@ def test_a_compressed_context_is_read_differently_and_counted():
 
 
 def test_methods_and_budgets_become_rows():
-    found = parse_entries(("centroidkv", "chelsea-llama3"), ("1.0", "0.5", "512"))
+    entries = parse_entries(("centroidkv", "chelsea-llama3"), ("1.0", "0.5", "512"))
     pairs = [(name, budget) for name in ("centroidkv", "chelsea-llama3") for budget in ("0.5", "512")]
-    assert [(entry.name, entry.budget) for entry in found] == [("full", "1.0"), *pairs]
-    assert found[1].method.budget == ckv.Budget(ratio=0.5)
-    assert found[2].method.budget == ckv.Budget(tokens=512)
+    assert [(entry.name, entry.budget) for entry in entries] == [("full", "1.0"), *pairs]
+    assert entries[1].method.budget == ckv.Budget(ratio=0.5)
+    assert entries[2].method.budget == ckv.Budget(tokens=512)
     assert [e.name for e in parse_entries(("full", "centroidkv"), ("0.5",))] == ["full", "centroidkv"]
     for names, budgets, said in (
         (("nope",), ("0.5",), "Unknown method or preset 'nope'"),
@@ -341,8 +341,8 @@ def test_the_command_answers_with_the_demo_model(prose, tmp_path):
     options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "2", "--seed", "1"]
     options += ["--methods", "centroidkv", "--budgets", "0.75", "--published", "centroidkv-ruler-llama3.1-8b"]
     run = lambda *more: CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])  # noqa: E731
-    done = run()
-    assert done.exit_code == 0, done.output
+    result = run()
+    assert result.exit_code == 0, result.output
     raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in raw.splitlines()]
     assert [line["id"] for line in lines] == ["vt/416/0", "vt/416/1"]

@@ -114,12 +114,12 @@ def test_names_in_the_pages_are_texts(layers, monkeypatch):
     monkeypatch.setattr(observations, "observe", lambda *_: layers)
     model = dataclasses.replace(tiny(), name=hostile)
     rates = np.full((2, 4, 20), 0.5)
-    for found in (
+    for html in (
         inspection_page.page_of(model, [0] * 160, {hostile: METHOD}),
         recall_rates.recall_page(model, 160, 20, {(hostile, 40): rates}),
     ):
-        assert "<script" not in found
-        assert "<h1>&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in found
+        assert "<script" not in html
+        assert "<h1>&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in html
 
 
 def test_the_page_holds_every_picture():

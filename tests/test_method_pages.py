@@ -29,9 +29,9 @@ def section(name, heading):
 
 def table(text, first):
     """The rows of the table whose first column is called `first`, as cells."""
-    found = re.search(rf"^\| {first} \|.*\n\|[-|]+\|\n((?:\|.*\n)*)", text, re.MULTILINE)
-    assert found, f"no table begins with the column {first!r}"
-    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in found[1].splitlines()]
+    match = re.search(rf"^\| {first} \|.*\n\|[-|]+\|\n((?:\|.*\n)*)", text, re.MULTILINE)
+    assert match, f"no table begins with the column {first!r}"
+    return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in match[1].splitlines()]
 
 
 def written(field):
@@ -64,8 +64,8 @@ def test_the_table_names_every_field_and_its_default(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_page_lists_the_presets_of_its_method(name):
     presets = [f"`{preset.name}`" for preset in list_presets().values() if preset.method is METHODS[name]]
-    found = table(section(name, "Parameters"), "preset") if presets else []
-    assert sorted(row[0] for row in found) == sorted(presets)
+    rows = table(section(name, "Parameters"), "preset") if presets else []
+    assert sorted(row[0] for row in rows) == sorted(presets)
 
 
 def test_the_index_has_every_method_once():

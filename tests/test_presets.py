@@ -45,10 +45,10 @@ def test_presets_carry_the_papers_settings(name, expected):
 
 
 def test_every_preset_says_what_it_is_and_where_it_comes_from():
-    for name, found in list_presets().items():
-        assert found.name == name
-        assert found.source
-        assert "\n" not in found.description
+    for name, entry in list_presets().items():
+        assert entry.name == name
+        assert entry.source
+        assert "\n" not in entry.description
 
 
 def test_settings_given_at_use_go_before_the_preset():
@@ -67,8 +67,8 @@ def test_a_file_of_ones_own(tmp_path):
     assert preset(str(file)) == expected
     assert preset(str(file), HALF) == Chelsea(HALF, sinks=4, outlier_heads=((0, 0), (0, 1)))
     for shares in ("pyramid", [1, 2.5], [[1, 2], [3, 1]]):
-        found = read_preset(_write(tmp_path, budget=f"budget: {{ratio: 1, shares: {shares}}}")).budget
-        assert found == Budget(1.0, shares=shares if shares == "pyramid" else tuple(map(_as_tuple, shares)))
+        budget = read_preset(_write(tmp_path, budget=f"budget: {{ratio: 1, shares: {shares}}}")).budget
+        assert budget == Budget(1.0, shares=shares if shares == "pyramid" else tuple(map(_as_tuple, shares)))
 
 
 def _as_tuple(share):

@@ -73,20 +73,19 @@ def compress_layer(
         ValueError: if the method needs queries or hidden states and there are none.
     """
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
-    layer, state, selected = [], [], []
+    parts: list[tuple[Any, State, Any]] = []
     for i, group in enumerate(plan.groups):
         cache = whole if len(plan.groups) == 1 else select_heads(whole, group.heads)
         if group.keep_all:
-            made: tuple[Any, State, Any] = cache, None, None
+            part: tuple[Any, State, Any] = cache, None, None
         else:
             before = None if selection is None else selection[i]
             _check_inputs(method, prompt, plan.needs)
-            made = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
-        layer.append(made[0] if isinstance(made[0], PagedHeads) else resize(made[0], group.capacity))
-        state.append(made[1])
-        selected.append(made[2])
-    joined = layer[0] if len(layer) == 1 else HeadGroups(tuple(layer), plan.heads)
-    return joined, tuple(state), tuple(selected)
+            part = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
+        cache = part[0] if isinstance(part[0], PagedHeads) else resize(part[0], group.capacity)
+        parts.append((cache, part[1], part[2]))
+    caches, state, selections = zip(*parts, strict=True)
+    return caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads), state, selections
 
 
 def _compress_group(

@@ -104,11 +104,11 @@ def with_kvpress(model: Any, press: Any, context: list[int], question: list[int]
 
     def observed(module, hidden, keys, values, attentions, options):
         k, v = compress(module, hidden, keys, values, attentions, options)
-        dropped = getattr(module, "masked_key_indices", None)
-        if dropped is None:
+        masked = getattr(module, "masked_key_indices", None)
+        if masked is None:
             rows.append([_rows(full, less) for full, less in zip(keys[0], k[0], strict=True)])
         else:  # AdaKV marks instead of dropping
-            gone = [set(dropped[2][dropped[1] == head].tolist()) for head in range(heads)]
+            gone = [set(masked[2][masked[1] == head].tolist()) for head in range(heads)]
             rows.append([set(range(keys.shape[2])) - dropped_rows for dropped_rows in gone])
         return k, v
 

@@ -36,6 +36,6 @@ def _sections(
     measured = [row for row in summary.rows if row.source == "measured"]
     budgets = dict.fromkeys(row.budget for row in measured if row.method != "full") or {measured[0].budget: None}
     yield "By task", [(f"{budget_name(budget)} kept", plots.bars_by_task(summary, budget)) for budget in budgets]
-    maps = [found for row in measured if (found := plots.needle_map(lines, row.method, row.budget))]
+    maps = [picture for row in measured if (picture := plots.needle_map(lines, row.method, row.budget))]
     if maps:
         yield "Needles by depth and length", [(None, picture) for picture in maps]
