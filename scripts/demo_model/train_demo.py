@@ -126,7 +126,7 @@ def loss_and_accuracy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted mean cross-entropy of the next tokens, and the share of answer tokens that are predicted exactly."""
     computed = jax.tree.map(lambda p: p.astype(dtype), params)
-    ids = tokens.astype(jnp.int32)
+    ids = jnp.asarray(tokens, jnp.int32)
     hidden = forward_hidden(computed, config, ids[:, :-1])
     rows = (hidden, ids[:, 1:], weights[:, 1:].astype(jnp.float32))
     # The V-wide logits exist for a few rows at a time only.
