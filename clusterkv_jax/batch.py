@@ -41,12 +41,12 @@ class Batch:
 def make_batch(
     model: Model,
     prompts: Sequence[str | Tokens],
-    questions: Sequence[str | Tokens] | None,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    prefill_chunk: int | None,
     *,
-    streams: bool,
+    questions: Sequence[str | Tokens] | None = None,
+    max_new_tokens: int = 64,
+    stop: Sequence[str] = (),
+    prefill_chunk: int | None = None,
+    streams: bool = False,
 ) -> Batch:
     """Prompts and questions, encoded and checked. Raises ValueError for what `generate` cannot do with them."""
     texts = encode(model, prompts, "prompt", special=True)

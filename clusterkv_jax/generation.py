@@ -133,7 +133,8 @@ def generate(
         raise ValueError(
             f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
         )
-    batch = make_batch(model, prompts, questions, max_new_tokens, stop, prefill_chunk, streams=on_text is not None)
+    sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
+    batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as compiled, _mesh(model), explained:
@@ -171,20 +172,18 @@ def compile_ahead(
     prompts: Sequence[str | Tokens],
     *,
     method: Method | None = None,
-    questions: Sequence[str | Tokens] | None = None,
-    max_new_tokens: int = 64,
     sampling: Sampling | None = None,
-    stop: Sequence[str] = (),
-    prefill_chunk: int | None = None,
     on_program: Callable[[str], None] = lambda name: None,
+    **sizes: Any,
 ) -> Compilation:
     """Compile what `generate` runs for these arguments, so that its times are those of reading and answering.
 
-    Arguments and errors are those of `generate`; `on_program` is called with each program's name. A method with a host
-    store is left to compile as it runs.
+    Arguments and errors are those of `generate`: `sizes` are its `questions`, `max_new_tokens`, `stop` and
+    `prefill_chunk`. `on_program` is called with each program's name. A method with a host store is left to compile as
+    it runs.
     """
     method, sampling = method or Full(), sampling or Sampling()
-    batch = make_batch(model, prompts, questions, max_new_tokens, stop, prefill_chunk, streams=False)
+    batch = make_batch(model, prompts, **sizes)
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as total, _mesh(model), explained:
         if method.holds == "host":
@@ -200,7 +199,7 @@ def compile_ahead(
             cache, logits = compile(append_step_jit, model.params, model.config, method, cache, tokens, counts)
             compile(due_jit, method, cache)
         token = compile(sample_jit, logits, sampling, key, 0)
-        if max_new_tokens > 1:
+        if batch.max_new_tokens > 1:
             state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
             args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)

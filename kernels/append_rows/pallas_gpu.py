@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import reference
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
@@ -18,20 +17,9 @@ TILE = 16  # tokens of a program
 
 
 def append_rows(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    positions: Int[Array, "B K C"] | None,
-    length: Int[Array, "B K"],
-    new_keys: Float[Array, "B K T D"],
-    new_values: Float[Array, "B K T D"],
-    new_positions: Int[Array, "B T"],
-    real: Bool[Array, "B T"],
-    *,
-    tile: int = TILE,
-    warps: int | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+    keys, values, degree, positions, length, new_keys, new_values, new_positions, real,
+    *, tile=TILE, warps=None, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     for x in (keys, values, new_keys, new_values):
         if x.dtype not in DTYPES:

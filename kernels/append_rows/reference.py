@@ -2,22 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
-def append_rows(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    positions: Int[Array, "B K C"] | None,
-    length: Int[Array, "B K"],
-    new_keys: Float[Array, "B K T D"],
-    new_values: Float[Array, "B K T D"],
-    new_positions: Int[Array, "B T"],
-    real: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+def append_rows(keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     batch, heads, tokens, _ = new_keys.shape
     slots = jnp.where(real[:, None, :], length[..., None] + ordinals(tokens, 3), keys.shape[2])

@@ -9,7 +9,6 @@ online in base 2. Partial outputs are float32: 4 (D + 1) bytes per split and que
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.tuning import blocks
@@ -30,18 +28,7 @@ COMBINED_COLUMNS = 32  # of a program that combines splits: more programs, each 
 LOG2_E = math.log2(math.e)
 
 
-def biased_attention(
-    q: Float[Array, "B T H D"],
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    length: Int[Array, "B K"] | None,
-    *,
-    return_lse: bool,
-    return_probs: bool,
-    sizes: Mapping[str, int] | None = None,
-    interpret: bool = False,
-):
+def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`.
 
     `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots

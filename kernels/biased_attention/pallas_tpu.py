@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
 from clusterkv_jax.kernels.dispatch import matmul_precision
@@ -24,18 +24,7 @@ from clusterkv_jax.kernels.tuning import blocks
 LANES = 128
 
 
-def biased_attention(
-    q: Float[Array, "B T H D"],
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    length: Int[Array, "B K"] | None,
-    *,
-    return_lse: bool,
-    return_probs: bool,
-    block: int | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
-):
+def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, block=None, interpret=False):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`; `block` slots are read at a time."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]

@@ -19,16 +19,7 @@ def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) 
     return jnp.where(occupied, jnp.log(jnp.where(occupied, degree.astype(jnp.float32), 1.0)), -jnp.inf)
 
 
-def biased_attention(
-    q: Float[Array, "B T H D"],
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    length: Int[Array, "B K"] | None,
-    *,
-    return_lse: bool,
-    return_probs: bool,
-):
+def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]

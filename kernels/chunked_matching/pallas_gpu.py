@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.tuning import blocks
@@ -20,19 +20,9 @@ SIZES = {"columns": 64, "warps": 8, "stages": 2}  # columns read at once; warps 
 
 
 def chunked_matching(
-    features: Float[Array, "B K N E"],
-    *,
-    chunk: int,
-    bias: Float[Array, "B K N"] | None,
-    normalize: bool,
-    start: Int[Array, "B K"] | int | None,
-    length: Int[Array, "B K"] | int | None,
-    index: Int[Array, "B K R"] | None = None,
-    values: Float[Array, "B K N D"] | None = None,
-    key_weight: Float[Array, "B K"] | None = None,
-    value_weight: float = 1.0,
-    interpret: bool = False,
-) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    features, *, chunk, bias, normalize, start, length, index=None,
+    values=None, key_weight=None, value_weight=1.0, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     check_dtypes("chunked_matching", features, *([] if values is None else [values]))
     batch, heads, slots, width = features.shape

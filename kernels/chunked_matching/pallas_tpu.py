@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
@@ -29,20 +28,9 @@ TILE, LANES = 16, 128
 
 
 def chunked_matching(
-    features: Float[Array, "B K N E"],
-    *,
-    chunk: int,
-    bias: Float[Array, "B K N"] | None,
-    normalize: bool,
-    start: Int[Array, "B K"] | int | None,
-    length: Int[Array, "B K"] | int | None,
-    index: Int[Array, "B K R"] | None = None,
-    values: Float[Array, "B K N D"] | None = None,
-    key_weight: Float[Array, "B K"] | None = None,
-    value_weight: float = 1.0,
-    block: int | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    features, *, chunk, bias, normalize, start, length, index=None,
+    values=None, key_weight=None, value_weight=1.0, block=None, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
     if values is not None and key_weight is not None:
         match = functools.partial(chunked_matching, chunk=chunk, block=block, interpret=interpret)

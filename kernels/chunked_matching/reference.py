@@ -1,6 +1,5 @@
 """Chunked matching in plain jnp: the definition, and the path of platforms without a kernel."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,18 +11,8 @@ from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def chunked_matching(
-    features: Float[Array, "B K N E"],
-    *,
-    chunk: int,
-    bias: Float[Array, "B K N"] | None,
-    normalize: bool,
-    start: Int[Array, "B K"] | int | None,
-    length: Int[Array, "B K"] | int | None,
-    index: Int[Array, "B K R"] | None = None,
-    values: Float[Array, "B K N D"] | None = None,
-    key_weight: Float[Array, "B K"] | None = None,
-    value_weight: float = 1.0,
-) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    features, *, chunk, bias, normalize, start, length, index=None, values=None, key_weight=None, value_weight=1.0
+):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     if values is not None and key_weight is not None:
         match = partial(chunked_matching, chunk=chunk)
@@ -73,17 +62,7 @@ def chunked_matching(
     return jnp.where(score > -jnp.inf, match, -1), score
 
 
-def as_product(
-    match: Callable[..., tuple[Array, Array]],
-    keys: Float[Array, "B K N D"],
-    values: Float[Array, "B K N D"],
-    key_weight: Float[Array, "B K"],
-    value_weight: float,
-    bias: Float[Array, "B K N"] | None,
-    start: Int[Array, "B K"] | int | None,
-    length: Int[Array, "B K"] | int | None,
-    index: Int[Array, "B K R"] | None,
-) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+def as_product(match, keys, values, key_weight, value_weight, bias, start, length, index):
     """`match` by the score of keys and values, as a product of features [sqrt(w) k, sqrt(value_weight) v / |v|] and a
     bias.
 

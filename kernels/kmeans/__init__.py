@@ -47,9 +47,7 @@ def lloyd(
     length: Int[Array, "B K"] | None = None,
     count: Int[Array, "B K"] | None = None,
     before: Int[Array, "B K N"] | None = None,
-    *,
-    scaled: Any = None,
-    backend: str | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"], Bool[Array, "B K"]]:
     """One step of Lloyd's algorithm: `assign`, then every centroid moves to the mean of its keys.
 
@@ -59,15 +57,13 @@ def lloyd(
             keep the label that they had `before`, are in no mean.
         changed: of each head, whether any label is another than `before`.
 
-    Raises:
-        as `assign`.
+    `options` and errors are those of `assign`.
     """
-    options = {"with_means": True, "scaled": scaled, "backend": backend}
-    labels, means, sizes, changed = _kmeans(keys, centroids, length, count, before, **options)
+    labels, means, sizes, changed = _kmeans(keys, centroids, length, count, before, with_means=True, **options)
     return means, labels, sizes, changed
 
 
-def _kmeans(keys: Array, centroids: Array, *rest: Array | None, backend: str | None, **options: Any):
+def _kmeans(keys: Array, centroids: Array, *rest: Array | None, backend: str | None = None, **options: Any):
     if not centroids.shape[2]:
         raise ValueError("K-means needs at least one centroid, got 0.")
-    return dispatch("kmeans", BACKENDS, backend, keys, centroids, *rest, **options)
+    return dispatch("kmeans", BACKENDS, backend, keys, centroids, *rest, **{"scaled": None, **options})

@@ -9,10 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.gpu import LEAST_SHARED, arange, call, dot, load_rows, power_of_two, shared_memory
 
@@ -37,17 +35,7 @@ def _tile(sizes: dict[str, int]) -> int:
     return min(sizes["label_keys"], 128 if shared_memory() > LEAST_SHARED else 64)
 
 
-def first_guess(
-    keys: Float[Array, "H N D"],
-    norms: Float[Array, "H N"],
-    heads_of: Float[Array, "H C D"],
-    tail_norm: Float[Array, "H C"],
-    end: Int[Array | np.ndarray, " H"],
-    present: Int[Array | np.ndarray, " H"],
-    shape: tuple[int, int],
-    sizes: dict[str, int],
-    interpret: bool = False,
-) -> Int[Array, "H N"]:
+def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, interpret=False):
     """Labels of scaled keys by the heads of centroids, as -2 - label where in doubt; -1 at or beyond `end`.
 
     `shape` as `groups` returns it; C is a multiple of a group.

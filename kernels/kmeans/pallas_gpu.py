@@ -42,18 +42,9 @@ FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
 
 def kmeans(
-    keys: Float[Array, "B K N D"],
-    centroids: Float[Array, "B K C D"],
-    length: Int[Array, "B K"] | None,
-    used: Int[Array, "B K"] | None = None,
-    before: Int[Array, "B K N"] | None = None,
-    *,
-    with_means: bool,
-    scaled: tuple[Float[Array, "H N D"], Float[Array, "H N"]] | None = None,
-    first_guess: Any = None,
-    sizes: dict[str, int] | None = None,
-    interpret: bool = False,
-):
+    keys, centroids, length, used=None, before=None,
+    *, with_means, scaled=None, first_guess=None, sizes=None, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it.
 
     `first_guess` is the module that makes it, by default the one that serves this call best.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.kmeans.reference import kept, means_of, unit_rows
@@ -25,17 +25,9 @@ LANES = 128
 
 
 def kmeans(
-    keys: Float[Array, "B K N D"],
-    centroids: Float[Array, "B K C D"],
-    length: Int[Array, "B K"] | None,
-    used: Int[Array, "B K"] | None = None,
-    before: Int[Array, "B K N"] | None = None,
-    *,
-    with_means: bool,
-    scaled: None = None,
-    block: int | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
-):
+    keys, centroids, length, used=None, before=None,
+    *, with_means, scaled=None, block=None, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `block` keys are read at a time."""
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]

@@ -18,15 +18,9 @@ def unit_rows(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
 
 
 def kmeans(
-    keys: Float[Array, "B K N D"],
-    centroids: Float[Array, "B K C D"],
-    length: Int[Array, "B K"] | None,
-    used: Int[Array, "B K"] | None = None,
-    before: Int[Array, "B K N"] | None = None,
-    *,
-    with_means: bool,
-    scaled: None = None,
-):
+    keys, centroids, length, used=None, before=None,
+    *, with_means, scaled=None,
+):  # fmt: skip
     """Labels i32 [B,K,N] as in `clusterkv_jax.kernels.kmeans.assign`.
 
     With `with_means` also the means f32 [B,K,C,D] of the keys by their label, the centroid where there are none, their

@@ -6,14 +6,12 @@
 Bytes: every row of a list once, 2 D elements, and 4 of its number. Gathered first, rows would be moved three times.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     COMBINED_COLUMNS,
@@ -25,18 +23,7 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
 
 
-def recalled_attention(
-    q: Float[Array, "B K G D"],
-    keys: Float[Array, "B K N D"],
-    values: Float[Array, "B K N D"],
-    rows: Int[Array, "B K J R"],
-    since: Int[Array, " B"] | None = None,
-    length: Int[Array, "B K"] | None = None,
-    *,
-    unlisted: int = 0,
-    sizes: Mapping[str, int] | None = None,
-    interpret: bool = False,
-) -> Float[Array, "B K G D"]:
+def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0, sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`; `sizes` as in `biased_attention`."""
     check_dtypes("recalled_attention", q, keys, values)
     batch, heads, queries, dim = q.shape

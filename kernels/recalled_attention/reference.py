@@ -1,23 +1,13 @@
 """Attention over recalled rows in two steps: gather them, attend to what was gathered."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
-def recalled_attention(
-    q: Float[Array, "B K G D"],
-    keys: Float[Array, "B K N D"],
-    values: Float[Array, "B K N D"],
-    rows: Int[Array, "B K J R"],
-    since: Int[Array, " B"] | None = None,
-    length: Int[Array, "B K"] | None = None,
-    *,
-    unlisted: int = 0,
-) -> Float[Array, "B K G D"]:
+def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
     batch, heads, queries, dim = q.shape
     if since is not None:

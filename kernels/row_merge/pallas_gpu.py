@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, power_of_two
 from clusterkv_jax.kernels.tuning import blocks
@@ -29,19 +29,7 @@ SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a prog
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
-def row_merge(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    rows: Int[Array, "B K R"],
-    length: Int[Array, "B K"],
-    match: Int[Array, "B K A"],
-    score: Float[Array, "B K A"],
-    merges: Int[Array, " B"],
-    *,
-    chunk: int,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
+def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, interpret=False):
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     check_dtypes("row_merge", keys, values)
     batch, heads, _, width = keys.shape

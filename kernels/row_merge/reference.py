@@ -8,18 +8,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 
 
-def row_merge(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
-    degree: Float[Array, "B K C"],
-    rows: Int[Array, "B K R"],
-    length: Int[Array, "B K"],
-    match: Int[Array, "B K A"],
-    score: Float[Array, "B K A"],
-    merges: Int[Array, " B"],
-    *,
-    chunk: int,
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
+def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk):
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     del chunk
     leaves = top_rows(score, merges)

@@ -1,21 +1,9 @@
 """The rows of the best clusters in plain jnp, as the paper does it: sort, prefix sums, look up."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 
-def select_rows(
-    scores: Float[Array, "B K J C"],
-    sizes: Int[Array, "B K C"],
-    starts: Int[Array, "B K C"],
-    order: Int[Array, "B K N"] | None,
-    room: Int[Array, " B"],
-    kept: Int[Array, "B K J count"] | None = None,
-    active: Bool[Array, " B"] | None = None,
-    *,
-    count: int,
-    sinks: int = 0,
-) -> Int[Array, "B K J count"]:
+def select_rows(scores, sizes, starts, order, room, kept=None, active=None, *, count, sinks=0):
     """See `clusterkv_jax.kernels.select_rows.select_rows`."""
     ranked = jnp.argsort(scores, axis=-1, stable=True, descending=True)
     size, start = (jnp.take_along_axis(x[:, :, None], ranked, axis=-1) for x in (sizes, starts))
