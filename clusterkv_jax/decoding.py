@@ -141,7 +141,7 @@ def extend(
     """Append the first `counts` of T tokens to each row and cluster if due; logits after the last of these tokens."""
     cache, logits = feed(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = _where_due(late, partial(recompress, method), cache)
+        cache = _where_due(late, partial(recompress, method, rope=config.rope), cache)
     return cache, logits
 
 
@@ -233,7 +233,7 @@ def decode_loop(
 
 feed_jit = jax.jit(feed, static_argnames=("config", "method"), donate_argnames=("cache",))
 due_jit = jax.jit(due, static_argnames=("method",))
-recompress_jit = jax.jit(recompress, static_argnames=("method",), donate_argnames=("cache",))
+recompress_jit = jax.jit(recompress, static_argnames=("method", "rope"), donate_argnames=("cache",))
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
 
 

@@ -259,7 +259,7 @@ def _ask(model: Model, method: Method, cache: KVCache, asked: list[Tokens], step
         cache, latest = feed_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
         # Asked on the host: most questions leave room, and clustering is then not even compiled here.
         if due_jit(method, cache):
-            cache = recompress_jit(method, cache)
+            cache = recompress_jit(method, cache, model.config.rope)
         logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
     assert logits is not None
     return cache, logits
