@@ -17,7 +17,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import learned
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned import expected
+from clusterkv_jax.learned import expected, repetition
 from clusterkv_jax.learned.leverage import leverage
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.chassis import step_layer
@@ -211,9 +211,9 @@ def test_reconstruction_does_not_depend_on_blocks_of_queries():
     tokens = jnp.asarray([prompt(1, 53)])
     whole = score(tokens)
     with mock.patch("clusterkv_jax.learned.repetition.LOGITS_AT_ONCE", 16 * 4 * 108):
-        jax.clear_caches()
+        repetition._repeat_layer.clear_cache()
         blocks = score(tokens)
-    jax.clear_caches()
+    repetition._repeat_layer.clear_cache()
     close(np.stack(blocks), np.stack(whole), 5e-5)
 
 
@@ -246,8 +246,7 @@ def test_surrogates_are_kvzaps(case):
 @CASES
 def test_scores_of_single_layers_are_kvpresss(case):
     outputs, meta = golden(f"tokenscores_case{case}")
-    settings = meta if "lagkv" in meta else meta["cut_gap"]
-    lag, chunk = settings["lagkv"]["lag_size"], settings["compactor"]["chunk_size"]
+    lag, chunk = meta["lagkv"]["lag_size"], meta["compactor"]["chunk_size"]
     for i, layer in enumerate(model(case).layers):
         close(learned.keydiff(layer.k)[0], outputs["score_keydiff"][i])
         lagged = functools.partial(learned.lagkv, layer.k, layer.v, lag=lag)
@@ -340,8 +339,6 @@ def test_padding_never_matters_and_a_sequence_does_not_depend_on_its_batch(name,
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_of_bfloat16_are_float32(name):
     rows = [x.astype(jnp.bfloat16) for x in tensors(3)]
-    if name == "criticalkv":
-        rows[1] = rows[1].astype(jnp.float32)
     assert SCORES[name](*rows, None).dtype == jnp.float32
 
 
@@ -406,6 +403,58 @@ def test_a_row_for_two_equal_ones_weighs_two(select):
     assert (np.asarray(log_bias)[np.asarray(rows) < 0] == -np.inf).all()
 
 
+@functools.cache
+def refits(**settings):
+    return jax.jit(functools.partial(learned.refit, **settings))
+
+
+@pytest.mark.parametrize("case", [0, 2, 4, 6])
+def test_rows_that_are_there_are_refitted_as_well(case):
+    """By Gram matrices in float32: as near as singular values come where queries are many, and nearer elsewhere."""
+    file, meta = golden(f"attention_matching_case{case}")
+    queries, keys, values = arrays(file["queries"], file["keys"], file["values"])
+    rows, errors = file["rows"], meta["error"]
+
+    def error(asked, **settings):
+        fitted = refits(**settings)(queries, keys, values, keys[rows], values[rows], jnp.zeros(len(rows)))
+        return output_error(file, file[asked], rows, *map(np.asarray, fitted))
+
+    assert error("queries_unseen") < 1.005 * errors["reference_unseen_queries"]
+    assert error("queries") < 0.4 * errors["chosen_rows_alone"]
+    if meta["n"] >= meta["t"]:
+        assert error("queries", ridge=1e-6, block=32) < 1.01 * errors["reference"]
+    close(error("queries", ridge=1e9), errors["chosen_rows_alone"], 1e-3)
+
+
+def test_refitted_centroids_answer_better_and_empty_slots_stay_empty():
+    rng = np.random.default_rng(2)
+    queries, keys, values = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (200, 40, 40))
+    centroids = [jnp.mean(x.reshape(20, 2, 8), axis=1) for x in (keys, values)]
+    log_bias = jnp.full(20, np.log(2), jnp.float32)
+    fitted = refits(block=64)(queries, keys, values, *centroids, log_bias)
+    full = answers(*map(np.asarray, (queries, keys, values)))
+    before, after = (
+        np.linalg.norm(answers(*map(np.asarray, (queries, centroids[0], v)), np.asarray(b)) - full)
+        for b, v in ((log_bias, centroids[1]), fitted)
+    )
+    assert after < 0.7 * before
+    assert np.abs(np.asarray(fitted[0]) - np.log(2)).max() <= 3 + 1e-5
+
+    def padded(x, rows):
+        return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1), constant_values=jnp.nan)
+
+    masks = {"real": jnp.arange(45) < 40, "used": jnp.arange(211) < 200}
+    slots = [padded(x, 3) for x in centroids]
+    empty = jnp.pad(log_bias, (0, 3), constant_values=-jnp.inf)
+    again = jax.jit(functools.partial(learned.refit, block=64))(
+        *(padded(queries, 11), padded(keys, 5), padded(values, 5), *slots, empty), **masks
+    )
+    for one, other in zip(again, fitted, strict=True):
+        close(one[:20], other, 1e-3)
+    assert (np.asarray(again[0][20:]) == -np.inf).all()
+    assert (np.asarray(again[1][20:]) == 0).all()
+
+
 # --- methods and mistakes ---
 
 
@@ -448,6 +497,14 @@ def test_unequal_heads_get_unequal_scores():
             '"rms" or "omp", got \'max\'',
         ),
         (lambda q, k, v: learned.match(q[0, 0], k[0, 0], v[0, 0], jnp.arange(3), 4), r"rows must be t = 4 .* \(3,\)"),
+        (
+            lambda q, k, v: learned.refit(*(x[0, 0] for x in (q, k, v, k)), v[0, 0, 1:], v[0, 0, :, 0]),
+            r"log_bias \[t\]",
+        ),
+        (
+            lambda q, k, v: learned.refit(*(x[0, 0] for x in (q, k, v, k, v)), v[0, 0, :, 0], ridge=-1),
+            "ridge must be a",
+        ),
         (lambda q, k, v: repeated(prompts=[[1]]), "prompts must be 2, one for each piece of 16 of 20 tokens, got 1"),
         (lambda q, k, v: repeated(chunk=0), "chunk must be a whole number of at least 1, got 0"),
         (lambda q, k, v: repeated(prefix=20), "prefix must be smaller than the context of 20 tokens, got 20"),

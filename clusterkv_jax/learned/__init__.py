@@ -6,7 +6,7 @@
     keydiff, lagkv          how keys and values differ from the others            2504.15364, 2504.04704
     compactor               leverage of keys, and attention inside chunks         2507.08143
     criticalkv, dropkv      what a row does to the layer's output                 2502.03805, OpenReview MqfNzH3TVH
-    match                   rows, biases and values fitted to attention           2602.16284
+    match, refit            rows, biases and values fitted to attention           2602.16284
 
 Scores are float32 and more is more; of equal ones the first row is the better one. Sequences may have unequal
 `lengths`: what lies beyond them never matters, and gets -inf. Everything may be jitted, with numbers, names and a
@@ -17,6 +17,7 @@ from clusterkv_jax.learned.expected import expected_attention
 from clusterkv_jax.learned.leverage import compactor, draw_sketch
 from clusterkv_jax.learned.matching import match
 from clusterkv_jax.learned.output import criticalkv, dropkv, projected_norms
+from clusterkv_jax.learned.refitting import refit
 from clusterkv_jax.learned.repetition import reconstruction
 from clusterkv_jax.learned.statistics import keydiff, lagkv
 from clusterkv_jax.learned.surrogates import surrogate, surrogate_mlp
@@ -32,6 +33,7 @@ __all__ = [
     "match",
     "projected_norms",
     "reconstruction",
+    "refit",
     "surrogate",
     "surrogate_mlp",
 ]

@@ -74,7 +74,7 @@ def criticalkv(
         ValueError: if shapes do not fit.
     """
     real = real_rows(values, lengths)
-    base = jnp.where(real, base, -jnp.inf)
+    base = jnp.where(real, base.astype(jnp.float32), -jnp.inf)
     norms = projected_norms(clean(values, real), output, order=1)
     weight = jnp.mean(norms.reshape(values.shape[0], values.shape[1], -1, values.shape[2]), axis=2)
     chosen = top_rows(base, jnp.broadcast_to(jnp.asarray(first, jnp.int32), values.shape[:1]))
