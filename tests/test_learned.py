@@ -45,7 +45,7 @@ def close(found, expected, tolerance=2e-5):
 
 @functools.cache
 def model(case):
-    """The golden model, and what its layers make of its tokens: hidden, q before and after RoPE, k so, v."""
+    """The golden model (its weights are exact in float16), and what its layers make of its tokens."""
     tensors, meta = golden(f"learned_model_case{case}")
     sizes = (meta[name] for name in ("V", "M", "F", "L", "H", "K", "D"))
     rope = Rope(meta["rope_theta"], meta["D"])
