@@ -1,5 +1,6 @@
 """Clustered KV caches for long-context decoding in JAX."""
 
+from clusterkv_jax import learned
 from clusterkv_jax.attention import attend
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
@@ -14,10 +15,15 @@ from clusterkv_jax.methods import (
     Chelsea,
     ChunkKV,
     ClusterKV,
+    Compactor,
     Composed,
+    DropKV,
+    ExpectedAttention,
     Full,
     GravityKV,
     InfiniGen,
+    KeyDiff,
+    LagKV,
     PyramidKV,
     Quest,
     SnapKV,
@@ -38,12 +44,17 @@ __all__ = [
     "Chelsea",
     "ChunkKV",
     "ClusterKV",
+    "Compactor",
     "Composed",
+    "DropKV",
+    "ExpectedAttention",
     "Full",
     "GravityKV",
     "HeadGroups",
     "InfiniGen",
     "KVCache",
+    "KeyDiff",
+    "LagKV",
     "LayerCache",
     "Model",
     "PagedHeads",
@@ -59,6 +70,7 @@ __all__ = [
     "compress",
     "decode_step",
     "generate",
+    "learned",
     "load",
     "load_cache",
     "prefill",

@@ -140,7 +140,7 @@ def extend_step(
     """Append the first `counts` of T tokens to each sequence and compress if due; logits after the last of them."""
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = _where_due(late, partial(recompress, method), cache)
+        cache = _where_due(late, partial(recompress, method, rope=config.rope), cache)
     return cache, logits
 
 
@@ -239,7 +239,7 @@ def decode_loop(
 
 append_step_jit = jax.jit(append_step, static_argnames=("config", "method"), donate_argnames=("cache",))
 due_jit = jax.jit(due, static_argnames=("method",))
-recompress_jit = jax.jit(recompress, static_argnames=("method",), donate_argnames=("cache",))
+recompress_jit = jax.jit(recompress, static_argnames=("method", "rope"), donate_argnames=("cache",))
 sample_jit = jax.jit(sample, static_argnames=("sampling",))
 
 

@@ -39,7 +39,14 @@ def rotate(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: R
     neighbours apart.
     """
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return turn(x, jnp.cos(angles), jnp.sin(angles), rope)
+
+
+def turn(x: Float[Array, "*rows D"], cos: Float[Array, "..."], sin: Float[Array, "..."], rope: Rope) -> Array:
+    """x with the pairs of its last dimension turned by angles of these cosines and sines, [..., rope.dim / 2].
+
+    Both must broadcast against x by size. Means of cosines and sines give the mean of the rotations.
+    """
     turned, rest = jnp.split(x, [rope.dim], axis=-1)
     turned = turned.astype(jnp.float32)
     if rope.interleaved:

@@ -7,14 +7,19 @@ from clusterkv_jax.methods.centroidkv import CentroidKV
 from clusterkv_jax.methods.chelsea import Chelsea
 from clusterkv_jax.methods.chunkkv import ChunkKV
 from clusterkv_jax.methods.clusterkv import ClusterKV
+from clusterkv_jax.methods.compactor import Compactor
 from clusterkv_jax.methods.composed import Composed
+from clusterkv_jax.methods.dropkv import DropKV
+from clusterkv_jax.methods.expected_attention import ExpectedAttention
 from clusterkv_jax.methods.families.clustering import Clustering
-from clusterkv_jax.methods.families.eviction import Eviction, Windowed, window_of
+from clusterkv_jax.methods.families.eviction import Eviction, Scoped, Windowed, window_of
 from clusterkv_jax.methods.families.recall import Recall
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.gravitykv import GravityKV
 from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
+from clusterkv_jax.methods.keydiff import KeyDiff
+from clusterkv_jax.methods.lagkv import LagKV
 from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
 from clusterkv_jax.methods.snapkv import SnapKV
@@ -29,12 +34,17 @@ __all__ = [
     "ChunkKV",
     "ClusterKV",
     "Clustering",
+    "Compactor",
     "Composed",
     "Compressed",
+    "DropKV",
     "Eviction",
+    "ExpectedAttention",
     "Full",
     "GravityKV",
     "InfiniGen",
+    "KeyDiff",
+    "LagKV",
     "Method",
     "Protected",
     "PyramidKV",
@@ -42,6 +52,7 @@ __all__ = [
     "Recall",
     "Rows",
     "Schedule",
+    "Scoped",
     "SnapKV",
     "StreamingLLM",
     "Windowed",

@@ -33,6 +33,7 @@ from clusterkv_jax.cache import (
 )
 from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
+from clusterkv_jax.models.config import Rope
 
 
 @jax.tree_util.register_dataclass
@@ -146,13 +147,16 @@ def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
 
 
 @jax.named_scope("recompress")
-def recompress(method: Method, cache: KVCache) -> KVCache:
-    """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit."""
+def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
+    """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit.
+
+    `rope` are the model's rotations, for methods that score rows by queries of other positions.
+    """
     layers, states, selection = [], [], None
     for number, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         before = selection if "selection" in method.needs(number) else None
         parts = [
-            _recompress_group(method, group, memory, cache.position, None if before is None else before[i])
+            _recompress_group(method, group, memory, cache.position, rope, None if before is None else before[i])
             for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
         ]
         selection = tuple(part.selection for part in parts) if before is None else before
@@ -162,14 +166,14 @@ def recompress(method: Method, cache: KVCache) -> KVCache:
 
 
 def _recompress_group(
-    method: Method, group: Group, memory: State, position: Int[Array, " B"], selection: Any
+    method: Method, group: Group, memory: State, position: Int[Array, " B"], rope: Rope | None, selection: Any
 ) -> Compressed:
     if memory is None or "due" not in memory:
         return Compressed(group, memory)
     counts = rows_held(group)
     target = jnp.where(counts >= memory["due"], memory["budget"], counts)
     slots = group.degree.shape[2]
-    plan = GroupPlan((), slots, most_rows=slots)
+    plan = GroupPlan((), slots, most_rows=slots, rope=rope)
     result = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
     return replace(result, memory=memory | (result.memory or {}))
 

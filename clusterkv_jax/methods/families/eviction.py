@@ -1,12 +1,13 @@
 """Methods that keep the rows of the highest scores and drop the others.
 
 Eviction    what a row is worth is all that a method must say
+Scoped      the same, and a setting says whether rows compete in their head or in their layer
 Windowed    worth is the attention of the last `window` queries, which always stay
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
+    Holding,
     Memory,
     Method,
     Need,
@@ -120,6 +122,44 @@ class Eviction(Method):
         return pages.chosen(group, jnp.where(over[:, None, None], keep, every_row))
 
 
+class Scoped(Eviction):
+    """Rows compete with those of their head, or with those of all heads of the layer, as AdaKV's do.
+
+    The dataclasses below it have the field `scope`, and `decode_interval` where they can score rows while decoding.
+    """
+
+    scope: Literal["head", "layer"]
+    decode_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        by_head = isinstance(self.budget.shares, tuple) and isinstance(self.budget.shares[0], tuple)
+        unshared = 'one without shares per head where scope is "layer": those are the prompt\'s own'
+        check_fields(
+            self,
+            ("scope", self.scope in ("head", "layer"), '"head" or "layer"'),
+            ("budget", self.scope == "head" or not by_head, unshared),
+            check_interval(self),
+        )
+
+    @property
+    @override
+    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Tokens, in pages where heads of a layer hold unequally many."""
+        return "pages" if self.scope == "layer" else "tokens"
+
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        return every(self.decode_interval)
+
+
+def check_interval(method: Any) -> tuple[str, bool, str]:
+    """The rule of `decode_interval`, for `check_fields`."""
+    interval = method.decode_interval
+    return "decode_interval", interval is None or is_count(interval, 1), "a whole number of at least 1 or None"
+
+
 class Windowed(Eviction):
     """Keeps the last `window` rows, and of those before them the ones that the last `window` queries attend to most.
 
@@ -134,11 +174,7 @@ class Windowed(Eviction):
         check_fields(
             self,
             ("window", is_count(self.window, 1), "a whole number of at least 1"),
-            (
-                "decode_interval",
-                self.decode_interval is None or is_count(self.decode_interval, 1),
-                "a whole number of at least 1 or None",
-            ),
+            check_interval(self),
         )
 
     @property

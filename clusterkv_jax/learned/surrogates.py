@@ -1,0 +1,59 @@
+"""KVzap (2601.07891): scores that are predicted from what enters the attention, without queries or attention.
+
+A surrogate is fitted to the logarithm of KVzip+ scores, layer by layer. It works in the prompt as while decoding.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def surrogate(
+    weights: Float[Array, "M K"], bias: Float[Array, " K"], hidden: Float[Array, "B N M"]
+) -> Float[Array, "B K N"]:
+    """Linear surrogate of a layer: hidden @ weights + bias, in float32, on the scale of a logarithm.
+
+    Args:
+        weights: a column per KV head.
+        bias: a number per KV head.
+        hidden: what enters the layer's attention, after its input norm.
+
+    Returns:
+        scores, more is more; no row is protected, and equal tokens tie in layer 0.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_layer("weights", weights, "bias", bias, hidden.shape[-1])
+    return jnp.swapaxes(affine(hidden, weights, bias), 1, 2)
+
+
+def surrogate_mlp(
+    inner_weights: Float[Array, "M F"],
+    inner_bias: Float[Array, " F"],
+    weights: Float[Array, "F K"],
+    bias: Float[Array, " K"],
+    hidden: Float[Array, "B N M"],
+) -> Float[Array, "B K N"]:
+    """Surrogate with one inner layer of F units (M / 8 in the paper) and the exact GELU; otherwise as `surrogate`."""
+    check_layer("inner_weights", inner_weights, "inner_bias", inner_bias, hidden.shape[-1])
+    check_layer("weights", weights, "bias", bias, inner_weights.shape[1])
+    inner = jax.nn.gelu(affine(hidden, inner_weights, inner_bias), approximate=False)
+    return jnp.swapaxes(affine(inner, weights, bias), 1, 2)
+
+
+def affine(x: Float[Array, "B N I"], weights: Float[Array, "I O"], bias: Float[Array, " O"]) -> Float[Array, "B N O"]:
+    """x @ weights + bias in float32."""
+    x, weights, bias = (each.astype(jnp.float32) for each in (x, weights, bias))
+    return jnp.einsum("bni,io->bno", x, weights, precision=HIGHEST) + bias[None, None]
+
+
+def check_layer(name: str, weights: Array, bias_name: str, bias: Array, inputs: int) -> None:
+    """Raise ValueError unless the weights take so many inputs and have as many outputs as the bias."""
+    if weights.shape != (inputs, *bias.shape):
+        raise ValueError(
+            f"{name} must be [{inputs}, outputs] with as many outputs as {bias_name}, "
+            f"got {weights.shape} and {bias.shape}."
+        )
