@@ -45,6 +45,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Shapes are broadcast where that is written, not by the number of their dimensions.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Tracing makes and drops millions of small objects; looking for circles among them took a third of the suite's time.
+gc.freeze()
+gc.set_threshold(200_000, 20, 50)
+
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 25_000
 
 # Shapes compile, and a first compilation takes seconds: no deadline, few examples.
