@@ -1,71 +1,33 @@
 """The documentation tells the truth: its Python runs and prints what it says, its commands, links and letters exist."""
 
-import contextlib
 import functools
-import importlib.util
-import io
 import os
 import re
 import unicodedata
 from pathlib import Path
 
-import pytest
 import typer
 import yaml
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
+from tests.support.pages import DOCS, FIRST, GENERATED, PAGES, PROGRAMS, ROOT, TEXTS, blocks, each, run_python
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-FOLDERS = ("docs", "models", "kernels", "configs", "scripts", "tests")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 SHAPE = re.compile(r'(?:Array|ndarray)[^"\n]{0,40}, "([^"\n]*)"')
 
 
-def _generator():
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# What the site has beside the pages that are files, by path.
-GENERATED = {DOCS / name: text for name, text in _generator().pages().items()}
-TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES} | GENERATED
-
-
-def _each(pages):
-    return pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages])
-
-
-def _blocks(page, language):
-    return [code for kind, code in FENCE.findall(TEXTS[page]) if kind == language]
-
-
-@_each(page for page in TEXTS if _blocks(page, "python"))
+@each(page for page in PROGRAMS if page in FIRST)
 def test_python_runs_and_prints_what_it_says(page, monkeypatch):
-    """The blocks of a page are one program, from top to bottom."""
     monkeypatch.chdir(ROOT)
-    names = {}
-    for code in _blocks(page, "python"):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, page.name, "exec"), names)
-        says = [line.split("  # ", 1)[1] for line in code.splitlines() if line.startswith("print(") and "  # " in line]
-        for line, said in zip(printed.getvalue().splitlines(), says, strict=True):
-            assert said == line or said.startswith(f"{line}: "), f"prints {line!r}, the comment says {said!r}"
+    run_python(page)
 
 
-@_each(page for page in TEXTS if _blocks(page, "bash"))
+@each(page for page in TEXTS if blocks(page, "bash"))
 def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
-    for code in _blocks(page, "bash"):
+    for code in blocks(page, "bash"):
         for target in re.findall(r"^make ([\w-]+)", code, re.MULTILINE):
             assert f"\n{target}:" in makefile
         for script in re.findall(r"^python (\S+\.py)", code, re.MULTILINE):
@@ -93,7 +55,7 @@ def _help(path):
     return CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "300"}).stdout
 
 
-@_each(PAGES)
+@each(PAGES)
 def test_links_lead_somewhere(page):
     for link, anchor in LINK.findall(_without_code(TEXTS[page])):
         target = Path(os.path.normpath(page.parent / link)) if link else page
@@ -119,7 +81,7 @@ def _without_code(text):
     return re.sub(r"^(```+).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@_each(PAGES)
+@each(PAGES)
 def test_lines_are_short(page):
     """Outside tables and fences, which may not be broken."""
     lines = _without_code(TEXTS[page]).splitlines()
