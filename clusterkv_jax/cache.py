@@ -245,7 +245,7 @@ def append(
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
         return LayerCache(*rows_after[:3], length, rows_after[3])
 
-    # What is the same for all heads has one, which no mesh splits.
+    # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
     return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
 
 

@@ -23,7 +23,7 @@ from clusterkv_jax.sharding import over_heads
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
-# What a head whose every key has a similar neighbour gets beside one without any, which gets 1 more.
+# The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
 
 

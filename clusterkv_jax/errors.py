@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B?)\b")
-# A kernel that does not fit into these is no matter of how much is asked of the device.
+# Memory inside a chip. A kernel that exceeds it is too large at any batch size or prompt length.
 _ON_CHIP = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 
 

@@ -55,7 +55,7 @@ def select_rows(
     # One to spare for what is masked, and seven that keep every program's marks at a multiple of 8 bytes.
     scratch += [jax.ShapeDtypeStruct((*own, places + 8), jnp.int8)] if marked else []
     flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
-    # What is kept is in the place of what is chosen, so that inactive sequences write nothing.
+    # The output starts as `kept`: the kernel writes only the rows of active sequences.
     inputs = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
     rows, *_ = call(
         partial(
