@@ -210,3 +210,12 @@ def test_rounds_are_known_on_the_host(method):
     forecast = count_rounds(lengths, target, schedule, **apart)
     assert forecast == int(rounds.max()) > 2
     jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, expected_rounds=forecast)[0], expected)
+
+
+def test_edges_is_the_plain_name_of_a():
+    for rows, chunk in ((90, 16), (7, 4)):
+        schedules = [merge_schedule(rows, chunk, (0.8,), name) for name in ("edges", "A", "middle")]
+        np.testing.assert_array_equal(schedules[0], schedules[1])
+        assert (schedules[2] >= schedules[1]).all()
+        assert (schedules[2] > schedules[1]).any()
+    assert ckv.CentroidKV(ckv.Budget(ratio=0.5), merge_of="edges").ratios == (0.8,)

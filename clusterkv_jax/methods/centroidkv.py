@@ -14,12 +14,12 @@ class CentroidKV(Clustering):
     """Merge `merge_ratio` of the edges per round until the budget B = int(R n) is met; B >= n, or a ratio of 0, keeps
     everything.
 
-    `merge_of` is what the ratio is taken of: the A rows that have an edge ("A", the published reading) or all middle
-    rows.
+    `merge_of` is what the ratio is taken of: the "edges", one for each A row, which is the published reading and its
+    name there, "A"; or all rows of the "middle".
     """
 
     merge_ratio: float = 0.8
-    merge_of: Literal["A", "middle"] = "A"
+    merge_of: Literal["edges"] | Literal["A", "middle"] = "A"
     interval: int = 128
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Clustering(Method):
             ("recent", is_count(self.recent), "a whole number of at least 0"),
             ("chunk", is_count(self.chunk, 2) and self.chunk % 2 == 0, "an even number of rows, at least 2"),
             ("interval", is_count(self.interval, 1), "a whole number of at least 1"),
-            ("merge_of", self.merge_of in ("A", "middle"), '"A" or "middle"'),
+            ("merge_of", self.merge_of in ("edges", "A", "middle"), '"edges" (or "A") or "middle"'),
         )
 
     @property
