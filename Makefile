@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-pages lint format docs parity clean
+.PHONY: help demo test test-compile test-build test-kernels test-pages lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
 	@echo "make test-build    archives built and installed, the demo model's training in small"
+	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
 	@echo "make lint    ruff and pyright"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
@@ -38,11 +39,15 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/compile --ignore tests/build --ignore tests/pages --ignore tests/parity $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels pages parity) $(ARGS)
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and half a gigabyte for a GPU.
 test-compile: $(STAMPS)/gpu-compile
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/compile
+
+# Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
+test-kernels: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/kernels
 
 # Apart from `make test`: every page's program reads with the demo model, which takes seconds each.
 test-pages: $(STAMPS)/test

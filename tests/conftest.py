@@ -45,9 +45,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Shapes are broadcast where that is written, not by the number of their dimensions.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Tracing makes and drops millions of small objects; looking for circles among them took a third of the suite's time.
-gc.freeze()
-gc.set_threshold(200_000, 20, 50)
+# Tracing makes and drops millions of small objects. Looking for circles among them takes a quarter of the suite's time,
+# so that is done between modules, when enough objects have come together.
+gc.disable()
+MOST_OBJECTS = 5_000_000
 
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 25_000
 
@@ -70,6 +71,8 @@ def _forget_programs():
     yield
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
+        gc.collect()
+    elif gc.get_count()[0] > MOST_OBJECTS:
         gc.collect()
 
 
