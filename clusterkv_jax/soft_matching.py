@@ -81,6 +81,7 @@ def cluster(
     slots: int | None = None,
     edges: Edges | None = None,
     expected_rounds: int = 0,
+    enough: bool = False,
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """Rounds of matching until every head of a sequence holds exactly its `budget` rows.
 
@@ -100,6 +101,7 @@ def cluster(
         edges: GravityKV's score instead of the cosine of keys.
         expected_rounds: as many rounds are done without asking the device whether there is more to merge, for a GPU
             that would idle until the answer is back; `count_rounds` tells. Rounds with nothing to merge change nothing.
+        enough: the caller knows that no more rounds are needed, and the program asks the device nothing.
 
     Returns:
         the layer with its budget met, and the rounds done.
@@ -126,7 +128,8 @@ def cluster(
     if expected_rounds:
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
-    state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
+    if not enough:
+        state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
     layer, slots_in_use, rounds, _ = state
     return pick(layer, slots_in_use, sinks, layer.capacity if slots is None else slots), rounds
 

@@ -209,7 +209,9 @@ def test_rounds_are_known_on_the_host(method):
     expected, rounds = cluster(*args, **apart)
     forecast = count_rounds(lengths, target, schedule, **apart)
     assert forecast == int(rounds.max()) > 2
-    jax.tree.map(np.testing.assert_array_equal, cluster(*args, **apart, expected_rounds=forecast)[0], expected)
+    for enough in (False, True):
+        result = cluster(*args, **apart, expected_rounds=forecast, enough=enough)[0]
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 def test_edges_is_the_plain_name_of_a():

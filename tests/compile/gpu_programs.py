@@ -82,9 +82,17 @@ def programs(array):
     def cluster(method, layer, budget, rounds):
         schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
         apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
-        known_rounds = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
+        expected = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
         return soft_matching.cluster(
-            layer, budget, rounds, schedule, **apart, slots=SLOTS, known_rounds=known_rounds, edges=method.edges
+            layer,
+            budget,
+            rounds,
+            schedule,
+            **apart,
+            slots=SLOTS,
+            expected_rounds=expected,
+            enough=True,
+            edges=method.edges,
         )
 
     def decoding(method):
