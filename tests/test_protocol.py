@@ -5,11 +5,13 @@ import inspect
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import methods
-from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.base import Method, Schedule
 from clusterkv_jax.methods.families.eviction import Eviction
 from tests.support.methods import PAGE, LargeValues
 
@@ -73,3 +75,20 @@ def test_the_pieces_of_a_method_are_where_the_page_says():
     ):
         assert name in methods.__all__
         assert inspect.getdoc(getattr(methods, name))
+
+
+@pytest.mark.parametrize("kind", ["token", "ring"])
+def test_eviction_refuses_a_schedule_that_needs_a_step_of_its_own(kind):
+    with pytest.raises(ValueError, match=r"LargeValues schedule must be every\(n\) or Schedule\(\), got"):
+        LargeValues(ckv.Budget(tokens=20), schedule=Schedule(kind))
+
+
+@pytest.mark.wrong_arguments
+def test_a_score_of_another_shape_is_named():
+    class Short(LargeValues):
+        def score(self, rows):
+            return super().score(rows)[..., 1:]
+
+    keys, values = np.ones((2, 1, 2, 100, 16), np.float32)
+    with pytest.raises(ValueError, match=r"Short.score must return \[B,K,C\] = \(1, 2, 100\), got \(1, 2, 99\)."):
+        ckv.compress(Short(ckv.Budget(tokens=20)), None, jnp.asarray(keys), jnp.asarray(values))

@@ -49,7 +49,11 @@ class Eviction(Method):
     budget: Budget
 
     def __post_init__(self) -> None:
-        check_fields(self, ("budget", isinstance(self.budget, Budget), "a Budget"))
+        check_fields(
+            self,
+            ("budget", isinstance(self.budget, Budget), "a Budget"),
+            ("schedule", self.schedule.kind in ("append", "interval"), "every(n) or Schedule()"),
+        )
 
     @abstractmethod
     def score(self, rows: Rows) -> Float[Array, "B #K C"]:
@@ -100,7 +104,10 @@ class Eviction(Method):
     def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
         """The rows that stay: all of them in sequences that hold no more than their budget."""
         cache: Any = rows.cache
-        keep = self.choose(self.score(rows), cache.length, rows.budget, cache.capacity)
+        scores = self.score(rows)
+        if scores.shape not in (shape := cache.degree.shape, (shape[0], 1, shape[2])):
+            raise ValueError(f"{type(self).__name__}.score must return [B,K,C] = {shape}, got {scores.shape}.")
+        keep = self.choose(scores, cache.length, rows.budget, cache.capacity)
         over = rows_held(cache) > rows.budget
         return jnp.where(over[:, None, None], keep, cache.degree > 0)
 
