@@ -10,8 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# The environment holds jax for the CPU. With the `test` extra it also holds libtpu, only to compile for TPUs that are
-# not there; naming the platform keeps jax from looking for one at every start.
+# The environment holds jax for the CPU; naming the platform keeps jax from looking for others at every start.
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -41,8 +40,8 @@ demo: $(STAMPS)/base
 test: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels pages parity) $(ARGS)
 
-# Apart from `make test`: what compiles for accelerators takes minutes, and half a gigabyte for a GPU.
-test-compile: $(STAMPS)/gpu-compile
+# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
+test-compile: $(STAMPS)/compile
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/compile
 
 # Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
@@ -87,7 +86,7 @@ $(STAMPS)/base: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
-$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/docs $(STAMPS)/gpu-compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
+$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/docs $(STAMPS)/compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
 	@echo "Installing the '$*' extra into $(VENV) (once) ..."
 	@$(PIP) --editable '.[$*]'
 	@touch $@

@@ -25,7 +25,7 @@ def _missing() -> list[str]:
 @pytest.fixture(scope="module")
 def programs():
     if missing := _missing():
-        pytest.skip(f"needs {', '.join(missing)} (extra `gpu-compile`)")
+        pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
     process = python(Path(__file__).with_name("gpu_programs.py"))
     return json.loads(process.stdout.splitlines()[-1])
 

@@ -14,7 +14,7 @@ LAYERS, BATCH, TOKENS = "2", "16", "131072"
 
 pytestmark = [
     pytest.mark.tpu_compile,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra `test`)"),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra `compile`)"),
 ]
 
 
