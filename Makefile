@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/installed
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
 # A Python that is 3.11 or later, best tried first; `make PYTHON=...` overrides it.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 python; do \
@@ -21,7 +21,7 @@ help:
 	@echo "make demo    answer a question from a book chapter with the full cache and with a quarter of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
-	@echo "make test-build    archives built and installed, the demo model's training in small"
+	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
 	@echo "make lint    ruff and pyright"
@@ -52,7 +52,7 @@ test-kernels: $(STAMPS)/test
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
 
-# Apart from `make test`: archives are built and installed, a small model is trained.
+# Apart from `make test`: archives are built and installed, a small model is trained, benchmarks run small.
 test-build: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/build
 
