@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from clusterkv_jax.sharding import ambient_mesh
 
-P, R = ParamSpec("P"), TypeVar("R")
+Function = TypeVar("Function", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 
 _MAPPINGS, _MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
@@ -40,7 +40,7 @@ _FOUND = "/jax/compilation_cache/cache_hits"
 
 def jit(
     *, static_argnames: tuple[str, ...] = (), donate_argnames: tuple[str, ...] = ()
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[[Function], Function]:
     """`jax.jit`, as a decorator, for what is called with many methods and shapes: `make_room` may drop its programs.
 
     A dropped program is compiled again when it is called again. Results do not change.
@@ -48,9 +48,7 @@ def jit(
     return lambda function: _droppable(function, static_argnames, donate_argnames)
 
 
-def _droppable(
-    function: Callable[P, R], static_argnames: tuple[str, ...], donate_argnames: tuple[str, ...]
-) -> Callable[P, R]:
+def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames: tuple[str, ...]) -> Any:
     signature = inspect.signature(function)
 
     def program(args: Any, kwargs: Any) -> Any:
@@ -67,10 +65,10 @@ def _droppable(
             return _kept.setdefault(key, fresh)
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return program(args, kwargs)(*args, **kwargs)
 
-    def lower(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def lower(*args: Any, **kwargs: Any) -> Any:
         return program(args, kwargs).lower(*args, **kwargs)
 
     vars(call)["lower"] = lower

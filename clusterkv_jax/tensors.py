@@ -141,7 +141,7 @@ def _build(
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     queries: Float[Array, "B H N D"] | None,
-    rows: Int[Array, ""],
+    rows: int | Int[Array, ""],
     key: Array,
     options: dict[str, Array],
 ) -> Index:

@@ -6,30 +6,27 @@ exit code 0 done · 2 an error, in one sentence · 130 interrupted · 141 who re
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 ERROR, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the `clusterkv` command; takes the process's arguments by default."""
+def run(command: Callable[[], None], *, debug: bool) -> NoReturn:
+    """Ends the process with what comes of the command; with `debug` an error is Python's, traceback and all."""
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
-    code = _flushed(_code(arguments))
+    code = _flushed(_code(command, debug))
     if code == INTERRUPTED:
         os._exit(code)  # jax crashes where Python takes apart what was being compiled
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and written; Python still takes its time to end
     sys.exit(code)
 
 
-def _code(arguments: Sequence[str] | None) -> int:
-    """Runs the command. With --debug an error is Python's, traceback and all."""
+def _code(command: Callable[[], None], debug: bool) -> int:
     try:
-        from clusterkv_jax.cli.commands import app
-
-        app(arguments)
+        command()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -37,7 +34,7 @@ def _code(arguments: Sequence[str] | None) -> int:
         # rich and typer end with 1 where a pipe is closed.
         return CLOSED_PIPE if isinstance(end.__context__, BrokenPipeError) else _number(end.code)
     except Exception as error:
-        if "--debug" in (sys.argv if arguments is None else arguments):
+        if debug:
             raise
         print(f"Error: {error}", file=sys.stderr)
         return ERROR
@@ -54,10 +51,9 @@ def _number(code: str | int | None) -> int:
 
 def _flushed(code: int) -> int:
     """The exit code after what is still to be written has been; Python's own try at exit could only complain."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor is closed
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if isinstance(error, BrokenPipeError):
