@@ -1,8 +1,11 @@
 """What a process that lives long takes: hundreds of requests by all methods, and a large evaluation.
 
+\b
     python scripts/benchmarks/soak.py requests                   500 requests, 120 different ones
     python scripts/benchmarks/soak.py evaluation                 every preset with 4 budgets and 6 lengths
     python scripts/benchmarks/soak.py requests --requests 20     in small
+
+Nearly all of the time goes into compiling. XLA_FLAGS=--xla_cpu_use_fusion_emitters=false shortens it on a CPU.
 
 Each sample is a line of requests.jsonl or evaluation.jsonl: resident memory of the host, memory mappings, bytes in use
 on the device, live arrays. The curves are drawn beside it, as .svg, when the run is over. A run that was stopped goes
@@ -16,9 +19,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,10 +82,12 @@ def evaluation(
     every: Annotated[float, typer.Option(help="Seconds between two samples.")] = 2.0,
     model: ModelName = "demo",
     layers: Layers = 2,
+    folder: Annotated[Path, typer.Option(help="Of the model's first layers and the evaluation's results.")] = Path(
+        "results/soak"
+    ),
     output: Output = Path("docs/results/soak"),
 ) -> None:
     """Run `clusterkv evaluate` in this process, an example of each length; a sample every few seconds."""
-    folder = output / "evaluation"
     network = first_layers(ckv.load(model), layers)
     tokenizer = folder / "tokenizer.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +138,7 @@ def fitting(config: ModelConfig) -> list[str]:
 def answer(model: ckv.Model, name: str, rng: np.random.Generator, number: int) -> ckv.Result:
     """A request: its method by name, its sizes by `rng`, its tokens by its number."""
     name, *host = name.split(", ")
+    settings: dict[str, Any] = {"store": "host"} if host else {}
     budget = ckv.Budget(ratio=float(rng.choice([0.5, 0.75]))) if list_presets()[name].takes_budget else None
     width, batch, asks = int(rng.choice(WIDTHS)), int(rng.integers(1, 4)), bool(rng.integers(2))
     tokens = np.random.default_rng(number)
@@ -139,7 +146,7 @@ def answer(model: ckv.Model, name: str, rng: np.random.Generator, number: int) -
     return ckv.generate(
         model,
         [draw(int(tokens.integers(width - 20, width))) for _ in range(batch)],
-        method=preset(name, budget, **({"store": "host"} if host else {})),
+        method=preset(name, budget, **settings),
         questions=[draw(12) for _ in range(batch)] if asks else None,
         max_new_tokens=int(rng.choice([8, 40])),
         sampling=ckv.Sampling(temperature=float(rng.choice([0.0, 0.8]))),
@@ -151,7 +158,7 @@ def answer(model: ckv.Model, name: str, rng: np.random.Generator, number: int) -
 
 
 @contextmanager
-def samples(file: Path) -> Iterator[tuple[list[dict[str, Any]], Any]]:
+def samples(file: Path) -> Iterator[tuple[list[dict[str, Any]], Callable[..., None]]]:
     """Those of earlier processes, and write(**facts): one more, of this process, with these facts."""
     file.parent.mkdir(parents=True, exist_ok=True)
     earlier = read(file)
@@ -202,11 +209,7 @@ def draw(taken: list[dict[str, Any]], over: str, limit: int) -> str:
     names = [name for name in MEASURES if name in taken[0]]
     figure, panels = new_panels(7.5, 0.6 + 1.7 * len(names), len(names))
     places = [line[over] for line in taken]
-    starts = [
-        place
-        for place, line, last in zip(places[1:], taken[1:], taken, strict=False)
-        if line["process"] > last["process"]
-    ]
+    starts = [line[over] for last, line in pairwise(taken) if line["process"] > last["process"]]
     for axes, name, colour in zip(panels, names, COLOURS, strict=False):
         unit = 1e6 if MEASURES[name].endswith("MB") else 1
         axes.plot(places, [line[name] / unit for line in taken], color=colour, linewidth=1)
