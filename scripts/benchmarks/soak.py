@@ -40,7 +40,7 @@ from clusterkv_jax.files import write_whole
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.presets import list_presets, preset
 
-WIDTHS = (200, 260, 330, 400, 500, 640)  # most tokens of a prompt
+WIDTHS = (192, 256, 320, 384, 512, 640)  # most tokens of a prompt, as `batch.bucket` makes them
 LENGTHS, BUDGETS = "384,512,640,768,896,1024", "0.75,0.5,0.375,0.25"
 MEASURES = {"resident": "host MB", "device": "device MB", "mappings": "mappings", "arrays": "live arrays"}
 
@@ -145,7 +145,7 @@ def answer(model: ckv.Model, name: str, rng: np.random.Generator, number: int) -
     draw = lambda length: tokens.integers(1, model.config.vocab_size, size=length).tolist()  # noqa: E731
     return ckv.generate(
         model,
-        [draw(int(tokens.integers(width - 20, width))) for _ in range(batch)],
+        [draw(int(tokens.integers(width - 19, width + 1))) for _ in range(batch)],
         method=preset(name, budget, **settings),
         questions=[draw(12) for _ in range(batch)] if asks else None,
         max_new_tokens=int(rng.choice([8, 40])),
