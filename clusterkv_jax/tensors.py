@@ -1,7 +1,6 @@
 """Any method on bare tensors: a layer's compressed cache, the index of a recall method, and what it selects."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.programs import jit
 
 
 def compress(
@@ -79,7 +79,7 @@ def compress(
     return _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
 
 
-@partial(jax.jit, static_argnames=("method", "plan", "most"))
+@jit(static_argnames=("method", "plan", "most"))
 def _compress(
     method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
 ) -> LayerCache | HeadGroups:
@@ -134,14 +134,14 @@ def build_index(
     return _build(method, count, keys, values, queries, rows, jax.random.key(0) if key is None else key, options)
 
 
-@partial(jax.jit, static_argnames=("method", "count"))
+@jit(static_argnames=("method", "count"))
 def _build(
     method: Recall,
     count: int,
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     queries: Float[Array, "B H N D"] | None,
-    rows: Int[Array, ""],
+    rows: int | Int[Array, ""],
     key: Array,
     options: dict[str, Array],
 ) -> Index:
@@ -152,7 +152,7 @@ def _build(
     return method.index(group, count, 0, **options)
 
 
-@partial(jax.jit, static_argnums=0)
+@jit(static_argnames=("method",))
 def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Array, "B H budget"]:
     """The positions that a query per head attends to, by the index alone; -1 where there are fewer than the budget.
 
