@@ -347,7 +347,7 @@ def _check_finite(model: Model, method: Method, batch: Batch, sequences: list[To
             place = _first_not_finite(model, text)
             cause = f"from {place}" if place else f"with what {method} keeps; without compression all are"
             raise ValueError(
-                f"prompt {i}: the model's logits after {len(text)} tokens are not finite numbers; "
+                f"Prompt {i}: the model's logits after {len(text)} tokens are not finite numbers; "
                 f"the first numbers that are not come {cause}."
             )
 

@@ -229,13 +229,13 @@ SEEN = [5, 6, 8, 9] * 10
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
-        (BAD_LAYER, {}, r"prompt 0: the model's logits after 40 tokens are not finite .* from layer 1 \(of 0 to 1\)"),
+        (BAD_LAYER, {}, r"Prompt 0: the model's logits after 40 tokens are not finite .* from layer 1 \(of 0 to 1\)"),
         (BAD_LAYER, {"sampling": ckv.Sampling(temperature=1.0, top_p=0.9)}, "layer 1"),
         (BAD_LAYER, {"prefill_chunk": 16, "method": ckv.SnapKV(ckv.Budget(tokens=16), window=4)}, "layer 1"),
         (("layers", 0, "attention", "k", 0), {}, "layer 0"),
         (("lm_head", 7), {}, "the output head"),
-        (("embed", 7), {"questions": [[1, 7], [1, 2]]}, "prompt 0: .* after 42 tokens .* the embeddings"),
-        (("embed", 7), {"questions": [[1, 2], [1, 7]]}, "prompt 1: .* after 42 tokens .* the embeddings"),
+        (("embed", 7), {"questions": [[1, 7], [1, 2]]}, "Prompt 0: .* after 42 tokens .* the embeddings"),
+        (("embed", 7), {"questions": [[1, 2], [1, 7]]}, "Prompt 1: .* after 42 tokens .* the embeddings"),
     ],
 )
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -251,7 +251,7 @@ def test_a_step_whose_logits_are_not_finite_ends_the_generation():
     prompts, options = [[5, 6, 8, 9], SEEN], {"max_new_tokens": 40}
     first, tokens = ckv.generate(tiny(), prompts, **options).tokens
     place, token = next((i, t) for i, t in enumerate(tokens[:-1]) if t not in {0, *SEEN, *first, *tokens[:i]})
-    with pytest.raises(ValueError, match=f"prompt 1: .* after {len(SEEN) + place + 1} tokens .* from the embeddings"):
+    with pytest.raises(ValueError, match=f"Prompt 1: .* after {len(SEEN) + place + 1} tokens .* from the embeddings"):
         ckv.generate(broken("embed", token), prompts, **options)
 
 
