@@ -102,7 +102,8 @@ def evaluate(
                 possible=partial(responses.possible, network),
                 on_lines=on_lines,
             )
-        _write(output, suite, model, lines, None if published is None else split(published))
+        run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
+        _show(_write(output, run, lines, None if published is None else split(published)), output)
 
 
 def join(
@@ -116,17 +117,19 @@ def join(
     """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
     with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import runner
-        from clusterkv_jax.files import write_whole
+        from clusterkv_jax.files import replacing, write_whole
 
         if output.exists():
             raise ValueError(f"{output} exists; name a new folder.")
         run, lines = runner.join(folders)
-        output.mkdir(parents=True)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_whole(output / runner.RESULTS, text)
-        write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
-        config = run["config"]
-        _write(output, config["suite"], config["model"], lines, None if published is None else split(published))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as folder:  # a part of it would be in the way of the next attempt
+            folder.mkdir()
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_whole(folder / runner.RESULTS, text)
+            write_whole(folder / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+            summary = _write(folder, run, lines, None if published is None else split(published))
+        _show(summary, output)
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -144,17 +147,23 @@ def lm_eval(context: typer.Context) -> None:
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _write(output: Path, suite: str, model: str, lines: Sequence[Any], names: tuple[str, ...] | None) -> None:
-    """table.md and report.html from the lines, and the table on the screen."""
-    from clusterkv_jax.evaluation import runner
+def _write(folder: Path, run: Any, lines: Sequence[Any], names: tuple[str, ...] | None) -> Any:
+    """table.md and report.html from the lines; returns the table."""
     from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
-    names_of_peers = table.matching(suite, model) if names is None else names
+    config = run["config"]
+    names_of_peers = table.matching(config["suite"], config["model"]) if names is None else names
     summary = table.beside(table.summarize(lines), [table.published(name) for name in names_of_peers])
-    run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
-    write_whole(output / "table.md", table.markdown(summary))
-    write_whole(output / "report.html", report.report(summary, lines, run))
+    write_whole(folder / "table.md", table.markdown(summary))
+    write_whole(folder / "report.html", report.report(summary, lines, run))
+    return summary
+
+
+def _show(summary: Any, output: Path) -> None:
+    """The table on the screen, and where the files are."""
+    from clusterkv_jax.evaluation.report import table
+
     console = Console()
     console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))

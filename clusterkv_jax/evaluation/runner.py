@@ -8,7 +8,6 @@ The batches of a run depend on its configuration alone, so a resumed run compute
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.evaluation.responses import Answer, Respond
 from clusterkv_jax.evaluation.scoring import score
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Full, Method
 
 RESULTS, RUN = "results.jsonl", "run.json"
@@ -87,23 +86,20 @@ def run(
         if len(finished) != len(lines):
             raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
         on_lines(len(lines))
-        with (folder / RESULTS).open("ab") as file:
-            for entry, (method, batch) in plan:
-                missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in finished}
-                if not missing:
-                    continue
-                first = batch[0].case
-                answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
-                fresh = [
-                    _line(entry, job, answer, method == entry.method)
-                    for job, answer in zip(batch, answers, strict=True)
-                    if job.number in missing
-                ]
-                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh).encode())
-                file.flush()
-                os.fsync(file.fileno())
-                lines += fresh
-                on_lines(len(lines))
+        for entry, (method, batch) in plan:
+            missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in finished}
+            if not missing:
+                continue
+            first = batch[0].case
+            answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
+            fresh = [
+                _line(entry, job, answer, method == entry.method)
+                for job, answer in zip(batch, answers, strict=True)
+                if job.number in missing
+            ]
+            append_whole(folder / RESULTS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh))
+            lines += fresh
+            on_lines(len(lines))
     return lines
 
 
