@@ -128,9 +128,7 @@ def demand(published: Mapping[str, Any], key: str, allowed: Any) -> None:
     """Raise ValueError if the file sets `key` to another value than the one that the decoder implements."""
     value = published.get(key, allowed)
     if (type(value), value) != (type(allowed), allowed):
-        raise ValueError(
-            f"config.json sets {key} = {shown(repr(value))}, which is not supported; allowed: {allowed}."
-        )
+        raise ValueError(f"config.json sets {key} = {shown(repr(value))}, which is not supported; allowed: {allowed}.")
 
 
 def activation(name: str) -> str:

@@ -89,6 +89,6 @@ def test_another_model_method_or_file_is_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(ValueError, match="is not a whole cache file"):
             ckv.load_cache(path, config, METHOD)
-    path.write_bytes(whole.replace(b"cache 1", b"cache 9"))
-    with pytest.raises(ValueError, match="must be of format 'clusterkv_jax cache 1', got 'clusterkv_jax cache 9'"):
+    path.write_bytes(whole.replace(b"cache 2", b"cache 9"))
+    with pytest.raises(ValueError, match="must be of format 'clusterkv_jax cache 2', got 'clusterkv_jax cache 9'"):
         ckv.load_cache(path, config, METHOD)
