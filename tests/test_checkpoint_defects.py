@@ -78,7 +78,7 @@ DEFECTS = {
     "config no JSON": (
         0,
         lambda f: _text(f, "config.json", "{"),
-        "config.json is not valid JSON: Expecting property name",
+        "config.json is not valid JSON: Expecting",
     ),
     "config no UTF-8": (
         0,
@@ -119,14 +119,18 @@ DEFECTS = {
     "index of numbers": (
         3,
         lambda f: _text(f, INDEX, '{"weight_map": {"x": 5}}'),
-        "'weight_map.....': Expected str, got",
+        "Expected str, got int.",
     ),
     "nested config": (0, lambda f: _text(f, "config.json", NESTED), "config.json is nested deeper than 32 levels."),
     "nested index": (3, lambda f: _text(f, INDEX, NESTED), "index.json is nested deeper than 32 levels."),
     "large config": (0, lambda f: _text(f, "config.json", " " * 2**25), "config.json is larger than 16 MiB"),
     "NaN in the config": (0, lambda f: _config(f, rms_norm_eps=float("nan")), "NaN is not a finite number"),
     "a million layers": (0, lambda f: _config(f, num_hidden_layers=10**6), "config.json, field 'num_hidden_layers'"),
-    "many layers": (0, lambda f: _config(f, num_hidden_layers=1024), f"lacks {Q[:12]}2.input_layernorm.weight [32]"),
+    "many layers": (
+        0,
+        lambda f: _config(f, num_hidden_layers=1024),
+        "and 9195 more tensors, which its config.json implies.",
+    ),
     "ends": (0, lambda f: _config(f, eos_token_id=64), "config.json: eos_token_id = 64 is no token of the vocabulary"),
     "generation no JSON": (0, lambda f: _text(f, GENERATION, "{"), f"{GENERATION} is not valid JSON"),
     "generation a list": (0, lambda f: _text(f, GENERATION, "[]"), f"{GENERATION}: Expected object, got array ([])."),
