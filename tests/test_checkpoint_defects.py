@@ -129,7 +129,7 @@ DEFECTS = {
     "many layers": (
         0,
         lambda f: _config(f, num_hidden_layers=1024),
-        "and 9195 more tensors, which its config.json implies.",
+        "and 9195 more tensors, which its",
     ),
     "ends": (0, lambda f: _config(f, eos_token_id=64), "config.json: eos_token_id = 64 is no token of the vocabulary"),
     "generation no JSON": (0, lambda f: _text(f, GENERATION, "{"), f"{GENERATION} is not valid JSON"),
