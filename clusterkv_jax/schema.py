@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Hashable, Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -75,7 +76,7 @@ def from_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid YAML: {shown(error)}.") from error
 
 
-def checked(value: Any, kind: type[T], where: str) -> T:
+def checked(value: Any, kind: type[T] | GenericAlias, where: str) -> T:
     """A parsed value as a declared type (a dataclass, a msgspec.Struct, `list[int]`, ...), checked in every field.
 
     Nothing is cast but lists to tuples and whole numbers to floats.

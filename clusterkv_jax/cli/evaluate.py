@@ -84,7 +84,7 @@ def evaluate(
         config = {
             "suite": suite,
             "model": model,
-            "parameters": manifest.fingerprint(network.params),
+            "parameters": network.config.weights,
             "dtype": str(network.params["embed"].dtype),
             "methods": {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries},
             "query_aware": query_aware,
