@@ -165,10 +165,12 @@ def test_damaged_results_are_named(tmp_path):
     file = tmp_path / runner.RESULTS
     good = file.read_bytes()
     file.write_bytes(good[:100] + b"\n" + good[100:])
-    with pytest.raises(ValueError, match=r"Line 1 of .* is damaged"):
+    with pytest.raises(ValueError, match=r"Line 1 of .* is not valid JSON"):
         go(tmp_path)
     file.write_bytes(good + good.splitlines(keepends=True)[0])
-    with pytest.raises(ValueError, match="holds an example twice"):
+    with pytest.raises(
+        ValueError, match=r"Line 91 of .* answers full with budget 1\.0 of example t0/0 a second time; remove it"
+    ):
         go(tmp_path)
     file.write_bytes(good)
     (tmp_path / runner.RUN).unlink()
@@ -330,7 +332,7 @@ def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
     part(tmp_path / "b", ENTRIES[1:], model="another")
     for folders, said in (
         (("a", "b"), "differ in model: 'stub' and 'another'"),
-        (("a", "a"), "Two runs hold full with budget 1.0 of example"),
+        (("a", "a"), "answers full with budget 1.0 of example t0/0 a second time"),
         (("a", "c"), "c holds no run: run.json and results.jsonl are needed"),
     ):
         with pytest.raises(ValueError, match=said):

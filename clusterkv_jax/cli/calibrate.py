@@ -116,11 +116,7 @@ def read_texts(data: str) -> list[str]:
     config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
-    entries = sources.rows(None, name, (name, config or None, split or "train"))
-    if not entries or not isinstance(entries[0].get("text"), str):
-        raise ValueError(
-            f"data set {data} has no column 'text'; it has {', '.join(entries[0]) if entries else 'no rows'}."
-        )
+    entries = sources.rows(None, name, (name, config or None, split or "train"), sources.TextRow)
     return ["".join(row["text"] for row in entries)]
 
 
