@@ -146,6 +146,7 @@ def draw(measures: Any, file: Path) -> None:
     import numpy as np
 
     from clusterkv_jax.evaluation.report.plots import new_figure
+    from clusterkv_jax.files import replacing
 
     shares = np.asarray(measures.outlier_share)
     layers, heads = shares.shape
@@ -159,9 +160,8 @@ def draw(measures: Any, file: Path) -> None:
     axes.set_yticks(range(0, layers, max(1, layers // 8)))
     axes.set_title(measures.model, fontsize=9)
     figure.colorbar(image, ax=axes, label="keys without a similar neighbour, %")
-    temporary = file.with_suffix(".png.tmp")
-    figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-    temporary.replace(file)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
 
 
 def _frame(x: int, y: int):

@@ -60,7 +60,7 @@ def evaluate(
             _list_suites()
             return
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import manifest, responses, runner
+        from clusterkv_jax.evaluation import manifest, records, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
@@ -103,7 +103,7 @@ def evaluate(
                 possible=partial(responses.possible, network),
                 on_lines=on_lines,
             )
-        _write(output, lines, peers)
+        _show(_write(output, records.read_run(output), lines, peers), output)
 
 
 def join(
@@ -117,17 +117,20 @@ def join(
     """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
     with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import runner
-        from clusterkv_jax.files import write_whole
+        from clusterkv_jax.files import replacing, write_whole
 
         if output.exists():
             raise ValueError(f"{output} exists; name a new folder.")
         run, lines = runner.join(folders)
         peers = _peers(run["config"]["suite"], run["config"]["model"], published)
-        output.mkdir(parents=True)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_whole(output / runner.RESULTS, text)
-        write_whole(output / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
-        _write(output, lines, peers)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as folder:  # a part of it would be in the way of the next attempt
+            folder.mkdir()
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_whole(folder / runner.RESULTS, text)
+            write_whole(folder / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
+            summary = _write(folder, run, lines, peers)
+        _show(summary, output)
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -152,16 +155,21 @@ def _peers(suite: str, model: str, published: str | None) -> list[Any]:
     return [table.published(name) for name in (table.matching(suite, model) if published is None else split(published))]
 
 
-def _write(output: Path, lines: Sequence[Any], peers: Sequence[Any]) -> None:
-    """table.md and report.html from the lines, and the table on the screen."""
-    from clusterkv_jax.evaluation import records
+def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -> Any:
+    """table.md and report.html from the lines; returns the table."""
     from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
     summary = table.beside(table.summarize(lines), peers)
-    run = records.read_run(output)
-    write_whole(output / "table.md", table.markdown(summary))
-    write_whole(output / "report.html", report.report(summary, lines, run))
+    write_whole(folder / "table.md", table.markdown(summary))
+    write_whole(folder / "report.html", report.report(summary, lines, run))
+    return summary
+
+
+def _show(summary: Any, output: Path) -> None:
+    """The table on the screen, and where the files are."""
+    from clusterkv_jax.evaluation.report import table
+
     console = Console()
     console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))

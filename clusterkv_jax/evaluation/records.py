@@ -5,7 +5,6 @@ Numbers that a table or a picture cannot hold are refused here, so that those ne
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -119,14 +118,3 @@ def read_run(folder: Path) -> Record:
     run = schema.from_json(schema.read_text(file, most=MOST_RUN), str(file))
     schema.checked(run, Run, str(file))
     return run
-
-
-@contextmanager
-def naming(file: Path) -> Iterator[None]:
-    """A full disk, say, with the name of the file that has no room."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(file)) from error

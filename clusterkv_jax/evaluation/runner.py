@@ -9,9 +9,8 @@ holds every line that it finds against the case that the line claims to answer.
 
 import hashlib
 import json
-import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
 from clusterkv_jax.evaluation.responses import Answer, Respond
 from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Full, Method
 
 Key = tuple[str, str, str]  # method, budget, example
@@ -115,18 +114,10 @@ def run(
             fresh = {
                 key: _line(asked[key], answer) for key, answer in zip(keys, answers, strict=True) if key not in answered
             }
-            _append(file, fresh.values())
+            append_whole(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh.values()))
             answered |= fresh
             on_lines(len(answered))
     return list(answered.values())
-
-
-def _append(file: Path, lines: Iterable[Record]) -> None:
-    """Put lines behind those there are, and wait for the disk to have them."""
-    with records.naming(file), file.open("ab") as stream:
-        stream.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _answered(file: Path, asked: Mapping[Key, _Asked]) -> dict[Key, Record]:
