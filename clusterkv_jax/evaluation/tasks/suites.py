@@ -169,7 +169,9 @@ def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positi
 def _ruler_subset(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tokenizer, positions
     if len(options.lengths) != 1:
-        raise ValueError(f"suite ruler-papers takes one length, got {', '.join(map(str, options.lengths)) or 'none'}.")
+        raise ValueError(
+            f"The suite ruler-papers takes one length, got {', '.join(map(str, options.lengths)) or 'none'}."
+        )
     (length,) = options.lengths
     hub = ("simonjegou/ruler", str(length), "test")
     published = ruler.published(sources.rows(options.data, f"ruler_{length}", hub, ruler.Row), length)
