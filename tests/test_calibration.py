@@ -144,13 +144,18 @@ def test_files_that_are_no_calibration_and_other_models(file, tmp_path):
     profile = calibration.read(file)
     with pytest.raises(ValueError, match=r"of demo, 6 layers of 2 KV heads; this model has 2 of 2"):
         profile.check(tiny().config)
-    other = tmp_path / "other.yaml"
-    for text, said in (
-        ("a: [", "is not YAML text"),
-        ("model: demo", "must hold exactly the keys model, outlier_share, "),
-        (file.read_text().replace("outlier_heads:\n", "outlier_heads: 3\nx:\n"), "must hold exactly the keys"),
-        (file.read_text().replace("- [", "- [x, ", 1), "is damaged"),
+    other, text = tmp_path / "other.yaml", file.read_text()
+    for content, said in (
+        ("a: [", "other.yaml, line 1: expected the node content"),
+        ("[demo]", "Expected keys and values in .*other.yaml"),
+        ("model: demo", "other.yaml: Object missing required field outlier_share"),
+        (text.replace("outlier_heads:\n", "outlier_heads: []\nx:\n"), "Unknown key 'x' in .*allowed: model, "),
+        (text.replace("- [", "- [x, ", 1), "field 'outlier_share.0.0': Expected float, got str \\('x'\\)"),
+        (text.replace("- [", "- [0.5, ", 1), "field 'outlier_share': A number is needed for each of 3 heads in 6"),
+        (text.replace("- [", "- [7, ", 1), "field 'outlier_share.0.0': Expected float <= 1.0 \\(7\\)"),
+        (text + "model: x\n", "line [0-9]+: The key 'model' stands twice"),
+        (text.replace("outlier_heads:\n- [", "outlier_heads:\n- [9, 0]\n- ["), "6 layers of 2 heads, got \\[9, 0\\]"),
     ):
-        other.write_text(text)
+        other.write_text(content)
         with pytest.raises(ValueError, match=said):
             calibration.read(other)

@@ -116,7 +116,7 @@ def _as_tuple(share):
         ),
         ({"budget": "budget: {ratio: 1, shares: [1, [1]]}"}, r"Budget shares must be .*, got \(1.0, \(1.0,\)\)"),
         ({"budget": "budget: {ratio: -1}"}, r"Budget ratio must be a number above 0, got -1"),
-        ({"settings": "settings: {"}, r"is not YAML text"),
+        ({"settings": "settings: {"}, r"^Preset file .*mine\.yaml, line 6: expected the node content"),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, content, sentence):
