@@ -35,6 +35,7 @@ from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, sample
 from clusterkv_jax.sharding import constrain, constrain_cache
 
@@ -213,7 +214,7 @@ class DecodeState:
     ended: Bool[Array, " B"]
 
 
-@partial(jax.jit, static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
+@jit(static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
 def decode_loop(
     params: Params,
     config: ModelConfig,
@@ -261,10 +262,10 @@ def decode_loop(
     return state, tokens, step
 
 
-append_step_jit = jax.jit(append_step, static_argnames=("config", "method"), donate_argnames=("cache",))
-due_jit = jax.jit(due, static_argnames=("method",))
-recompress_jit = jax.jit(recompress, static_argnames=("method", "rope"), donate_argnames=("cache",))
-next_token_jit = jax.jit(next_token, static_argnames=("sampling",))
+append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
+due_jit = jit(static_argnames=("method",))(due)
+recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(recompress)
+next_token_jit = jit(static_argnames=("sampling",))(next_token)
 
 
 def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
@@ -283,7 +284,7 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
     return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
 
 
-@partial(jax.jit, static_argnames=("config",))
+@jit(static_argnames=("config",))
 def _embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
@@ -292,7 +293,7 @@ def _embed(
     return constrain(hidden, "batch", None, None), lengths
 
 
-@partial(jax.jit, static_argnames=("config",))
+@jit(static_argnames=("config",))
 def _last_logits(
     params: Params, config: ModelConfig, hidden: Float[Array, "B N M"], lengths: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
@@ -300,7 +301,7 @@ def _last_logits(
     return transformer.unembed(params, config, last)
 
 
-@partial(jax.jit, static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
+@jit(static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
 def _prefill_layer(
     weights: Params,
     config: ModelConfig,

@@ -1,7 +1,6 @@
 """Any method on bare tensors: a layer's compressed cache, the index of a recall method, and what it selects."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.programs import jit
 
 
 def compress(
@@ -95,7 +95,7 @@ def compress(
     return cache
 
 
-@partial(jax.jit, static_argnames=("method", "plan", "most"))
+@jit(static_argnames=("method", "plan", "most"))
 def _compress(
     method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
 ) -> tuple[LayerCache | HeadGroups, dict[str, Bool[Array, ""]]]:
@@ -163,14 +163,14 @@ def build_index(
     return index
 
 
-@partial(jax.jit, static_argnames=("method", "count"))
+@jit(static_argnames=("method", "count"))
 def _build(
     method: Recall,
     count: int,
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     queries: Float[Array, "B H N D"] | None,
-    rows: Int[Array, ""],
+    rows: int | Int[Array, ""],
     key: Array,
     options: dict[str, Array],
 ) -> tuple[Index, dict[str, Bool[Array, ""]]]:
@@ -207,7 +207,7 @@ def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Ar
     return rows
 
 
-@partial(jax.jit, static_argnums=0)
+@jit(static_argnames=("method",))
 def _select(
     method: Recall, index: Index, query: Float[Array, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:

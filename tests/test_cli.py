@@ -54,9 +54,19 @@ def test_help_shows_examples():
     assert "clusterkv generate --prompt-file book.txt" in result.stdout
 
 
-def test_the_command_starts_without_what_only_some_calls_need():
-    heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
-    code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
+def test_help_needs_nothing_heavy():
+    code = """
+import sys
+from typer.testing import CliRunner
+import clusterkv_jax
+from clusterkv_jax import cli
+
+names = "generate methods calibrate evaluate join inspect".split()
+for command in [[], *([name] for name in names), ["inspect", "keys"], ["inspect", "recall"]]:
+    assert CliRunner().invoke(cli.app, [*command, "--help"]).exit_code == 0, command
+heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib optax".split()
+print(*(set(heavy) & sys.modules.keys()))
+"""
     assert python("-c", code).stdout.strip() == ""
 
 
