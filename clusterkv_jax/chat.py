@@ -27,7 +27,9 @@ def cut_turn(tokenizer: Any, text: str, question: str) -> tuple[str, str]:
     """
     used = set(f"{text}{question}{tokenizer.chat_template}")
     mark = next(chr(number) for number in _PRIVATE if chr(number) not in used)
-    parts, others = (turn(tokenizer, text + mark + asked).split(mark) for asked in (question, ""))
-    if not (len(parts) == len(others) == 2 and parts[0] == others[0] and question.strip() in parts[1]):
+    parts = turn(tokenizer, text + mark + question).split(mark)
+    same = parts[0] == turn(tokenizer, text + mark).split(mark)[0]
+    whole = len(parts) == 2 and "".join(parts) == turn(tokenizer, text + question) and question.strip() in parts[1]
+    if not (same and whole):
         raise ValueError("The model's chat template must show a message once and whole to be cut before a question.")
     return parts[0], parts[1]

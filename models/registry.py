@@ -46,5 +46,5 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
         raise ValueError(f"model_type {shown(repr(kind.model_type))} is not supported; allowed: {', '.join(FAMILIES)}.")
     if kind.quantization_config:
         method = shown(repr(kind.quantization_config.get("quant_method")))
-        raise ValueError(f"quantization {method} is not supported; allowed: bfloat16, float16 and float32 weights.")
+        raise ValueError(f"Quantization {method} is not supported; allowed: bfloat16, float16 and float32 weights.")
     return FAMILIES[kind.model_type].from_hf(published, where)

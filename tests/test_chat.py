@@ -33,6 +33,7 @@ def test_a_template_may_strip_a_message():
         f"{{{{ {CONTENT}[-3:] }}}}{{{{ {CONTENT} }}}}",  # the end of the question before the text
         f"{{{{ {CONTENT} | length }}}} {{{{ {CONTENT} }}}}",
         f"{{{{ {CONTENT}[:4] }}}}",
+        f"{{{{ {CONTENT} }}}} {{{{ messages }}}}",
         f"{{{{ {CONTENT} | upper }}}}",
         "no message at all",
     ],

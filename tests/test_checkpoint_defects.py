@@ -64,6 +64,11 @@ def _outside(folder: Path, link: bool = False) -> None:
         shard.symlink_to(folder.parent / SECOND)
 
 
+def _leaves(folder: Path) -> None:
+    _outside(folder)
+    _text(folder, INDEX, (folder / INDEX).read_text().replace(SECOND, f"../{SECOND}"))
+
+
 def _twice(folder: Path) -> None:
     """A second shard holds a tensor that the index places in the first."""
     save_file({**load_file(folder / SECOND), EMBED: np.zeros((64, 32), np.float32)}, folder / SECOND)
@@ -154,7 +159,7 @@ DEFECTS = {
     ),
     "NaN": (0, lambda f: _number(f, Q, np.nan), f"{Q} in "),
     "infinity": (0, lambda f: _number(f, EMBED, -np.inf), "holds -inf; allowed: numbers that are finite as float32."),
-    "the index leaves the folder": (3, lambda f: _outside(f) or _index(f, f"../{SECOND}"), "which is missing from"),
+    "the index leaves the folder": (3, _leaves, f"'../{SECOND}', which is missing from"),
     "the index is absolute": (
         3,
         lambda f: _index(f, str(f / "model-00001-of-00003.safetensors")),
