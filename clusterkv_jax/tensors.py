@@ -226,6 +226,8 @@ def _select(
 def _index_of(method: Recall, index: Any) -> Iterator[None]:
     """Whatever fails in the block fails because the index is none of the method's."""
     try:
+        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in index.values()):
+            raise TypeError("complex numbers")
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         arrays = isinstance(index, dict) and {name: np.shape(x) for name, x in index.items() if hasattr(x, "shape")}

@@ -53,7 +53,7 @@ class AdaKV(SnapKV):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.decode_interval, rounding=1 if self.mode == "factory" else 0)
+        return every(self.decode_interval, rounding=1 if is_one_of(self.mode, "factory") else 0)
 
     @override
     def choose(

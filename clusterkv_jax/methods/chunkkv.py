@@ -47,12 +47,9 @@ class ChunkKV(Windowed):
             ("chunk", is_count(self.chunk, 1), "a whole number of at least 1"),
             ("mode", is_one_of(self.mode, "exact", "kvpress"), '"exact" or "kvpress"'),
             ("reuse_layers", is_count(self.reuse_layers, 1), "a whole number of at least 1"),
-            (
-                "budget",
-                self.reuse_layers == 1 or self.budget.shares is None,
-                "one without shares where layers reuse what others keep",
-            ),
         )
+        alike = self.reuse_layers == 1 or self.budget.shares is None
+        check_fields(self, ("budget", alike, "one without shares where layers reuse what others keep"))
 
     @property
     @override
