@@ -7,7 +7,7 @@ import numpy as np
 
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.errors import is_count, shown
-from clusterkv_jax.texts import Tokens, encode
+from clusterkv_jax.texts import Texts, Tokens, encode, is_list
 
 # Question tokens per call of `extend`.
 QUESTION_STEP = 64
@@ -40,9 +40,9 @@ class Batch:
 
 def make_batch(
     model: Model,
-    prompts: Sequence[str | Tokens],
+    prompts: Texts,
     *,
-    questions: Sequence[str | Tokens] | None = None,
+    questions: Texts | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     prefill_chunk: int | None = None,
@@ -98,7 +98,7 @@ def _check(
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {shown(max_new_tokens)}.")
     if prefill_chunk is not None and not is_count(prefill_chunk, 1):
         raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {shown(prefill_chunk)}.")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    if not is_list(stop) or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop must be a list of texts that are not empty, got {shown(stop)}.")
     if (stop or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")

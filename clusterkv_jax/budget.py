@@ -56,7 +56,7 @@ class Budget:
             (
                 "ratio",
                 not (is_number(self.ratio) and self.ratio >= LEAST_NOT_A_SHARE),
-                "a share, of which 1 is everything, while rows are tokens=... (--cache-tokens)",
+                "a share, of which 1 is everything, since rows are tokens= (--cache-tokens)",
             ),
             ("tokens", self.tokens is None or is_count(self.tokens, 1), "a whole number of at least 1"),
             ("bytes", self.bytes is None or is_count(self.bytes, 1), "a whole number of at least 1"),

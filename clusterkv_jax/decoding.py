@@ -89,7 +89,7 @@ def prefill(
             and the ids cannot be checked; a head then keeps at least its sinks and recent rows.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    if not isinstance(method, Method):
+    if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_array("tokens", tokens, "B,N", jnp.integer)
     check_key(key)

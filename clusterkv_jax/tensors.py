@@ -70,7 +70,7 @@ def compress(
             number before `lengths` is not finite, or too large to be squared. Under a jit that traces them, lengths and
             numbers cannot be checked.
     """
-    if not isinstance(method, Method):
+    if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
@@ -147,7 +147,7 @@ def build_index(
         ValueError: if shapes or types do not fit, the budget is impossible, an argument belongs to another method, or a
             number that is known is not finite, or too large to be squared.
     """
-    if not isinstance(method, Recall):
+    if getattr(method, "forgets", True):
         raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
@@ -189,7 +189,7 @@ def _build(
     return method.index(group, count, 0, **options), found
 
 
-def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Array, "B H budget"]:
+def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]) -> Int[Array, "B H budget"]:
     """The positions that a query per head attends to, by the index alone; -1 where there are fewer than the budget.
 
     ClusterKV: its sinks, then cluster after cluster. Quest: the newest page, then page after page. While decoding, the
@@ -199,7 +199,7 @@ def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Ar
         ValueError: if the index is of another method, or the query's shape does not fit; if its numbers are known, of a
             query that is not finite.
     """
-    if not isinstance(method, Recall):
+    if getattr(method, "forgets", True):
         raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_array("query", query, "B,H,D")
     with _index_of(method, index):
@@ -213,7 +213,7 @@ def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Ar
 
 @jit(static_argnames=("method",))
 def _select(
-    method: Recall, index: Index, query: Float[Array, "B H D"]
+    method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
     batch, kv_heads = index["recalled"].shape[:2]
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])

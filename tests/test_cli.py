@@ -162,6 +162,11 @@ def test_a_model_is_named_once(model, text):
         (["--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
         (["--min-p", "2"], "min_p must be between 0 and 1, got 2.0"),
         (["--stop", ""], "stop"),
+        (["--temperature", "1e-40"], "temperature must be 0, which is greedy, or at least 1e-30, got 1e-40"),
+        (["--top-k", "5"], "top_k must be None at temperature 0"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4294967295, got -1."),
+        (["--seed", "99999999999999999999"], "--seed must be a whole number from 0 to 4294967295, got 9999"),
+        (["--method", "centroidkv", "--cache-ratio", "25"], "rows are tokens= (--cache-tokens), got 25.0"),
         (["--question", ""], "empty"),
     ],
 )

@@ -263,6 +263,11 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
         ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: niah_single_1"),
         ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
         ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
+        (
+            "niah",
+            Options(lengths=(20,)),
+            "length = 20 tokens is too small for niah, whose question",
+        ),
         ("pg19", Options(books="/nowhere"), "no .txt or .txt.gz books in /nowhere"),
         ("gsm8k", Options(data="/nowhere"), "no file or folder /nowhere"),
         ("longbench", Options(tasks=("lcc",), data="/nowhere"), "no file or folder /nowhere"),
