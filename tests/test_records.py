@@ -50,7 +50,11 @@ def changed(file, number, **fields):
         ({"id": "t0/99"}, "of example t0/99, which this run does not ask", None),
         ({"prompt": "0" * 16}, "has the prompt '0{16}', and it must be '", "and an earlier answer to"),
         ({"task": "other"}, "has the task 'other', and it must be 't", "and an earlier answer to"),
-        ({"metric": "f1"}, "has the metric 'f1', and it must be 'string_match_all'", "and an earlier answer to .* .f1."),
+        (
+            {"metric": "f1"},
+            "has the metric 'f1', and it must be 'string_match_all'",
+            "and an earlier answer to .* .f1.",
+        ),
         ({"metric": "none"}, "field 'metric': 'none' is unknown; allowed: nll, f1", "is unknown"),
         ({"tokens": 41}, "has the tokens 41, and it must be ", "and an earlier answer to .* 41"),
         ({"compressed": False}, "has the compressed False, and it must be True", None),
