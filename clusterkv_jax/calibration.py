@@ -133,7 +133,7 @@ def read(file: str | Path) -> Calibration:
 
     Raises ValueError, naming the file and the key, if it is no such file.
     """
-    content = schema.from_yaml(schema.read_text(Path(file), most=schema.MIB), str(file))
+    content = schema.from_yaml(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
     schema.check_keys(content, [f.name for f in dataclasses.fields(Calibration)], str(file))
     calibration = schema.checked(content, Calibration, str(file))
     layers, heads = len(calibration.outlier_share), len((calibration.outlier_share or ((),))[0])

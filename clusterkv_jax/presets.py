@@ -26,8 +26,6 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 
-# Outlier heads and shares of a large model take some kilobytes.
-MOST_BYTES = schema.MIB
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
 MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
 _KEYS = ("method", "description", "source", "settings", "budget", "calibration")
@@ -128,7 +126,7 @@ def list_presets() -> dict[str, Preset]:
 def read_preset(file) -> Preset:
     """Read and check one preset file (a path or a package resource)."""
     where = f"preset file {file}"
-    content = schema.from_yaml(schema.read_text(file, most=MOST_BYTES), f"Preset file {file}")
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), f"Preset file {file}")
     schema.check_keys(content, _KEYS, where)
     name, description, source = (_converted(content.get(key), str, key, where) for key in _KEYS[:3])
     if name not in _METHODS:

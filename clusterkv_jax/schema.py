@@ -23,6 +23,8 @@ T = TypeVar("T")
 KIB, MIB = 2**10, 2**20
 # Configurations of models need four levels. What is deeper is an accident or an attack.
 MOST_LEVELS = 32
+# Outlier heads and shares of a large model take 80 KiB of YAML, which PyYAML reads in a second.
+MOST_YAML = 256 * KIB
 _SHOWN = 80
 
 
@@ -210,6 +212,13 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
                 self.refuse(f"The key {key.value[:_SHOWN]!r} stands twice", key.start_mark)
         return super().construct_mapping(node, deep)
+
+    @override
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            self.refuse("Half of a character is not allowed", node.start_mark)
+        return value
 
     @override
     def construct_yaml_float(self, node: Any) -> float:

@@ -62,7 +62,7 @@ def calibrate(
 ) -> None:
     """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
     with one_sentence_errors(debug):
-        _check(output, plot, outliers, threshold, chunk, ratio)
+        _check(output, plot, threshold, chunk, ratio)
         use_compilation_cache(compilation_cache)
 
         import numpy as np
@@ -100,10 +100,8 @@ def calibrate(
         _report(measures, output, plot)
 
 
-def _check(output: Path, plot: bool, outliers: float, threshold: float, chunk: int, ratio: float) -> None:
+def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float) -> None:
     """What would be noticed only after minutes of work."""
-    if not 0 <= outliers <= 1:
-        raise ValueError(f"--outliers must be between 0 and 1, got {outliers}.")
     if not -1 <= threshold <= 1:
         raise ValueError(f"--threshold must be between -1 and 1, got {threshold}.")
     if chunk % 2:

@@ -68,10 +68,10 @@ def evaluate(
         model = Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         entries = parse_entries(split(methods), split(budgets))
+        options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         network = ckv.load(model, dtype=dtype)
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
-        options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         positions = network.config.max_positions
         if without := suites.left_out(suite, options):
             note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."

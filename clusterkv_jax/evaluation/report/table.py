@@ -136,7 +136,7 @@ def published(name: str) -> Published:
     if name not in names:
         raise ValueError(f"Published table {name!r} is unknown; known: {', '.join(names)}.")
     file = folder / f"{name}.yaml"
-    content = schema.from_yaml(schema.read_text(file, most=schema.MIB), str(file))
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
     columns, source = tuple(content["columns"]), content["source"]
     label = f"{source}, {content['model'].split('/')[-1]}"
     rows = tuple(_published_row(row, columns, label) for row in content["rows"])

@@ -41,7 +41,7 @@ def shots(data: str | None) -> list[Shot]:
         return read_rows(file, Shot)
     library("lm_eval", "The eight examples of GSM8K")
     file = resources.files("lm_eval") / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
-    content = schema.from_yaml(schema.read_text(file, most=schema.MIB), str(file))
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
     return schema.checked(content, _HarnessTask, str(file))["fewshot_config"]["samples"]
 
 

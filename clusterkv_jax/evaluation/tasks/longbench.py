@@ -56,7 +56,7 @@ class Task:
 
 def _read_tasks() -> dict[str, Task]:
     file = resources.files("clusterkv_jax.configs") / "evaluation" / "longbench.yaml"
-    content = schema.from_yaml(schema.read_text(file, most=schema.MIB), str(file))
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
     return schema.checked(content, dict[str, Task], str(file))
 
 

@@ -94,13 +94,14 @@ def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
 
 
 def _ruler(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    lengths = _lengths(options, positions)
     count = counter(tokenizer)
     prose = {name for name, spec in ruler.synthetic.NEEDLE_TASKS.items() if spec.haystack == "book"}
     books = _haystacks(options, tokenizer) if prose & set(tasks) else []
     numbers = range(options.limit or 100)
     return [
         case
-        for length in _lengths(options, positions)
+        for length in lengths
         for task in tasks
         for case in ruler.generated(task, numbers, length, count, books, _library(task, options.data), options.seed)
     ]
@@ -124,11 +125,12 @@ def _library(task: str, data: str | None) -> documents.Library | None:
 
 def _niah(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tasks
+    lengths = _lengths(options, positions)
     books = tuple(_haystacks(options, tokenizer))
     count = counter(tokenizer)
     return [
         retrieval.needle(depth, number, length, count, books, options.seed)
-        for length in _lengths(options, positions)
+        for length in lengths
         for depth in retrieval.DEPTHS
         for number in range(options.limit or 5)
     ]
