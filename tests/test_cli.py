@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
@@ -227,6 +228,26 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     result = _generate(model, text)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [TypeError("a fault\nof ours"), EOFError("ended early"), KeyError("name")])
+def test_what_nobody_foresaw_is_shown_in_whole_only_to_who_asks(model, text, monkeypatch, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("clusterkv_jax.generate", fails)
+    _assert_sentence(_generate(model, text, "--json"), f"Error: {type(error).__name__}, which nothing foresaw: ")
+    raised = _generate(model, text, "--json", "--debug").exception
+    assert error in (raised, raised.__cause__)
+
+
+def test_every_command_shows_tracebacks_with_debug():
+    group = typer.main.get_command(cli.app).commands
+    commands = {**group, **group["inspect"].commands}
+    del commands["inspect"]
+    assert len(commands) >= 8
+    without = [name for name, c in commands.items() if not any("--debug" in option.opts for option in c.params)]
+    assert without == []
 
 
 def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):

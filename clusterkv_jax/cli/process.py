@@ -33,6 +33,8 @@ def _code(command: Callable[[], None], debug: bool) -> int:
     except SystemExit as end:
         # rich and typer end with 1 where a pipe is closed.
         return CLOSED_PIPE if isinstance(end.__context__, BrokenPipeError) else _number(end.code)
+    except BrokenPipeError:
+        return CLOSED_PIPE
     except Exception as error:
         if debug:
             raise

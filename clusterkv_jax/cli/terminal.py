@@ -24,6 +24,8 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except Exception as error:
+        if debug and isinstance(error, EOFError):
+            raise RuntimeError(str(error)) from error  # typer takes the end of a file for that of its own input
         if debug:
             raise
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
