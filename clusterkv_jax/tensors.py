@@ -206,14 +206,14 @@ def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D
         sizes = (*index["recalled"].shape[:2], method.dim(index) or query.shape[-1])
     check_queries("query", query, *sizes)
     with _index_of(method, index):
-        rows, fine = _select(method, index, query)
+        rows, fine = _select(method, index, jnp.asarray(query))
     refuse_unsound({"query": fine}, None, {"query": query})
     return rows
 
 
 @jit(static_argnames=("method",))
 def _select(
-    method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]
+    method: Recall, index: Index, query: Float[Array, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
     batch, kv_heads = index["recalled"].shape[:2]
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
@@ -227,7 +227,7 @@ def _index_of(method: Recall, index: Any) -> Iterator[None]:
     """Whatever fails in the block fails because the index is none of the method's."""
     try:
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in index.values()):
-            raise TypeError("complex numbers")
+            raise TypeError("Complex numbers are in no index.")
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         arrays = isinstance(index, dict) and {name: np.shape(x) for name, x in index.items() if hasattr(x, "shape")}
