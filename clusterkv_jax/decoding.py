@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from clusterkv_jax.cache import KVCache, NewTokens, overflowed
-from clusterkv_jax.checks import check_array, check_counts, check_ids, check_lengths, on_host
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
+from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -89,7 +89,10 @@ def prefill(
             and the ids cannot be checked; a head then keeps at least its sinks and recent rows.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
+    if not hasattr(type(method), "budget_rows"):
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_array("tokens", tokens, "B,N", jnp.integer)
+    check_key(key)
     batch, width = tokens.shape
     if width > config.max_positions:
         raise ValueError(f"A prompt of {width} tokens exceeds the model's {config.max_positions} positions.")

@@ -1,29 +1,105 @@
-"""Files that are whole or not there: written beside their place, then renamed into it."""
+"""Files and folders that are whole or not there, whenever a process is killed and wherever the disk is full.
 
+What is written lies in a folder of its own beside its place, `.NAME.part`, and is moved from there when it is whole. A
+killed process leaves that folder; the next one that writes the same file removes it. A lock in it keeps others away.
+"""
+
+import errno
 import os
-import secrets
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`. What the block writes there takes the place of `path` at once when it ends.
+    """A temporary path: the file or folder that the block makes there takes the place of `path` when the block ends.
 
-    A block that fails leaves `path` as it was, and nothing beside it.
+    A block that fails leaves `path` as it was, and nothing beside it. A folder takes a free place only.
+
+    Raises:
+        ValueError: if another process is writing to `path`.
+        OSError: one sentence that names `path`, if the system refuses to write it.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    folder = path.with_name(f".{path.name}.part")
+    with naming(path):
+        folder.mkdir(exist_ok=True)
+        with _alone(folder, path):
+            temporary = folder / "new"
+            try:
+                _clear(folder)
+                yield temporary
+                if temporary.is_file():
+                    with temporary.open("rb") as stream:
+                        os.fsync(stream.fileno())
+                temporary.replace(path)
+            finally:
+                # The lock goes with its folder, while it is held: whoever waits for it finds that it is gone.
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a text file at once: a reader sees the old text or the new one."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Append to a text file and wait until the disk has it. Where that fails, the file is as it was."""
+    with naming(path):
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab") as stream:
+                stream.write(text.encode("utf-8"))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            os.truncate(path, size)
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system says against writing to `path` in the block, as one sentence that names it, in an OSError."""
+    try:
+        yield
+    except Exception as error:
+        number = _number(error)
+        if number is None:
+            raise
+        reason = "the disk is full" if number in _FULL else os.strerror(number)
+        sentence = OSError(f"{path} could not be written: {reason}.")
+        sentence.errno = number
+        raise sentence from error
+
+
+def _number(error: Exception) -> int | None:
+    """The system's number of an error; libraries in Rust give it at the end of their texts."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1])
+
+
+@contextmanager
+def _alone(folder: Path, path: Path) -> Iterator[None]:
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"Another process is writing {path}; wait for it, or choose another name.") from None
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed process left beside its lock."""
+    for left in folder.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.name != "lock":
+            left.unlink()

@@ -28,7 +28,7 @@ from clusterkv_jax.decoding import (
     prefill,
     recompress_jit,
 )
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -131,10 +131,12 @@ def generate(
             names the first layer where numbers are not finite, if the model's logits are not.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    method, sampling = method or Full(), sampling or Sampling()
+    method = Full() if method is None else method
+    sampling = Sampling() if sampling is None else sampling
     if not all(map(isinstance, (method, sampling), (Method, Sampling))):
         raise ValueError(
-            f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
+            f"method and sampling must be objects such as Full() and Sampling(), got {shown(method)} and "
+            f"{shown(sampling)}."
         )
     check_seed(seed)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}

@@ -1,5 +1,7 @@
 """Any method on bare tensors: a layer's compressed cache, the index of a recall method, and what it selects."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,14 @@ from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.checks import (
     check_array,
     check_counts,
+    check_key,
     check_keys,
     check_lengths,
     check_queries,
     refuse_unsound,
     sound,
 )
+from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method, Rows, head_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
@@ -67,7 +71,7 @@ def compress(
             numbers cannot be checked.
     """
     if not hasattr(type(method), "budget_rows"):
-        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {method!r}.")
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
     if queries is not None:
@@ -76,6 +80,7 @@ def compress(
         _check_hidden(hidden, batch, tokens)
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
     check_counts(1, num_layers=num_layers)
+    check_key(key)
     if layer >= num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
     # The lengths do not shape the program, so that other lengths reuse it.
@@ -143,11 +148,12 @@ def build_index(
             number that is known is not finite, or too large to be squared.
     """
     if getattr(method, "forgets", True):
-        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
     if queries is not None:
         check_queries("queries", queries, batch, kv_heads, tokens, dim)
+    check_key(key)
     options: dict[str, Any] = {}
     for name, value, owner in (("initial_rows", initial_rows, "ClusterKV"), ("skew", skew, "InfiniGen")):
         if value is not None and name not in method.options:
@@ -194,15 +200,13 @@ def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D
             query that is not finite.
     """
     if getattr(method, "forgets", True):
-        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_array("query", query, "B,H,D")
-    try:
+    with _index_of(method, index):
         sizes = (*index["recalled"].shape[:2], method.dim(index) or query.shape[-1])
-    except (KeyError, TypeError) as error:
-        name = type(method).__name__
-        raise ValueError(f"index must be what build_index makes for {name}, got {_kind(index)}.") from error
     check_queries("query", query, *sizes)
-    rows, fine = _select(method, index, query)
+    with _index_of(method, index):
+        rows, fine = _select(method, index, jnp.asarray(query))
     refuse_unsound({"query": fine}, None, {"query": query})
     return rows
 
@@ -218,5 +222,14 @@ def _select(
     return rows, sound(query[:, :, None], jnp.ones(batch, jnp.int32))
 
 
-def _kind(index: Any) -> str:
-    return f"one of {', '.join(index)}" if isinstance(index, dict) else type(index).__name__
+@contextmanager
+def _index_of(method: Recall, index: Any) -> Iterator[None]:
+    """Whatever fails in the block fails because the index is none of the method's."""
+    try:
+        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in index.values()):
+            raise TypeError("Complex numbers are in no index.")
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        arrays = isinstance(index, dict) and {name: np.shape(x) for name, x in index.items() if hasattr(x, "shape")}
+        name = type(method).__name__
+        raise ValueError(f"index must be what build_index makes for {name}, got {shown(arrays or index)}.") from error

@@ -60,6 +60,10 @@ hypothesis.settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
+# `make fuzz`: every kind of wrong input as often as it takes to trust the rules.
+hypothesis.settings.register_profile(
+    "large", deadline=None, max_examples=10_000, suppress_health_check=list(hypothesis.HealthCheck)
+)
 hypothesis.settings.load_profile("default")
 
 

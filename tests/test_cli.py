@@ -199,6 +199,27 @@ def test_chat_without_a_template_is_an_error(model, text, tmp_path):
     _assert_sentence(_generate(tmp_path, text, "--chat"), "--chat needs a model whose tokenizer has a chat template")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("config.json", json.dumps({**BYTES, "num_hidden_layers": 10**9}), "'num_hidden_layers': Expected int <= 1024"),
+        ("config.json", json.dumps({**BYTES, "rms_norm_eps": -1}), "'rms_norm_eps': Expected float > 0.0 (-1)."),
+        ("config.json", "[" * 200_000, "config.json is nested deeper than 32 levels."),
+        ("generation_config.json", '{"eos_token_id": 999}', "generation_config.json: eos_token_id = 999 is no token"),
+        ("tokenizer.json", "{}", "tokenizer.json makes no tokenizer"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: Expected object, got array ([])."),
+        ("tokenizer_config.json", '{"chat_template": "{% for %}"}', "The model's chat template fails: "),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
+    ],
+)
+def test_a_damaged_model_gets_one_sentence(model, text, tmp_path, file, content, sentence):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(model / name)
+    (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / file).write_text(content)
+    _assert_sentence(_generate(tmp_path, text, "--chat", "--question", "Who?"), sentence)
+
+
 def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
