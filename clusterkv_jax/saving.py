@@ -183,11 +183,11 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
     for name in ours:
         if about.config.get(name) != ours[name]:
             raise ValueError(
-                f"The cache {path} was made by a model with {name} = {about.config.get(name)!r}, "
+                f"The cache {path} was made by a model with {name} = {shown(repr(about.config.get(name)))}, "
                 f"this one has {ours[name]!r}."
             )
     if about.method != repr(method):
-        raise ValueError(f"The cache {path} was made by {about.method}, not by {method!r}.")
+        raise ValueError(f"The cache {path} was made by {shown(about.method)}, not by {method!r}.")
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:
