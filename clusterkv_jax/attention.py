@@ -14,7 +14,6 @@ from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
 
 
-@jax.jit
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
     """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3).
 
@@ -23,6 +22,11 @@ def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
     first = groups(layer)[0]
     kv_heads = sum(map(len, group_heads(layer)))
     check_queries("query", query, first.keys.shape[0], kv_heads, first.keys.shape[-1])
+    return _attend(layer, query)
+
+
+@jax.jit
+def _attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
     return attend_cache(layer, query[:, None])[0][:, 0]
 
 

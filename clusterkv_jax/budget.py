@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_count, is_number, is_one_of, shown
 
 Base = Literal["prompt", "prompt+new"]
 # All numbers or all tuples, as `Budget` checks; the library that reads presets takes one tuple type in a union.
@@ -48,19 +48,19 @@ class Budget:
         if sum(x is not None for x in (self.ratio, self.tokens, self.bytes)) != 1:
             raise ValueError(
                 "Budget needs exactly one of ratio and tokens (or bytes), "
-                f"got ratio={self.ratio!r}, tokens={self.tokens!r} and bytes={self.bytes!r}."
+                f"got ratio={shown(self.ratio)}, tokens={shown(self.tokens)} and bytes={shown(self.bytes)}."
             )
         check_fields(
             self,
             ("ratio", self.ratio is None or (is_number(self.ratio) and self.ratio > 0), "a number above 0"),
             (
                 "ratio",
-                self.ratio is None or self.ratio < LEAST_NOT_A_SHARE,
-                "a share, of which 1 is everything, while rows are tokens=... (--cache-tokens)",
+                not (is_number(self.ratio) and self.ratio >= LEAST_NOT_A_SHARE),
+                "a share, of which 1 is everything, since rows are tokens= (--cache-tokens)",
             ),
             ("tokens", self.tokens is None or is_count(self.tokens, 1), "a whole number of at least 1"),
             ("bytes", self.bytes is None or is_count(self.bytes, 1), "a whole number of at least 1"),
-            ("base", self.base in (None, "prompt", "prompt+new"), '"prompt", "prompt+new" or None'),
+            ("base", is_one_of(self.base, None, "prompt", "prompt+new"), '"prompt", "prompt+new" or None'),
             ("shares", _are_shares(self.shares), '"pyramid", a tuple of numbers above 0 or of tuples of them, or None'),
         )
 

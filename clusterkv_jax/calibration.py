@@ -10,13 +10,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 import yaml
 from jaxtyping import Array, Float
+from msgspec import Meta
 
+from clusterkv_jax import schema
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import over_heads
@@ -25,6 +27,11 @@ from clusterkv_jax.sharding import over_heads
 SHARE_STEP = 0.25
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
+
+# What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
+Part = Annotated[float, Meta(ge=0, le=1)]
+Number = Annotated[int, Meta(ge=0, le=2**20)]
+Rows = Annotated[float, Meta(gt=0, le=2**20)]
 
 
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:
@@ -54,9 +61,9 @@ class Calibration:
     """
 
     model: str
-    outlier_share: tuple[tuple[float, ...], ...]
-    outlier_heads: tuple[tuple[int, int], ...]
-    head_shares: tuple[tuple[float, ...], ...]
+    outlier_share: tuple[tuple[Part, ...], ...]
+    outlier_heads: tuple[tuple[Number, Number], ...]
+    head_shares: tuple[tuple[Rows, ...], ...]
     settings: Mapping[str, Any]
 
     @property
@@ -126,19 +133,21 @@ def read(file: str | Path) -> Calibration:
 
     Raises ValueError, naming the file and the key, if it is no such file.
     """
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"Calibration file {file} is not YAML text: {' '.join(str(error).split())}.") from error
-    names = [f.name for f in dataclasses.fields(Calibration)]
-    if not isinstance(content, dict) or set(content) != set(names):
-        raise ValueError(f"Calibration file {file} must hold exactly the keys {', '.join(names)}.")
-    try:
-        tables = {name: as_table(np.asarray(content[name], np.float64)) for name in ("outlier_share", "head_shares")}
-        heads = tuple((int(layer), int(head)) for layer, head in content["outlier_heads"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"Calibration file {file} is damaged: {str(error).rstrip('.')}.") from error
-    return Calibration(str(content["model"]), outlier_heads=heads, settings=content["settings"], **tables)
+    content = schema.from_yaml(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
+    schema.check_keys(content, [f.name for f in dataclasses.fields(Calibration)], str(file))
+    calibration = schema.checked(content, Calibration, str(file))
+    layers, heads = len(calibration.outlier_share), len((calibration.outlier_share or ((),))[0])
+    for name in ("outlier_share", "head_shares"):
+        if not heads or [len(row) for row in getattr(calibration, name)] != [heads] * layers:
+            raise ValueError(
+                f"{file}, field {name!r}: A number is needed for each of {heads} heads in {layers} layers."
+            )
+    for layer, head in calibration.outlier_heads:
+        if layer >= layers or head >= heads:
+            raise ValueError(
+                f"{file}, field 'outlier_heads': There are {layers} layers of {heads} heads, got {[layer, head]}."
+            )
+    return calibration
 
 
 def in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.errors import shown
 from clusterkv_jax.kernels.ordinals import ordinals
 
 # Squares of numbers up to this size, summed over all entries of any text, are finite in float32.
 LARGEST = 1e14
+# Whole numbers of arrays are int32.
+MOST = 2**31 - 1
 
 
 def check_array(name: str, x: Any, letters: str, kind: Any = jnp.floating) -> None:
@@ -51,10 +54,22 @@ def check_queries(name: str, queries: Any, batch: int, kv_heads: int, *rest: int
 
 
 def check_counts(least: int, **counts: Any) -> None:
-    """Raise ValueError for the first of these numbers that is no whole number of at least `least`."""
+    """Raise ValueError for the first of these numbers that is no whole number of at least `least`, and no more than
+    arrays count.
+    """
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}.")
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(count)}.")
+        if count > MOST:
+            raise ValueError(f"{name} must be at most {MOST}, got {shown(count)}.")
+
+
+def check_key(key: Any) -> None:
+    """Raise ValueError unless key is a PRNG key, typed or as its numbers, or None."""
+    array = isinstance(key, jax.Array)
+    typed = array and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key is not None and not typed and not (array and key.ndim == 1 and key.dtype == jnp.uint32):
+        raise ValueError(f"key must be a PRNG key such as jax.random.key(0), or None, got {shown(key)}.")
 
 
 def concrete(x: Any) -> np.ndarray | None:

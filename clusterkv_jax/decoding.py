@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from clusterkv_jax.cache import KVCache, NewTokens, overflowed
-from clusterkv_jax.checks import check_array, check_counts, check_ids, check_lengths, on_host
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
+from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -35,6 +35,7 @@ from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, sample
 from clusterkv_jax.sharding import constrain, constrain_cache
 
@@ -88,7 +89,10 @@ def prefill(
             and the ids cannot be checked; a head then keeps at least its sinks and recent rows.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
+    if not hasattr(type(method), "budget_rows"):
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_array("tokens", tokens, "B,N", jnp.integer)
+    check_key(key)
     batch, width = tokens.shape
     if width > config.max_positions:
         raise ValueError(f"A prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
@@ -213,7 +217,7 @@ class DecodeState:
     ended: Bool[Array, " B"]
 
 
-@partial(jax.jit, static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
+@jit(static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
 def decode_loop(
     params: Params,
     config: ModelConfig,
@@ -261,10 +265,10 @@ def decode_loop(
     return state, tokens, step
 
 
-append_step_jit = jax.jit(append_step, static_argnames=("config", "method"), donate_argnames=("cache",))
-due_jit = jax.jit(due, static_argnames=("method",))
-recompress_jit = jax.jit(recompress, static_argnames=("method", "rope"), donate_argnames=("cache",))
-next_token_jit = jax.jit(next_token, static_argnames=("sampling",))
+append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
+due_jit = jit(static_argnames=("method",))(due)
+recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(recompress)
+next_token_jit = jit(static_argnames=("sampling",))(next_token)
 
 
 def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
@@ -283,7 +287,7 @@ def _positions(batch: int, width: int) -> Int[Array, "B N"]:
     return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
 
 
-@partial(jax.jit, static_argnames=("config",))
+@jit(static_argnames=("config",))
 def _embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
 ) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
@@ -292,7 +296,7 @@ def _embed(
     return constrain(hidden, "batch", None, None), lengths
 
 
-@partial(jax.jit, static_argnames=("config",))
+@jit(static_argnames=("config",))
 def _last_logits(
     params: Params, config: ModelConfig, hidden: Float[Array, "B N M"], lengths: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
@@ -300,7 +304,7 @@ def _last_logits(
     return transformer.unembed(params, config, last)
 
 
-@partial(jax.jit, static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
+@jit(static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
 def _prefill_layer(
     weights: Params,
     config: ModelConfig,

@@ -28,14 +28,14 @@ from clusterkv_jax.decoding import (
     prefill,
     recompress_jit,
 )
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.models.transformer import embed
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.sampling import Sampling, check_seed
-from clusterkv_jax.texts import OnText, Tokens, cut, decode, shorten_at_stop, show
+from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
 
 Progress = Callable[[str, int, int], None]
 
@@ -94,10 +94,10 @@ class Result:
 
 def generate(
     model: Model,
-    prompts: Sequence[str | Tokens],
+    prompts: Texts,
     *,
     method: Method | None = None,
-    questions: Sequence[str | Tokens] | None = None,
+    questions: Texts | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
@@ -110,7 +110,7 @@ def generate(
 
     Args:
         model: from `load`.
-        prompts: texts (special tokens are added), or token ids as they are.
+        prompts: texts (special tokens are added), or token ids as they are, in lists or arrays.
         method: what is kept of the prompts; `Full()` by default.
         questions: one per prompt, fed at their true positions after the prompt's cache has been compressed, so that no
             method sees the question before it decides what to keep. Equal prompts are read once.
@@ -131,10 +131,12 @@ def generate(
             names the first layer where numbers are not finite, if the model's logits are not.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    method, sampling = method or Full(), sampling or Sampling()
+    method = Full() if method is None else method
+    sampling = Sampling() if sampling is None else sampling
     if not all(map(isinstance, (method, sampling), (Method, Sampling))):
         raise ValueError(
-            f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
+            f"method and sampling must be objects such as Full() and Sampling(), got {shown(method)} and "
+            f"{shown(sampling)}."
         )
     check_seed(seed)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
@@ -171,7 +173,7 @@ def generate(
 
 def compile_ahead(
     model: Model,
-    prompts: Sequence[str | Tokens],
+    prompts: Texts,
     *,
     method: Method | None = None,
     sampling: Sampling | None = None,
@@ -345,8 +347,11 @@ def _check_finite(model: Model, method: Method, batch: Batch, sequences: list[To
             question = batch.questions[i] if batch.questions else []
             text = [*batch.texts[i], *question, *sequence[: sequence.index(NOT_FINITE)]]
             place = _first_not_finite(model, text)
-            cause = f"by what {method} keeps of it" if place is None else f"from {place} on"
-            raise ValueError(f"prompt {i}: the model's logits after {len(text)} tokens are not finite, {cause}.")
+            cause = f"from {place}" if place else f"with what {method} keeps; without compression all are"
+            raise ValueError(
+                f"Prompt {i}: the model's logits after {len(text)} tokens are not finite numbers; "
+                f"the first numbers that are not come {cause}."
+            )
 
 
 def _first_not_finite(model: Model, text: Tokens) -> str | None:
@@ -372,7 +377,7 @@ def _first_not_finite(model: Model, text: Tokens) -> str | None:
         max_new_tokens=0,
         on_layer=lambda number, hidden: look(f"layer {number} (of 0 to {config.num_layers - 1})", hidden),
     )
-    look("the output head", logits)
+    look("the output head", logits[:, None])
     return places[0] if places else None
 
 

@@ -13,20 +13,21 @@ A preset names a method, says where its numbers come from, and may leave the bud
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
-from clusterkv_jax import methods
-from clusterkv_jax.budget import Budget
+from clusterkv_jax import methods, schema
+from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 
+# Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
+MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
 _KEYS = ("method", "description", "source", "settings", "budget", "calibration")
 # In the order of the documentation; pairs of methods (`Composed`) are made in Python.
 _METHODS = {
@@ -124,15 +125,14 @@ def list_presets() -> dict[str, Preset]:
 
 def read_preset(file) -> Preset:
     """Read and check one preset file (a path or a package resource)."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"Preset file {file} is not YAML text: {' '.join(str(error).split())}.") from error
     where = f"preset file {file}"
-    _check_keys(content, _KEYS, where)
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), f"Preset file {file}")
+    schema.check_keys(content, _KEYS, where)
     name, description, source = (_converted(content.get(key), str, key, where) for key in _KEYS[:3])
     if name not in _METHODS:
-        raise ValueError(f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, got {name!r}.")
+        raise ValueError(
+            f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, got {schema.shown(repr(name))}."
+        )
     method, budget = _METHODS[name], content.get("budget")
     measured = _converted(content.get("calibration"), str | None, "calibration", where)
     return Preset(
@@ -148,14 +148,18 @@ def read_preset(file) -> Preset:
 
 def _budget(content: Any, where: str) -> Budget:
     where = f"'budget' of {where}"
-    _check_keys(content, _fields(Budget), where)
-    return Budget(**_checked_values(Budget, content, where))
+    schema.check_keys(content, _fields(Budget), where)
+    values = _checked_values(Budget, content, where)
+    try:
+        return Budget(**values)
+    except ValueError as error:
+        raise ValueError(f"Impossible {where}: {error}") from error
 
 
 def _checked_settings(method: type, settings: Any, where: str) -> dict[str, Any]:
     """Settings of a method with their keys, types and values checked; the budget is not among them."""
     allowed = {key: default for key, default in _fields(method).items() if key != "budget"}
-    _check_keys(settings, allowed, f"'settings' of {where}")
+    schema.check_keys(settings, allowed, f"'settings' of {where}")
     values = _checked_values(method, settings, where)
     budget = {"budget": Budget(ratio=1.0)} if "budget" in _fields(method) else {}
     try:
@@ -173,17 +177,23 @@ def _checked_values(cls: type, content: Mapping[str, Any], where: str) -> dict[s
 def _converted(value: Any, hint: Any, key: str, where: str) -> Any:
     """A YAML value as an annotated type: lists become tuples, a whole number is also a number, true is neither."""
     try:
-        return msgspec.convert(value, hint)
+        result = msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        raise ValueError(f"Key {key!r} of {where} must be {_describe(hint)}, got {value!r}.") from error
+        raise ValueError(
+            f"Key {key!r} of {where} must be {_describe(hint)}, got {schema.shown(repr(value))}."
+        ) from error
+    most = MOST_BUDGET_BYTES if key == "bytes" else MOST
+    if any(abs(x) > most for x in _numbers(result)):
+        raise ValueError(f"Key {key!r} of {where} allows numbers up to {most:,}, got {schema.shown(repr(value))}.")
+    return result
 
 
-def _check_keys(content: Any, allowed, where: str) -> None:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"Expected keys and values in {where}, got {content!r}.")
-    for key in content:
-        if key not in allowed:
-            raise ValueError(f"Unknown key {key!r} in {where}; allowed: {', '.join(allowed) or 'none'}.")
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers in a value of a key, however deep."""
+    if isinstance(value, int | float):
+        yield value
+    for part in value if isinstance(value, tuple) else ():
+        yield from _numbers(part)
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field]:

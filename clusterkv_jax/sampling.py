@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, is_count, is_number, shown
 
 # Logits of a model, divided by it, are finite in float32.
 LEAST_TEMPERATURE = 1e-30
@@ -37,7 +37,7 @@ class Sampling:
             ("temperature", is_number(self.temperature) and self.temperature >= 0, "a number of at least 0"),
             (
                 "temperature",
-                self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+                not (is_number(self.temperature) and 0 < self.temperature < LEAST_TEMPERATURE),
                 f"0, which is greedy, or at least {LEAST_TEMPERATURE:g}",
             ),
             ("top_k", self.top_k is None or is_count(self.top_k, 1), "a whole number of at least 1"),
@@ -53,7 +53,7 @@ class Sampling:
 def check_seed(seed: Any, name: str = "seed") -> None:
     """Raise ValueError unless a seed is a whole number that keys tell from every other."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= MOST_SEED:
-        raise ValueError(f"{name} must be a whole number from 0 to {MOST_SEED}, got {seed!r}.")
+        raise ValueError(f"{name} must be a whole number from 0 to {MOST_SEED}, got {shown(seed)}.")
 
 
 @jax.named_scope("sampling")

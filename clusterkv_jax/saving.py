@@ -71,6 +71,7 @@ def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, meth
     text = json.dumps(about)
     with replacing(path) as temporary:
         save_file(arrays, temporary, {"format": FORMAT, "about": text, "checksum": _checksum(text)})
+        _put_in_order(temporary)
 
 
 def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> KVCache:
@@ -172,6 +173,16 @@ def _about(path: Path, metadata: dict[str, str]) -> _About:
     if metadata.get("checksum") != _checksum(text):
         raise ValueError(f"{path} is damaged: its metadata do not have the checksum that they were saved with.")
     return checked(from_json(text, str(path)), _About, str(path))
+
+
+def _put_in_order(path: Path) -> None:
+    """The library writes metadata in another order each time; a cache is the same file each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def _checksum(text: str) -> str:

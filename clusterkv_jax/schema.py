@@ -8,11 +8,12 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.resources.abc import Traversable
+from itertools import count
 from pathlib import Path
-from types import GenericAlias
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar, cast
 
 import msgspec
 import yaml
@@ -22,6 +23,8 @@ T = TypeVar("T")
 KIB, MIB = 2**10, 2**20
 # Configurations of models need four levels. What is deeper is an accident or an attack.
 MOST_LEVELS = 32
+# Outlier heads and shares of a large model take 80 KiB of YAML, which PyYAML reads in a second.
+MOST_YAML = 256 * KIB
 _SHOWN = 80
 
 
@@ -30,15 +33,39 @@ def read_text(file: Path | Traversable, *, most: int) -> str:
 
     Raises ValueError for a larger file, one that is no whole gzip file, or no UTF-8; OSError as `open` does.
     """
-    with file.open("rb") as stream:
-        try:
-            # One byte more than allowed tells a larger file; nothing beyond it is read or unpacked.
-            raw = (gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream).read(most + 1)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{file} is not a whole gzip file: {shown(error)}.") from error
+    with _unpacked(file) as stream:
+        raw = stream.read(most + 1)
     if len(raw) > most:
         raise ValueError(f"{file} is larger than {size(most)}, the most that is read of such a file.")
     return as_text(raw, str(file))
+
+
+def read_lines(file: Path | Traversable, *, most: int) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file one by one with their ends, each after its place: "Line 3 of FILE".
+
+    A line has at most `most` bytes; unpacked as `read_text` does. Raises as `read_text` does.
+    """
+    with _unpacked(file) as stream:
+        for number in count(1):
+            where = f"Line {number} of {file}"
+            line = stream.readline(most + 1)
+            if not line:
+                return
+            if len(line) > most:
+                raise ValueError(f"{where} is larger than {size(most)}, the most that is read of a line.")
+            yield where, line
+
+
+@contextmanager
+def _unpacked(file: Path | Traversable) -> Iterator[IO[bytes]]:
+    """The bytes of a file; `read(n)` unpacks no more than n where its name ends in .gz."""
+    if "\0" in str(file):
+        raise ValueError(f"{str(file)!r} is no path: it holds a zero byte.")
+    try:
+        with file.open("rb") as stream:
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if file.name.endswith(".gz") else stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} is not a whole gzip file: {shown(error)}.") from error
 
 
 def as_text(raw: bytes, where: str) -> str:
@@ -76,7 +103,7 @@ def from_yaml(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid YAML: {shown(error)}.") from error
 
 
-def checked(value: Any, kind: type[T] | GenericAlias, where: str) -> T:
+def checked(value: Any, kind: type[T] | Any, where: str) -> T:
     """A parsed value as a declared type (a dataclass, a msgspec.Struct, `list[int]`, ...), checked in every field.
 
     Nothing is cast but lists to tuples and whole numbers to floats.
@@ -90,6 +117,15 @@ def checked(value: Any, kind: type[T] | GenericAlias, where: str) -> T:
         raise ValueError(f"{where}{field}: {problem}{_got(value, names)}.") from error
     except RecursionError:
         raise ValueError(f"{where} is nested deeper than {MOST_LEVELS} levels.") from None
+
+
+def check_keys(value: Any, allowed: Collection[str], where: str) -> None:
+    """Raise ValueError for what is no mapping, or has a key that is not allowed."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Expected keys and values in {where}, got {shown(repr(value))}.")
+    for key in value:
+        if key not in allowed:
+            raise ValueError(f"Unknown key {shown(repr(key))} in {where}; allowed: {', '.join(allowed) or 'none'}.")
 
 
 def shown(value: Any) -> str:
@@ -176,6 +212,13 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
                 self.refuse(f"The key {key.value[:_SHOWN]!r} stands twice", key.start_mark)
         return super().construct_mapping(node, deep)
+
+    @override
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            self.refuse("Half of a character is not allowed", node.start_mark)
+        return value
 
     @override
     def construct_yaml_float(self, node: Any) -> float:

@@ -1,7 +1,8 @@
 """Any method on bare tensors: a layer's compressed cache, the index of a recall method, and what it selects."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,18 +15,21 @@ from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.checks import (
     check_array,
     check_counts,
+    check_key,
     check_keys,
     check_lengths,
     check_queries,
     refuse_unsound,
     sound,
 )
+from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method, Rows, head_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.programs import jit
 
 
 def compress(
@@ -66,8 +70,8 @@ def compress(
             number before `lengths` is not finite, or too large to be squared. Under a jit that traces them, lengths and
             numbers cannot be checked.
     """
-    if not isinstance(method, Method):
-        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {method!r}.")
+    if not hasattr(type(method), "budget_rows"):
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
     if queries is not None:
@@ -76,6 +80,7 @@ def compress(
         _check_hidden(hidden, batch, tokens)
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
     check_counts(1, num_layers=num_layers)
+    check_key(key)
     if layer >= num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
     # The lengths do not shape the program, so that other lengths reuse it.
@@ -95,7 +100,7 @@ def compress(
     return cache
 
 
-@partial(jax.jit, static_argnames=("method", "plan", "most"))
+@jit(static_argnames=("method", "plan", "most"))
 def _compress(
     method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
 ) -> tuple[LayerCache | HeadGroups, dict[str, Bool[Array, ""]]]:
@@ -142,12 +147,13 @@ def build_index(
         ValueError: if shapes or types do not fit, the budget is impossible, an argument belongs to another method, or a
             number that is known is not finite, or too large to be squared.
     """
-    if not isinstance(method, Recall):
-        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+    if getattr(method, "forgets", True):
+        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, tokens, dim = keys.shape
     if queries is not None:
         check_queries("queries", queries, batch, kv_heads, tokens, dim)
+    check_key(key)
     options: dict[str, Any] = {}
     for name, value, owner in (("initial_rows", initial_rows, "ClusterKV"), ("skew", skew, "InfiniGen")):
         if value is not None and name not in method.options:
@@ -163,14 +169,14 @@ def build_index(
     return index
 
 
-@partial(jax.jit, static_argnames=("method", "count"))
+@jit(static_argnames=("method", "count"))
 def _build(
     method: Recall,
     count: int,
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
     queries: Float[Array, "B H N D"] | None,
-    rows: Int[Array, ""],
+    rows: int | Int[Array, ""],
     key: Array,
     options: dict[str, Array],
 ) -> tuple[Index, dict[str, Bool[Array, ""]]]:
@@ -183,7 +189,7 @@ def _build(
     return method.index(group, count, 0, **options), found
 
 
-def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Array, "B H budget"]:
+def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]) -> Int[Array, "B H budget"]:
     """The positions that a query per head attends to, by the index alone; -1 where there are fewer than the budget.
 
     ClusterKV: its sinks, then cluster after cluster. Quest: the newest page, then page after page. While decoding, the
@@ -193,21 +199,19 @@ def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Ar
         ValueError: if the index is of another method, or the query's shape does not fit; if its numbers are known, of a
             query that is not finite.
     """
-    if not isinstance(method, Recall):
-        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+    if getattr(method, "forgets", True):
+        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {shown(method)}.")
     check_array("query", query, "B,H,D")
-    try:
+    with _index_of(method, index):
         sizes = (*index["recalled"].shape[:2], method.dim(index) or query.shape[-1])
-    except (KeyError, TypeError) as error:
-        name = type(method).__name__
-        raise ValueError(f"index must be what build_index makes for {name}, got {_kind(index)}.") from error
     check_queries("query", query, *sizes)
-    rows, fine = _select(method, index, query)
+    with _index_of(method, index):
+        rows, fine = _select(method, index, jnp.asarray(query))
     refuse_unsound({"query": fine}, None, {"query": query})
     return rows
 
 
-@partial(jax.jit, static_argnums=0)
+@jit(static_argnames=("method",))
 def _select(
     method: Recall, index: Index, query: Float[Array, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
@@ -218,5 +222,14 @@ def _select(
     return rows, sound(query[:, :, None], jnp.ones(batch, jnp.int32))
 
 
-def _kind(index: Any) -> str:
-    return f"one of {', '.join(index)}" if isinstance(index, dict) else type(index).__name__
+@contextmanager
+def _index_of(method: Recall, index: Any) -> Iterator[None]:
+    """Whatever fails in the block fails because the index is none of the method's."""
+    try:
+        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in index.values()):
+            raise TypeError("Complex numbers are in no index.")
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        arrays = isinstance(index, dict) and {name: np.shape(x) for name, x in index.items() if hasattr(x, "shape")}
+        name = type(method).__name__
+        raise ValueError(f"index must be what build_index makes for {name}, got {shown(arrays or index)}.") from error

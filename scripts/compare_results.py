@@ -7,9 +7,7 @@ same if their texts are and their scores to within 1e-5 of them (perplexities ha
 answer differs, 2 if the runs cannot be compared.
 """
 
-import gzip
 import math
-import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.cli.terminal import one_sentence_errors
-from clusterkv_jax.evaluation.runner import parse_lines
+from clusterkv_jax.evaluation import records
 
 Key = tuple[str, str, str]  # method, budget, example
-FIELDS = ("method", "budget", "id", "task", "prompt", "output", "score")
 WITHIN = 1e-5  # of a score
 
 
@@ -32,26 +29,18 @@ def read_answers(folder: Path) -> dict[Key, dict[str, Any]]:
     files = [file for file in (folder / "results.jsonl", folder / "results.jsonl.gz") if file.exists()]
     if len(files) != 1:
         raise ValueError(f"{folder} must hold either results.jsonl or results.jsonl.gz.")
-    raw = files[0].read_bytes()
-    try:
-        lines = parse_lines(gzip.decompress(raw) if files[0].suffix == ".gz" else raw, files[0])
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"{files[0]} is damaged: {error}.") from error
     answers: dict[Key, dict[str, Any]] = {}
-    for number, line in enumerate(lines, 1):
-        if missing := [field for field in FIELDS if field not in line]:
-            raise ValueError(f"line {number} of {files[0]} is no answer, it has no {missing[0]}.")
+    for where, line in records.read_answers(files[0]):
         key = line["method"], line["budget"], line["id"]
         if key in answers:
-            raise ValueError(f"{files[0]} holds {key[0]} with budget {key[1]} of example {key[2]} twice.")
+            raise ValueError(f"{where} answers {key[0]} with budget {key[1]} of example {key[2]} a second time.")
         answers[key] = line
     return answers
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two answers have the same text and, but for rounding, the same score."""
-    scores = one["score"], other["score"]
-    return one["output"] == other["output"] and (math.isclose(*scores, rel_tol=WITHIN) or all(map(math.isnan, scores)))
+    return one["output"] == other["output"] and math.isclose(one["score"], other["score"], rel_tol=WITHIN)
 
 
 def shown(answer: dict[str, Any]) -> Text:

@@ -1,5 +1,6 @@
 """`clusterkv calibrate`: what it measures, what it writes, and that methods take it."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -110,6 +111,10 @@ def test_the_command_answers_with_it(file):
         (["--data", "nowhere.txt"], "--data nowhere.txt is no file, no folder and no hub data set"),
         (["--data", TEXT, "--tokens", 8000], "No text has 8000 tokens, the longest"),
         (["--data", TEXT, "--tokens", 10000], "--tokens 10000 exceed the model's 8192 positions"),
+        (["--data", TEXT, "--tokens", 128], "--ratio 0.25 of --tokens 128 is 32 rows, and AdaKV needs more than its"),
+        (["--data", TEXT, "--seed", -1], "--seed"),
+        (["--data", TEXT, "--threshold", "nan"], "--threshold must be between -1 and 1, got nan"),
+        (["--data", TEXT, "--whole-layer", 9], "no layer 9 to keep whole: the model has 6"),
         (["--data", TEXT, "--chunk", 7], "--chunk must be an even number of rows, got 7"),
         (["--data", TEXT, "--ratio", 1.5], "--ratio must be between 0 and 1, got 1.5"),
         (["--data", TEXT, "--output", "here.txt"], "--output must be a .yaml file, got here.txt"),
@@ -118,6 +123,23 @@ def test_the_command_answers_with_it(file):
 )
 def test_mistakes_are_named_in_one_sentence(arguments, said):
     result = run("calibrate", "demo", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (gzip.compress(b"text" * 100)[:-9], "torn.txt.gz is not a whole gzip file"),
+        (b"text", "torn.txt.gz is not a whole gzip file: Not a gzipped file"),
+        (gzip.compress(b"a\xff"), "torn.txt.gz is not UTF-8 text: byte 1 is 0xff"),
+        (gzip.compress(bytes(2**27 + 1), 1), "torn.txt.gz is larger than 128 MiB"),
+    ],
+    ids=["torn", "plain", "bytes", "large"],
+)
+def test_a_packed_text_that_cannot_be_read_is_named(raw, said, tmp_path):
+    (tmp_path / "torn.txt.gz").write_bytes(raw)
+    result = run("calibrate", "nowhere/at-all", "--data", tmp_path / "torn.txt.gz")
     assert result.exit_code == 2
     assert said in result.stderr.replace("\n", " ")
 
@@ -144,13 +166,18 @@ def test_files_that_are_no_calibration_and_other_models(file, tmp_path):
     profile = calibration.read(file)
     with pytest.raises(ValueError, match=r"of demo, 6 layers of 2 KV heads; this model has 2 of 2"):
         profile.check(tiny().config)
-    other = tmp_path / "other.yaml"
-    for text, said in (
-        ("a: [", "is not YAML text"),
-        ("model: demo", "must hold exactly the keys model, outlier_share, "),
-        (file.read_text().replace("outlier_heads:\n", "outlier_heads: 3\nx:\n"), "must hold exactly the keys"),
-        (file.read_text().replace("- [", "- [x, ", 1), "is damaged"),
+    other, text = tmp_path / "other.yaml", file.read_text()
+    for content, said in (
+        ("a: [", "other.yaml, line 1: expected the node content"),
+        ("[demo]", "Expected keys and values in .*other.yaml"),
+        ("model: demo", "other.yaml: Object missing required field outlier_share"),
+        (text.replace("outlier_heads:\n", "outlier_heads: []\nx:\n"), "Unknown key 'x' in .*allowed: model, "),
+        (text.replace("- [", "- [x, ", 1), "field 'outlier_share.0.0': Expected float, got str \\('x'\\)"),
+        (text.replace("- [", "- [0.5, ", 1), "field 'outlier_share': A number is needed for each of 3 heads in 6"),
+        (text.replace("- [", "- [7, ", 1), "field 'outlier_share.0.0': Expected float <= 1.0 \\(7\\)"),
+        (text + "model: x\n", "line [0-9]+: The key 'model' stands twice"),
+        (text.replace("outlier_heads:\n- [", "outlier_heads:\n- [9, 0]\n- ["), "6 layers of 2 heads, got \\[9, 0\\]"),
     ):
-        other.write_text(text)
+        other.write_text(content)
         with pytest.raises(ValueError, match=said):
             calibration.read(other)

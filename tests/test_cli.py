@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
@@ -54,9 +55,19 @@ def test_help_shows_examples():
     assert "clusterkv generate --prompt-file book.txt" in result.stdout
 
 
-def test_the_command_starts_without_what_only_some_calls_need():
-    heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
-    code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
+def test_help_needs_nothing_heavy():
+    code = """
+import sys
+from typer.testing import CliRunner
+import clusterkv_jax
+from clusterkv_jax import cli
+
+names = "generate methods calibrate evaluate join inspect".split()
+for command in [[], *([name] for name in names), ["inspect", "keys"], ["inspect", "recall"]]:
+    assert CliRunner().invoke(cli.app, [*command, "--help"]).exit_code == 0, command
+heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib optax".split()
+print(*(set(heavy) & sys.modules.keys()))
+"""
     assert python("-c", code).stdout.strip() == ""
 
 
@@ -152,6 +163,11 @@ def test_a_model_is_named_once(model, text):
         (["--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
         (["--min-p", "2"], "min_p must be between 0 and 1, got 2.0"),
         (["--stop", ""], "stop"),
+        (["--temperature", "1e-40"], "temperature must be 0, which is greedy, or at least 1e-30, got 1e-40"),
+        (["--top-k", "5"], "top_k must be None at temperature 0"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4294967295, got -1."),
+        (["--seed", "99999999999999999999"], "--seed must be a whole number from 0 to 4294967295, got 9999"),
+        (["--method", "centroidkv", "--cache-ratio", "25"], "rows are tokens= (--cache-tokens), got 25.0"),
         (["--question", ""], "empty"),
     ],
 )
@@ -212,6 +228,26 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     result = _generate(model, text)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [TypeError("a fault\nof ours"), EOFError("ended early"), KeyError("name")])
+def test_what_nobody_foresaw_is_shown_in_whole_only_to_who_asks(model, text, monkeypatch, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("clusterkv_jax.generate", fails)
+    _assert_sentence(_generate(model, text, "--json"), f"Error: {type(error).__name__}, which nothing foresaw: ")
+    raised = _generate(model, text, "--json", "--debug").exception
+    assert error in (raised, raised.__cause__)
+
+
+def test_every_command_shows_tracebacks_with_debug():
+    group = typer.main.get_command(cli.app).commands
+    commands = {**group, **group["inspect"].commands}
+    del commands["inspect"]
+    assert len(commands) >= 8
+    without = [name for name, c in commands.items() if not any("--debug" in option.opts for option in c.params)]
+    assert without == []
 
 
 def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):

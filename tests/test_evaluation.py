@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from importlib import resources
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,8 +92,8 @@ def test_what_does_not_fit_is_cut_in_the_middle_or_refused(tokenizer):
         build_prompt(Case("x/1", "t", case.context, "Why?"), tokenizer, 200)
 
 
-def longbench_rows(task):
-    return sources.read_rows(shared(f"data/longbench/examples/{task}.jsonl.gz"))
+def longbench_rows(task) -> Any:
+    return sources.read_rows(shared(f"data/longbench/examples/{task}.jsonl.gz"), longbench.Row)
 
 
 @pytest.mark.parametrize("task", ["hotpotqa", "trec", "samsum", "lsht", "lcc", "gov_report"])
@@ -133,7 +134,7 @@ def test_longbench_is_divided_as_kvpress_does(qwen):
 
 
 def test_genuine_rows_of_ruler_keep_their_text(qwen):
-    rows = sources.read_rows(shared("data/ruler/niah_multikey_3_4096_first60.jsonl.gz"))
+    rows: Any = sources.read_rows(shared("data/ruler/niah_multikey_3_4096_first60.jsonl.gz"), ruler.Row)
     cases = ruler.published(rows, 4096, "niah_multikey_3")
     assert len(cases) == 60
     for row, case in list(zip(rows, cases, strict=True))[:5]:
@@ -204,7 +205,7 @@ def test_ruler_generates_every_task_at_its_length(tokenizer, prose, questions):
 
 
 def test_questions_stand_among_documents_that_do_not_answer(tokenizer, questions):
-    library = documents.from_squad(sources.read_rows(sources.local(questions, ["squad*"])))
+    library = documents.from_squad(sources.read_json(sources.local(questions, ["squad*"]), documents.SquadFile))
     assert len(library.questions) == 40
     example = documents.question(np.random.default_rng(0), 700, counter(tokenizer), library, 3, "qa_1")
     listed = re.findall(r"Document (\d+):\n(.*)", example.context)
@@ -263,6 +264,18 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
         ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: niah_single_1"),
         ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
         ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
+        (
+            "niah",
+            Options(lengths=(20,)),
+            "length = 20 tokens is too small for niah, whose question",
+        ),
+        (
+            "ruler",
+            Options(tasks=("vt",), lengths=(84,)),
+            "length = 84 tokens is too small for vt, whose question and answer take 158",
+        ),
+        ("ruler", Options(lengths=(999_999_999,)), "length = 999999999 tokens exceeds the model's 8192 positions"),
+        ("ruler-papers", Options(lengths=(1, 2)), "The suite ruler-papers takes one length, got 1, 2."),
         ("pg19", Options(books="/nowhere"), "no .txt or .txt.gz books in /nowhere"),
         ("gsm8k", Options(data="/nowhere"), "no file or folder /nowhere"),
         ("longbench", Options(tasks=("lcc",), data="/nowhere"), "no file or folder /nowhere"),
@@ -271,6 +284,90 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
 def test_what_is_not_there_is_named(name, options, said, tokenizer):
     with pytest.raises(ValueError, match=re.escape(said)):
         suites.cases(name, options, tokenizer, 8192)
+
+
+LCC = {"context": "x", "answers": ["y"], "all_classes": None, "length": 1}
+
+
+@pytest.mark.parametrize(
+    ("suite", "file", "rows", "said"),
+    [
+        ("gsm8k", "test.jsonl", [{"question": "a"}], "Line 1 of .*test.jsonl: Object missing required field answer"),
+        ("gsm8k", "test.jsonl", [5], "Line 1 of .*test.jsonl: Expected object, got int \\(5\\)"),
+        ("gsm8k", "cot_8shot.json", [{}], "cot_8shot.json, field '0': Object missing required field question"),
+        ("longbench", "lcc.jsonl", [LCC | {"input": ""}, LCC], "Row 1 of lcc has no field 'question'"),
+        ("longbench", "lcc.jsonl", [LCC | {"answers": []}], "field 'answers': Expected array of length >= 1"),
+        ("longbench", "lcc.jsonl", [[]], "Line 1 of .*: Expected object, got array"),
+        (
+            "longbench",
+            "passage_count.jsonl",
+            [LCC | {"input": ""}],
+            "Row 0 of passage_count .* 'y', which holds no num",
+        ),
+        ("longbench-official", "lcc.jsonl", [LCC], "Row 0 of lcc has no field 'input'"),
+        ("ruler-rows", "vt_4096.jsonl", [{"input": "x"}], "Row 0 of vt has no field 'outputs'; it has input"),
+        ("ruler-rows", "vt_4096.jsonl", [{}], "Row 0 of vt has no field 'context'; it has none"),
+        ("ruler-rows", "vt_4096.jsonl", [None], "Line 1 of .*: Expected object, got null"),
+        ("ruler-rows", "vt_4096.jsonl", [{"task": 5}], "Line 1 of .*, field 'task': Expected str, got int"),
+        ("ruler-papers", "ruler_4096.jsonl", [{"task": "x"}], "Row 0 is of task 'x'; allowed: niah_single_1"),
+    ],
+)
+def test_rows_that_are_not_as_published_are_named(suite, file, rows, said, tokenizer, tmp_path):
+    (tmp_path / "cot_8shot.json").write_text('[{"question": "a", "target": "b"}]')
+    content = json.dumps(rows) if file.endswith("json") else "\n".join(map(json.dumps, rows))
+    (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "b"}')
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        suites.cases(suite, Options(data=str(tmp_path)), tokenizer, 8192)
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "content", "said"),
+    [
+        ("qa_1", "squad.json", {"data": [{"paragraphs": [{"qas": []}]}]}, "field 'data.0.paragraphs.0': .* context"),
+        (
+            "qa_1",
+            "squad.jsonl",
+            {"context": "a", "question": "b"},
+            "Line 1 of .*: Object missing required field answers",
+        ),
+        (
+            "qa_2",
+            "hotpot.json",
+            [{"question": "a", "answer": "b", "context": 5}],
+            r"field '0.context': Expected object \| array",
+        ),
+        (
+            "qa_2",
+            "hotpot.json",
+            [{"question": "a", "answer": "b", "context": {"title": ["c"], "sentences": []}}],
+            "Row 0 of HotpotQA has 1 titles for 0 documents",
+        ),
+    ],
+)
+def test_documents_that_are_not_as_published_are_named(task, file, content, said, tokenizer, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=said):
+        suites.cases("ruler", Options(tasks=(task,), lengths=(1024,), data=str(tmp_path)), tokenizer, 8192)
+
+
+def test_a_packed_row_is_unpacked_to_its_limit_alone(tokenizer, tmp_path):
+    (tmp_path / "lcc.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**26, 1))
+    with pytest.raises(ValueError, match=r"Line 1 of .*lcc.jsonl.gz is larger than 16 MiB"):
+        suites.cases("longbench", Options(data=str(tmp_path)), tokenizer, 8192)
+
+
+def test_a_chat_template_that_fails_or_prints_twice_is_named(tokenizer):
+    case = Case("x/1", "t", "Some context.", "Why?")
+    other = AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
+    for template, said in (
+        ("{{ messages[0].content }}" * 2, "does not print the context of case x/1 once, as it is"),
+        ("{{ raise_exception('no') }}", "chat template fails for case x/1: no"),
+        ("{{ 1 / 0 }}", "chat template fails for case x/1: division by zero"),
+    ):
+        other.chat_template = template
+        with pytest.raises(ValueError, match=said):
+            build_prompt(case, other, 512)
 
 
 # --- the engine ---
@@ -328,12 +425,38 @@ def test_methods_and_budgets_become_rows():
     assert [e.name for e in parse_entries(("full", "centroidkv"), ("0.5",))] == ["full", "centroidkv"]
     for names, budgets, said in (
         (("nope",), ("0.5",), "Unknown method or preset 'nope'"),
-        (("full",), ("half",), "shares such as 0.25 and rows such as 1024, got 'half'"),
-        (("full", "full"), ("0.5",), "twice"),
+        (("full",), ("half",), r"shares up to 1 such as 0.25, and rows such as 1024 up to .*, got 'half'"),
+        (("full", "full"), ("0.5",), "--methods names the same twice: full and full"),
+        (("snapkv",), ("0.5", "0.50"), "--budgets names the same twice: 0.5 and 0.50"),
+        (("snapkv",), ("9" * 23,), "rows such as 1024 up to 1,073,741,824, got '9{23}'"),
+        (("snapkv",), ("1.5",), "got '1.5'"),
+        (("snapkv",), ("²",), "got '²'"),
+        (("snapkv",), ("nan",), "got 'nan'"),
+        (("snapkv",), ("0",), "got '0'"),
         ((), ("0.5",), "at least one"),
     ):
         with pytest.raises(ValueError, match=said):
             parse_entries(names, budgets)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "0"], "--batch-size"),
+        (["--batch-size", "-1"], "--batch-size"),
+        (["--seed", "-1"], "--seed"),
+        (["--limit", "0"], "--limit"),
+        (["--lengths", "4³"], "--lengths takes whole numbers such as 4096, got '4³'"),
+        (["--published", "nope"], "Published table 'nope' is unknown; known: centroidkv-longbench"),
+        (["--budgets", "0.5,0.50"], "--budgets names the same twice"),
+    ],
+)
+def test_wrong_options_are_named_before_a_model_is_loaded(arguments, said, tmp_path):
+    command = ["evaluate", "--suite", "ruler", "--model", "nowhere/at-all", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.app, [*command, *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in result.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_answers_with_the_demo_model(prose, tmp_path):
@@ -355,7 +478,7 @@ def test_the_command_answers_with_the_demo_model(prose, tmp_path):
     assert "| centroidkv | 75% | " in table
     assert "| *centroidkv, CentroidKV, Table 2, Llama-3.1-8B-Instruct* | 75% | 99.3 |" in table
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
-    assert run().exit_code == 0
+    assert run("--model", "demo/").exit_code == 0
     assert (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8") == raw
     refused = run("--query-aware")
     assert refused.exit_code == 2

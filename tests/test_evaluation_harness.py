@@ -123,7 +123,10 @@ def test_what_it_cannot_do_is_said(folder, caplog):
         ({"max_length": 1}, "max_length must be between 2 and the model's 256 positions, got 1"),
         ({"cache_ratio": 0.2, "cache_tokens": 9}, "not both"),
         ({"method": "centroidkv"}, "needs a budget"),
-        ({"batch_size": "auto"}, "batch_size must be a whole number of at least 1, got 'auto'"),
+        ({"batch_size": "auto"}, r"--model_args, field 'batch_size': .* \('auto'\)"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"foo": 1}, "Unknown key 'foo' in --model_args; allowed: model, method, cache_ratio, "),
+        ({"cache_tokens": "many"}, "field 'cache_tokens': Expected int | null, got str"),
     ):
         with pytest.raises(ValueError, match=said):
             model(folder, **options)

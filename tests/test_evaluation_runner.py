@@ -165,10 +165,12 @@ def test_damaged_results_are_named(tmp_path):
     file = tmp_path / runner.RESULTS
     good = file.read_bytes()
     file.write_bytes(good[:100] + b"\n" + good[100:])
-    with pytest.raises(ValueError, match=r"Line 1 of .* is damaged"):
+    with pytest.raises(ValueError, match=r"Line 1 of .* is not valid JSON"):
         go(tmp_path)
     file.write_bytes(good + good.splitlines(keepends=True)[0])
-    with pytest.raises(ValueError, match="holds an example twice"):
+    with pytest.raises(
+        ValueError, match=r"Line 91 of .* answers full with budget 1\.0 of example t0/0 a second time; remove it"
+    ):
         go(tmp_path)
     file.write_bytes(good)
     (tmp_path / runner.RUN).unlink()
@@ -309,9 +311,8 @@ def test_published_tables_are_whole(name):
 # --- several runs as one ---
 
 
-def part(folder, entries, **config):
-    methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
-    runner.run(folder, {**CONFIG, "methods": methods, **config}, {"n": str(folder)}, jobs(), entries, respond)
+def part(folder, entries, work=None, **config):
+    return runner.run(folder, {**CONFIG, **config}, {"n": str(folder)}, work or jobs(), entries, respond)
 
 
 def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_path):
@@ -330,7 +331,7 @@ def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
     part(tmp_path / "b", ENTRIES[1:], model="another")
     for folders, said in (
         (("a", "b"), "differ in model: 'stub' and 'another'"),
-        (("a", "a"), "Two runs hold full with budget 1.0 of example"),
+        (("a", "a"), "answers full with budget 1.0 of example t0/0 a second time"),
         (("a", "c"), "c holds no run: run.json and results.jsonl are needed"),
     ):
         with pytest.raises(ValueError, match=said):

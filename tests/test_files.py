@@ -134,4 +134,4 @@ def test_one_cache_is_one_file_byte_for_byte(tmp_path, cache):
 def test_what_is_killed_or_finds_no_room_ends_as_if_it_had_not(tmp_path):
     """The large one is a target of its own, `make test-kills`."""
     study = SCRIPTS / "studies" / "kills.py"
-    python(study, "--only", "join", "--kills", 4, "--full", 2, env=os.environ | {"TMPDIR": str(tmp_path)})
+    python(study, "--only", "join", "--kills", 3, "--full", 1, env=os.environ | {"TMPDIR": str(tmp_path)})

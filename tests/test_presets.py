@@ -116,7 +116,21 @@ def _as_tuple(share):
         ),
         ({"budget": "budget: {ratio: 1, shares: [1, [1]]}"}, r"Budget shares must be .*, got \(1.0, \(1.0,\)\)"),
         ({"budget": "budget: {ratio: -1}"}, r"Budget ratio must be a number above 0, got -1"),
-        ({"settings": "settings: {"}, r"is not YAML text"),
+        (
+            {"settings": "settings: {interval: 1000000000000}", "method": "GravityKV"},
+            r"Key 'interval' .*up to 1,073,741,824",
+        ),
+        ({"settings": "settings: {sinks: 4, sinks: 8}"}, r"mine.yaml, line 4: The key 'sinks' stands twice"),
+        ({"settings": "method: Full"}, r"mine.yaml, line 4: The key 'method' stands twice"),
+        ({"settings": "settings: &x {outlier_heads: [*x]}"}, r"mine.yaml, line 4: Aliases are not allowed"),
+        ({"settings": "settings: " + "[" * 100_000}, r"mine.yaml, line 4: More than 32 levels are not allowed"),
+        ({"settings": "settings: {sinks: .nan}"}, r"mine.yaml, line 4: .nan is not a finite number"),
+        (
+            {"budget": "budget: {ratio: 0.5, tokens: 5}"},
+            r"Impossible 'budget' of preset file .*mine.yaml: Budget needs",
+        ),
+        ({"settings": "x: " + "y" * 300_000}, r"mine.yaml is larger than 256 KiB"),
+        ({"settings": "settings: {"}, r"^Preset file .*mine\.yaml, line 6: expected the node content"),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, content, sentence):

@@ -392,6 +392,10 @@ def tensors(tokens=40):
     return jax.random.normal(jax.random.key(0), (2, 1, 2, tokens, 8))
 
 
+def quest_index():
+    return ckv.build_index(ckv.Quest(HALF), *tensors())
+
+
 @pytest.mark.wrong_arguments
 @pytest.mark.parametrize(
     ("make", "said"),
@@ -411,6 +415,20 @@ def tensors(tokens=40):
             lambda: ckv.build_index(ckv.Quest(HALF), *tensors(), initial_rows=jnp.arange(3)),
             "Quest takes no initial_rows; ClusterKV does",
         ),
+        (
+            lambda: ckv.build_index(ckv.Quest(HALF), *tensors().at[0, 0, 1, 7, 2].set(np.nan)),
+            r"at \[0, 1, 7, 2\]",
+        ),
+        (lambda: ckv.build_index(ckv.Quest(HALF), *tensors()[:, 0]), r"keys must be an array \[B,K,N,D\]"),
+        (lambda: ckv.select(ckv.Full(), quest_index(), jnp.ones((1, 4, 8))), r"one that recalls .*, got Full\(\)"),
+        (
+            lambda: ckv.select(ckv.InfiniGen(HALF), quest_index(), jnp.ones((1, 4, 8))),
+            "makes for InfiniGen",
+        ),
+        (lambda: ckv.select(ckv.Quest(HALF), None, jnp.ones((1, 4, 8))), "build_index makes for Quest, got NoneType"),
+        (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.ones((1, 3, 8))), "multiple of the 2 KV heads"),
+        (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.ones((1, 4, 7))), r"shape \[1,H,8\]"),
+        (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.full((1, 4, 8), np.nan)), "query must be finite"),
         (lambda: ckv.Composed(ckv.SnapKV(HALF), ckv.ClusterKV(HALF)), "decode must be"),
         (lambda: ckv.Composed(ckv.ClusterKV(HALF), ckv.H2O(HALF)), "prefill must be"),
     ],

@@ -42,6 +42,7 @@ def test_json_is_strict(text, problem):
         ("&a [*a]", "line 1: Aliases are not allowed"),
         ("[" * 100_000, "line 1: More than 32 levels are not allowed"),
         ("a: !!python/name:os.system x", "line 1: Tags are not allowed"),
+        ('a: "\\ud800"', "line 1: Half of a character is not allowed"),
         ("a: .nan", "line 1: .nan is not a finite number"),
         ("a: [1", "line 1: expected"),
         ("{[a]: 1}", "line 1: found unhashable key"),

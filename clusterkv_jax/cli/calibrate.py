@@ -46,31 +46,42 @@ def calibrate(
     ),
     plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
     sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
-    tokens: Annotated[int, typer.Option(help="Tokens of each piece.", min=2)] = 4096,
-    seed: Annotated[int, typer.Option(help="Of the choice of pieces.")] = 0,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of each piece; --ratio of them are more rows than AdaKV's window of 32.", min=2)
+    ] = 4096,
+    seed: Annotated[int, typer.Option(help="Of the choice of pieces.", min=0)] = 0,
     outliers: Annotated[float, _statistic(help="Share of all heads that become outlier heads.", min=0, max=1)] = 0.04,
     whole_layer: Annotated[
         list[int] | None, _statistic(help="A layer whose heads are all outliers; repeatable.", show_default="none")
     ] = None,
     threshold: Annotated[float, _statistic(help="A cosine below this is no similar neighbour.")] = 0.8,
-    chunk: Annotated[int, _statistic(help="Rows among which a neighbour is looked for, even.", min=2)] = 256,
+    chunk: Annotated[int, _statistic(help="Rows among which a neighbour is looked for, even.", min=2, max=2**20)] = 256,
     ratio: Annotated[float, _statistic(help="Share of the cache that AdaKV spreads for the heads' shares.")] = 0.25,
     compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
     with one_sentence_errors(debug):
-        _check(output, plot, chunk, ratio)
+        _check(output, plot, threshold, chunk, ratio)
         use_compilation_cache(compilation_cache)
-        texts = read_texts(data)
+
+        import numpy as np
 
         import clusterkv_jax as ckv
         from clusterkv_jax import calibration, observation
         from clusterkv_jax.files import write_whole
 
+        if int(ratio * tokens) <= ckv.AdaKV.window:
+            raise ValueError(
+                f"--ratio {ratio:g} of --tokens {tokens} is {int(ratio * tokens)} rows, and AdaKV needs more than its "
+                f"window of {ckv.AdaKV.window}."
+            )
+        texts = read_texts(data)
         network = ckv.load(one_model(model, model_option))
         if tokens > network.config.max_positions:
             raise ValueError(f"--tokens {tokens} exceed the model's {network.config.max_positions} positions.")
+        shape = (network.config.num_layers, network.config.num_kv_heads)
+        calibration.choose_outliers(np.zeros(shape), outliers, tuple(whole_layer or ()))  # whether they can be chosen
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
         with progress_bar(len(pieces) * network.config.num_layers, "layers") as on_layers:
             measures = observation.calibrate(
@@ -89,8 +100,10 @@ def calibrate(
         _report(measures, output, plot)
 
 
-def _check(output: Path, plot: bool, chunk: int, ratio: float) -> None:
+def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float) -> None:
     """What would be noticed only after minutes of work."""
+    if not -1 <= threshold <= 1:
+        raise ValueError(f"--threshold must be between -1 and 1, got {threshold}.")
     if chunk % 2:
         raise ValueError(f"--chunk must be an even number of rows, got {chunk}.")
     if not 0 < ratio < 1:
@@ -116,11 +129,7 @@ def read_texts(data: str) -> list[str]:
     config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
-    entries = sources.rows(None, name, (name, config or None, split or "train"))
-    if not entries or not isinstance(entries[0].get("text"), str):
-        raise ValueError(
-            f"data set {data} has no column 'text'; it has {', '.join(entries[0]) if entries else 'no rows'}."
-        )
+    entries = sources.rows(None, name, (name, config or None, split or "train"), sources.TextRow)
     return ["".join(row["text"] for row in entries)]
 
 

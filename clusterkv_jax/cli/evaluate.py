@@ -36,7 +36,7 @@ def evaluate(
     ),
     tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
-    limit: Annotated[int | None, _what(help="Most examples of each task.", show_default="the suite's")] = None,
+    limit: Annotated[int | None, _what(help="Most examples of each task.", min=1, show_default="the suite's")] = None,
     query_aware: Annotated[
         bool, _what("--query-aware", help="Let methods see the question before they compress.")
     ] = False,
@@ -45,8 +45,8 @@ def evaluate(
         str | None,
         _what(help="Local book or folder of books, or 'hub' for PG19.", show_default="two books of the package"),
     ] = None,
-    seed: Annotated[int, _what(help="Of everything that is generated.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Most examples read together.")] = 16,
+    seed: Annotated[int, _what(help="Of everything that is generated.", min=0)] = 0,
+    batch_size: Annotated[int, typer.Option(help="Most examples read together.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
@@ -60,16 +60,18 @@ def evaluate(
             _list_suites()
             return
         import clusterkv_jax as ckv
-        from clusterkv_jax.evaluation import manifest, responses, runner
+        from clusterkv_jax.evaluation import manifest, records, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
         use_compilation_cache(compilation_cache)
+        model = Path(model).as_posix()  # T/ is T
+        peers = _peers(suite, model, published)
         entries = parse_entries(split(methods), split(budgets))
+        options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         network = ckv.load(model, dtype=dtype)
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
-        options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         positions = network.config.max_positions
         if without := suites.left_out(suite, options):
             note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."
@@ -86,7 +88,6 @@ def evaluate(
             "model": model,
             "parameters": network.config.weights,
             "dtype": str(network.params["embed"].dtype),
-            "methods": {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries},
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
@@ -102,8 +103,7 @@ def evaluate(
                 possible=partial(responses.possible, network),
                 on_lines=on_lines,
             )
-        run = json.loads((output / runner.RUN).read_text(encoding="utf-8"))
-        _show(_write(output, run, lines, None if published is None else split(published)), output)
+        _show(_write(output, records.read_run(output), lines, peers), output)
 
 
 def join(
@@ -122,21 +122,25 @@ def join(
         if output.exists():
             raise ValueError(f"{output} exists; name a new folder.")
         run, lines = runner.join(folders)
+        peers = _peers(run["config"]["suite"], run["config"]["model"], published)
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as folder:  # a part of it would be in the way of the next attempt
             folder.mkdir()
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_whole(folder / runner.RESULTS, text)
             write_whole(folder / runner.RUN, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
-            summary = _write(folder, run, lines, None if published is None else split(published))
+            summary = _write(folder, run, lines, peers)
         _show(summary, output)
 
 
-def lm_eval(context: typer.Context) -> None:
+def lm_eval(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
     from clusterkv_jax.evaluation.extras import library
 
-    with one_sentence_errors(False):
+    with one_sentence_errors(debug):
         library("lm_eval", "clusterkv lm-eval")
         from clusterkv_jax.evaluation import lm_eval_model
 
@@ -147,14 +151,19 @@ def lm_eval(context: typer.Context) -> None:
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _write(folder: Path, run: Any, lines: Sequence[Any], names: tuple[str, ...] | None) -> Any:
+def _peers(suite: str, model: str, published: str | None) -> list[Any]:
+    """The tables to print beside: those named between commas, or the suite's and model's own."""
+    from clusterkv_jax.evaluation.report import table
+
+    return [table.published(name) for name in (table.matching(suite, model) if published is None else split(published))]
+
+
+def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -> Any:
     """table.md and report.html from the lines; returns the table."""
     from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
-    config = run["config"]
-    names_of_peers = table.matching(config["suite"], config["model"]) if names is None else names
-    summary = table.beside(table.summarize(lines), [table.published(name) for name in names_of_peers])
+    summary = table.beside(table.summarize(lines), peers)
     write_whole(folder / "table.md", table.markdown(summary))
     write_whole(folder / "report.html", report.report(summary, lines, run))
     return summary

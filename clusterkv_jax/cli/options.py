@@ -1,5 +1,6 @@
 """What commands take, from texts to methods and budgets."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -47,8 +48,8 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
 
     if not names or not budgets:
         raise ValueError("--methods and --budgets must each name at least one.")
-    if len(set(names)) != len(names) or len(set(budgets)) != len(budgets):
-        raise ValueError("--methods and --budgets must not name anything twice.")
+    _check_twins("--methods", names, names)
+    _check_twins("--budgets", budgets, list(map(parse_budget, budgets)))
     takes = {name: find_preset(name).takes_budget for name in names}
     whole = [budget for budget in budgets if (parse_budget(budget).ratio or 0) >= 1]
     entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
@@ -58,14 +59,27 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
     return entries
 
 
+def _check_twins(option: str, texts: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise ValueError where two texts mean the same."""
+    for place, value in enumerate(values):
+        if (first := values.index(value)) != place:
+            raise ValueError(f"{option} names the same twice: {texts[first]} and {texts[place]}.")
+
+
 def parse_budget(text: str) -> Any:
     """A share of the cache such as 0.25, or rows such as 1024."""
-    from clusterkv_jax.budget import Budget
+    from clusterkv_jax.budget import MOST_ROWS, Budget
+    from clusterkv_jax.evaluation.records import BUDGET
 
-    try:
-        return Budget(tokens=int(text)) if text.isdigit() and text != "1" else Budget(ratio=float(text))
-    except ValueError as error:
-        raise ValueError(f"--budgets takes shares such as 0.25 and rows such as 1024, got {text!r}.") from error
+    if re.match(BUDGET, text):
+        rows = text.isdigit() and text != "1"
+        if rows and int(text) <= MOST_ROWS:
+            return Budget(tokens=int(text))
+        if not rows and float(text) <= 1:
+            return Budget(ratio=float(text))
+    raise ValueError(
+        f"--budgets takes shares up to 1 such as 0.25, and rows such as 1024 up to {MOST_ROWS:,}, got {text!r}."
+    )
 
 
 def split(texts: str | Sequence[str]) -> tuple[str, ...]:
@@ -76,6 +90,6 @@ def split(texts: str | Sequence[str]) -> tuple[str, ...]:
 
 def parse_count(text: str, option: str = "--lengths") -> int:
     """A whole number of at least 0."""
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise ValueError(f"{option} takes whole numbers such as 4096, got {text!r}.")
     return int(text)

@@ -12,13 +12,16 @@ harness's. What stands before an answer or a continuation, question included, is
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
+from msgspec import Meta
 
 import clusterkv_jax as ckv
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.runner import Job, batches
@@ -32,10 +35,11 @@ BLOCK = 256
 _log = logging.getLogger(__name__)
 
 
-class CompressedLM(TemplateLM):
-    """The harness's interface to a model whose caches a method compresses.
+@dataclass(frozen=True)
+class Arguments:
+    """What --model_args may name.
 
-    Args:
+    Attributes:
         model: "demo", a folder or a hub id.
         method: a method or preset; the full cache by default.
         cache_ratio, cache_tokens: its budget, one of them.
@@ -45,36 +49,43 @@ class CompressedLM(TemplateLM):
         max_batch_size, device: given by the harness and not used.
     """
 
-    def __init__(
-        self,
-        model: str = "demo",
-        method: str = "full",
-        cache_ratio: float | None = None,
-        cache_tokens: int | None = None,
-        dtype: str | None = None,
-        max_length: int | None = None,
-        batch_size: int | str = 16,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-    ) -> None:
+    model: str = "demo"
+    method: str = "full"
+    cache_ratio: float | None = None
+    cache_tokens: int | None = None
+    dtype: str | None = None
+    max_length: int | None = None
+    batch_size: int | Annotated[str, Meta(pattern=r"^[0-9]{1,9}\Z")] = 16
+    max_batch_size: Any = None
+    device: Any = None
+
+
+class CompressedLM(TemplateLM):
+    """The harness's interface to a model whose caches a method compresses; made of `Arguments`."""
+
+    def __init__(self, **given: Any) -> None:
         super().__init__()
-        del max_batch_size, device
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
-        if cache_ratio is not None and cache_tokens is not None:
-            raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {cache_ratio} and {cache_tokens}).")
-        whole = cache_ratio is None and cache_tokens is None
-        budget = None if whole else ckv.Budget(ratio=cache_ratio, tokens=cache_tokens)
-        self.loaded = ckv.load(model, dtype=dtype)
+        schema.check_keys(given, [field.name for field in fields(Arguments)], "--model_args")
+        asked = schema.checked(given, Arguments, "--model_args")
+        if int(asked.batch_size) < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {asked.batch_size}.")
+        rows, ratio = asked.cache_tokens, asked.cache_ratio
+        if ratio is not None and rows is not None:
+            raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
+        self.method = preset(
+            asked.method, None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
+        )
+        self.loaded = ckv.load(asked.model, dtype=asked.dtype)
         if self.loaded.tokenizer is None:
-            raise ValueError(f"Model {model} has no tokenizer, which the harness needs.")
-        self.method = preset(method, budget)
+            raise ValueError(f"Model {asked.model} has no tokenizer, which the harness needs.")
         self.tokenizer = self.loaded.tokenizer
-        self.batch_size = int(batch_size)
+        self.batch_size = int(asked.batch_size)
         positions = self.loaded.config.max_positions
-        if max_length is not None and not 1 < max_length <= positions:
-            raise ValueError(f"max_length must be between 2 and the model's {positions} positions, got {max_length}.")
-        self.max_length = max_length or positions
+        if asked.max_length is not None and not 1 < asked.max_length <= positions:
+            raise ValueError(
+                f"max_length must be between 2 and the model's {positions} positions, got {asked.max_length}."
+            )
+        self.max_length = asked.max_length or positions
 
     # --- what the harness asks about the tokenizer ---
 

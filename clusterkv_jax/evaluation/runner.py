@@ -3,11 +3,13 @@
     results.jsonl   one line per example, appended and synced batch by batch; a torn last line is dropped and redone
     run.json        what was run: replaced whole, never half written
 
-The batches of a run depend on its configuration alone, so a resumed run computes what an unbroken one would have.
+The batches of a run depend on its configuration alone, so a resumed run computes what an unbroken one would have. It
+holds every line that it finds against the case that the line claims to answer.
 """
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +18,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from clusterkv_jax import schema
 from clusterkv_jax.batch import QUESTION_STEP, bucket
+from clusterkv_jax.evaluation import records
+from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
 from clusterkv_jax.evaluation.responses import Answer, Respond
-from clusterkv_jax.evaluation.scoring import score
+from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Full, Method
 
-RESULTS, RUN = "results.jsonl", "run.json"
-Line = dict[str, Any]
+Key = tuple[str, str, str]  # method, budget, example
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,15 @@ class Job:
     prompt: Prompt
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A job of an entry, and whether its method answers it or, where the budget is impossible, the full cache."""
+
+    entry: Entry
+    job: Job
+    compressed: bool
+
+
 def run(
     folder: Path,
     config: Mapping[str, Any],
@@ -56,7 +69,7 @@ def run(
     batch_size: int = 16,
     possible: Callable[[Method, Prompt, int], bool] = lambda method, prompt, new: True,
     on_lines: Callable[[int], None] = lambda done: None,
-) -> list[Line]:
+) -> list[Record]:
     """Answer what is not answered yet; all lines, in the order of the file.
 
     Args:
@@ -72,35 +85,72 @@ def run(
         on_lines: called with the number of lines there are.
 
     Raises:
-        ValueError: examples of one name, another configuration, another run on the folder, a damaged file, or a budget
-            possible for no prompt.
+        ValueError: examples of one name, another configuration, another run on the folder, a line that is damaged or
+            answers nothing that is asked, a budget possible for no prompt, or an answer without a score.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     if len({job.case.id for job in jobs}) < len(jobs):
         raise ValueError("The suite names two examples alike, so their answers could not be told apart.")
     plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
+    asked = {
+        (entry.name, entry.budget, job.case.id): _Asked(entry, job, method == entry.method)
+        for entry, (method, batch) in plan
+        for job in batch
+    }
+    methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / RESULTS
     with _alone(folder):
-        _open_run(folder, {**config, "cases": _digest(jobs)}, about)
-        lines = read_lines(folder / RESULTS)
-        finished = {_key(line) for line in lines}
-        if len(finished) != len(lines):
-            raise ValueError(f"{folder / RESULTS} holds an example twice; remove the file and run again.")
-        on_lines(len(lines))
+        _open_run(folder, {**config, "methods": methods, "cases": _digest(jobs)}, about)
+        answered = _answered(file, asked)
+        on_lines(len(answered))
         for entry, (method, batch) in plan:
-            missing = {job.number for job in batch if (entry.name, entry.budget, job.case.id) not in finished}
-            if not missing:
+            keys = [(entry.name, entry.budget, job.case.id) for job in batch]
+            if all(key in answered for key in keys):
                 continue
             first = batch[0].case
             answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
-            fresh = [
-                _line(entry, job, answer, method == entry.method)
-                for job, answer in zip(batch, answers, strict=True)
-                if job.number in missing
-            ]
-            append_whole(folder / RESULTS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh))
-            lines += fresh
-            on_lines(len(lines))
-    return lines
+            fresh = {
+                key: _line(asked[key], answer) for key, answer in zip(keys, answers, strict=True) if key not in answered
+            }
+            append_whole(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh.values()))
+            answered |= fresh
+            on_lines(len(answered))
+    return list(answered.values())
+
+
+def _answered(file: Path, asked: Mapping[Key, _Asked]) -> dict[Key, Record]:
+    """The lines there are, by what they answer; a torn last one is cut off the file.
+
+    Raises ValueError that names the first line which answers nothing that is asked, or otherwise than it says.
+    """
+    if not file.exists():
+        return {}
+    records.cut_torn_line(file)
+    answered: dict[Key, Record] = {}
+    for where, line in records.read_answers(file):
+        key = _key(line)
+        if key in answered:
+            raise ValueError(f"{where} answers {_named(key)} a second time; remove it and run again.")
+        if key not in asked:
+            raise ValueError(f"{where} answers {_named(key)}, which this run does not ask; choose another folder.")
+        _check_claims(line, asked[key], where)
+        answered[key] = line
+    return answered
+
+
+def _check_claims(line: Record, asked: _Asked, where: str) -> None:
+    """Raise ValueError unless the line is of this case, and its output has its score."""
+    case = asked.job.case
+    truth = _claims(asked)
+    if case.metric in CHEAP:
+        truth["score"] = score(case.metric, line["output"], case.answers, case.classes)
+    for name, value in truth.items():
+        if line[name] != value:
+            raise ValueError(
+                f"{where} has the {name} {_brief(line[name])}, and it must be {_brief(value)}; remove it and run again."
+            )
 
 
 @contextmanager
@@ -113,35 +163,56 @@ def _alone(folder: Path) -> Iterator[None]:
         raise ValueError(f"Another run is writing to {folder}; wait for it, or choose another folder.") from None
 
 
-def join(folders: Sequence[Path]) -> tuple[dict[str, Any], list[Line]]:
+def join(folders: Sequence[Path]) -> tuple[Record, list[Record]]:
     """What runs of the same examples found, as one: its run.json, and its lines in the order of the folders.
 
     So that the methods of a long table can run on several devices, a folder each.
 
     Raises:
-        ValueError: a folder without a run, runs of other examples, models or options, or an answer that two runs hold.
+        ValueError: a folder without a run, runs of other examples, models or options, an answer that two runs hold, one
+            of a method that its run does not name, or two that say different things about their example.
     """
-    runs, lines = [], []
+    runs: list[Record] = []
+    lines: dict[Key, Record] = {}
+    said: dict[str, Record] = {}
     for folder in folders:
         if not (folder / RUN).exists() or not (folder / RESULTS).exists():
             raise ValueError(f"{folder} holds no run: {RUN} and {RESULTS} are needed.")
-        runs.append(json.loads((folder / RUN).read_text(encoding="utf-8")))
-        lines += read_lines(folder / RESULTS)
-    first = runs[0]["config"]
-    for folder, run in zip(folders, runs, strict=True):
-        for key in ({**first, **run["config"]}).keys() - {"methods"}:
-            if first.get(key) != run["config"].get(key):
-                raise ValueError(
-                    f"{folders[0]} and {folder} differ in {key}: {first.get(key)!r} and {run['config'].get(key)!r}."
-                )
-    earlier: set[tuple[str, str, str]] = set()
-    for line in lines:
-        if _key(line) in earlier:
-            raise ValueError("Two runs hold {} with budget {} of example {}.".format(*_key(line)))
-        earlier.add(_key(line))
+        runs.append(records.read_run(folder))
+        for where, line in records.read_answers(folder / RESULTS):
+            key = _key(line)
+            if f"{key[0]}@{key[1]}" not in runs[-1]["config"]["methods"]:
+                raise ValueError(f"{where} answers {_named(key)}, a method that {folder / RUN} does not name.")
+            if key in lines:
+                raise ValueError(f"{where} answers {_named(key)} a second time.")
+            first = said.setdefault(line["id"], line)
+            for name in ("prompt", "task", "metric", "tokens", "cut", "facts"):
+                if line[name] != first[name]:
+                    raise ValueError(
+                        f"{where} has the {name} {_brief(line[name])}, and an earlier answer to {_brief(line['id'])} "
+                        f"{_brief(first[name])}."
+                    )
+            lines[key] = line
+    if not lines:
+        raise ValueError(f"There are no answers in {', '.join(map(str, folders))}.")
+    _check_alike(folders, [run["config"] for run in runs])
+    if len({line["metric"] == NLL for line in said.values()}) > 1:
+        raise ValueError("Perplexities and other scores do not make one table.")
     methods = {name: text for run in runs for name, text in run["config"]["methods"].items()}
     sessions = [session for run in runs for session in run["sessions"]]
-    return {"config": {**first, "methods": methods}, "sessions": sessions}, lines
+    return {"config": {**runs[0]["config"], "methods": methods}, "sessions": sessions}, list(lines.values())
+
+
+def _check_alike(folders: Sequence[Path], configs: Sequence[Record]) -> None:
+    """Raise ValueError for runs that differ in more than their methods."""
+    first = configs[0]
+    for folder, config in zip(folders, configs, strict=True):
+        for name in {**first, **config}:
+            if name != "methods" and first.get(name) != config.get(name):
+                raise ValueError(
+                    f"{folders[0]} and {folder} differ in {name}: {_brief(first.get(name))} and "
+                    f"{_brief(config.get(name))}."
+                )
 
 
 # --- batches ---
@@ -191,44 +262,32 @@ def _split(
 # --- files ---
 
 
-def read_lines(file: Path) -> list[Line]:
-    """The lines of a results file; a torn last one is cut off the file."""
-    if not file.exists():
-        return []
-    raw = file.read_bytes()
-    whole = raw.rfind(b"\n") + 1
-    if whole < len(raw):
-        with file.open("rb+") as opened:
-            opened.truncate(whole)
-    return parse_lines(raw, file)
-
-
-def parse_lines(raw: bytes, file: Path) -> list[Line]:
-    """The whole lines of a file's bytes; a torn last one is left out."""
-    lines = []
-    for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].decode("utf-8").split("\n")[:-1], 1):
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Line {number} of {file} is damaged ({error}); remove it and run again.") from error
-    return lines
-
-
 def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Write run.json, or add this session to it; another configuration is refused."""
     file = folder / RUN
-    settings = json.loads(json.dumps(config))
-    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"config": settings, "sessions": []}
     if not file.exists() and (folder / RESULTS).exists():
         raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
-    for key in {**record["config"], **settings}:
-        if record["config"].get(key) != settings.get(key):
+    settings = json.loads(json.dumps(config))
+    run = records.read_run(folder) if file.exists() else {"config": settings, "sessions": []}
+    ours, theirs = _flat(settings), _flat(run["config"])
+    for name in {**theirs, **ours}:
+        if theirs.get(name) != ours.get(name):
             raise ValueError(
-                f"{folder} holds a run with {key} = {record['config'].get(key)!r}, not {settings.get(key)!r}; "
+                f"{folder} holds a run with {name} = {_brief(theirs.get(name))}, not {_brief(ours.get(name))}; "
                 "choose another folder, or give the same options."
             )
-    sessions = [*record["sessions"], dict(about)]
+    sessions = [*run["sessions"], dict(about)]
     write_whole(file, json.dumps({"config": settings, "sessions": sessions}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _flat(config: Record) -> Record:
+    """A configuration with its methods one by one."""
+    methods = {f"the method {name}": text for name, text in config["methods"].items()}
+    return {name: value for name, value in config.items() if name != "methods"} | methods
+
+
+def _brief(value: Any) -> str:
+    return textwrap.shorten(repr(value), 600, placeholder=" ...")
 
 
 def _digest(jobs: Sequence[Job]) -> str:
@@ -237,30 +296,39 @@ def _digest(jobs: Sequence[Job]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _key(line: Line) -> tuple[str, str, str]:
+def _key(line: Record) -> Key:
     return line["method"], line["budget"], line["id"]
 
 
-def _line(entry: Entry, job: Job, answer: Answer, compressed: bool) -> Line:
-    case = job.case
-    if job.prompt.continuation:
+def _named(key: Key) -> str:
+    return "{} with budget {} of example {}".format(*map(schema.shown, key))
+
+
+def _claims(asked: _Asked) -> Record:
+    """What a line says of the case that it answers."""
+    case, prompt = asked.job.case, asked.job.prompt
+    return {
+        "method": asked.entry.name,
+        "budget": asked.entry.budget,
+        "task": case.task,
+        "id": case.id,
+        "prompt": prompt.sha,
+        "metric": case.metric,
+        "tokens": len(prompt.context),
+        # LongBench's authors cut texts, before they are tokens of a prompt.
+        "cut": prompt.cut + case.facts.get("cut", 0),
+        "compressed": asked.compressed,
+        "facts": dict(case.facts),
+    }
+
+
+def _line(asked: _Asked, answer: Answer) -> Record:
+    case = asked.job.case
+    if asked.job.prompt.continuation:
         points = -sum(answer.logprobs) / len(answer.logprobs)
     else:
         points = score(case.metric, answer.text, case.answers, case.classes)
-    return {
-        "method": entry.name,
-        "budget": entry.budget,
-        "task": case.task,
-        "id": case.id,
-        "prompt": job.prompt.sha,
-        "output": answer.text,
-        "metric": case.metric,
-        "score": points,
-        "rows": round(answer.rows, 2),
-        "tokens": len(job.prompt.context),
-        # LongBench's authors cut texts, before they are tokens of a prompt.
-        "cut": job.prompt.cut + case.facts.get("cut", 0),
-        "compressed": compressed,
-        "seconds": round(answer.seconds, 4),
-        "facts": dict(case.facts),
-    }
+    found = {"output": answer.text, "score": points, "rows": round(answer.rows, 2), "seconds": round(answer.seconds, 4)}
+    line = _claims(asked) | found
+    records.check_score(case.metric, points, f"The answer of {_named(_key(line))}")
+    return {name: line[name] for name in Line.__annotations__}

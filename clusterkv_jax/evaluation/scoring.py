@@ -191,6 +191,8 @@ METRICS: dict[str, Metric] = {
     "string_match_part": string_match_part,
     "final_number": final_number,
 }
+# Metrics without a library, which are computed again in passing.
+CHEAP = frozenset(METRICS) - {"f1_chinese", "rouge_l", "rouge_l_first_line", "rouge_l_chinese"}
 
 
 # --- libraries ---

@@ -19,12 +19,12 @@ COUNTS = st.sampled_from([13, 20, 26, 30] if LARGE else [20])
 few = settings(max_examples=max(5, settings.default.max_examples // 4))
 
 
-def drawn(seed: int, tokens: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def drawn(seed: int, tokens: int, scale: float = 1.0) -> list[np.ndarray]:
     """Queries, keys and values in float32; some keys repeat."""
     rng = np.random.default_rng(seed)
     queries, keys, values = (rng.normal(size=(B, heads, tokens, D)) for heads in (K * G, K, K))
     keys[:, :, rng.integers(tokens, size=4)] = keys[:, :, rng.integers(tokens, size=4)]
-    return tuple(np.float32(scale * x) for x in (queries, keys, values))
+    return [(scale * x).astype(np.float32) for x in (queries, keys, values)]
 
 
 def lengths_for(seed: int, tokens: int, least: int) -> np.ndarray:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks import longbench, ruler
 
 Z95 = 1.959964
@@ -81,10 +81,10 @@ def summarize(lines: Sequence[Line]) -> Summary:
 
 def column(line: Line, several_lengths: bool) -> str:
     """A task, with its length or position where there are several."""
-    facts = line["facts"]
+    facts, task = line["facts"], line["task"]
     if "position" in facts:
-        return f"{line['task']}@{facts['position']}"
-    return f"{line['task']}@{facts['length']}" if several_lengths else line["task"]
+        return f"{task}@{facts['position']}"
+    return f"{task}@{facts['length']}" if several_lengths and "length" in facts else task
 
 
 def wilson(scores: Sequence[float]) -> tuple[float, float]:
@@ -135,7 +135,8 @@ def published(name: str) -> Published:
     names = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
     if name not in names:
         raise ValueError(f"Published table {name!r} is unknown; known: {', '.join(names)}.")
-    content = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+    file = folder / f"{name}.yaml"
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
     columns, source = tuple(content["columns"]), content["source"]
     label = f"{source}, {content['model'].split('/')[-1]}"
     rows = tuple(_published_row(row, columns, label) for row in content["rows"])

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from clusterkv_jax.schema import shown
+
 Tokens = tuple[int, ...]
-# Between a context and what the chat template puts behind it; no text contains it.
+# Between a context and what the chat template puts behind it.
 _SEPARATOR = "\u241e"
 
 
@@ -107,6 +109,13 @@ def _wrap(case: Case, tokenizer: Any, whole: bool) -> tuple[str, str, bool]:
     if not case.chat or not getattr(tokenizer, "chat_template", None):
         return case.context, "", True
     turn = [{"role": "user", "content": case.context if whole else case.context + _SEPARATOR}]
-    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    before, after = (text, "") if whole else text.rsplit(_SEPARATOR, 1)
+    try:
+        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of its own
+        raise ValueError(f"The model's chat template fails for case {case.id}: {shown(error)}.") from error
+    if whole:
+        return text, "", False
+    if text.count(_SEPARATOR) != case.context.count(_SEPARATOR) + 1:
+        raise ValueError(f"The model's chat template does not print the context of case {case.id} once, as it is.")
+    before, after = text.rsplit(_SEPARATOR, 1)
     return before, after, False

@@ -5,7 +5,7 @@ qa_1 takes paragraphs and questions from SQuAD, qa_2 from HotpotQA, in the layou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -13,6 +13,55 @@ from clusterkv_jax.evaluation.tasks.haystack import Count, longest
 from clusterkv_jax.evaluation.tasks.synthetic import Example
 
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+
+
+class _Text(TypedDict):
+    text: str
+
+
+class _Problem(TypedDict):
+    question: str
+    answers: list[_Text]
+
+
+class _Paragraph(TypedDict):
+    context: str
+    qas: list[_Problem]
+
+
+class _Article(TypedDict):
+    paragraphs: list[_Paragraph]
+
+
+class SquadFile(TypedDict):
+    """SQuAD's JSON file."""
+
+    data: list[_Article]
+
+
+class _Texts(TypedDict):
+    text: list[str]
+
+
+class SquadRow(TypedDict):
+    """A row of SQuAD on the hub."""
+
+    context: str
+    question: str
+    answers: _Texts
+
+
+class _Titled(TypedDict):
+    title: list[str]
+    sentences: list[list[str]]
+
+
+class HotpotRow(TypedDict):
+    """A row of HotpotQA: pairs of a title and sentences in its file, titles and sentences apart on the hub."""
+
+    question: str
+    answer: str
+    context: list[tuple[str, list[str]]] | _Titled
 
 
 @dataclass(frozen=True)
@@ -32,7 +81,7 @@ class Library:
     questions: tuple[Question, ...]
 
 
-def from_squad(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Library:
+def from_squad(content: SquadFile | Sequence[SquadRow]) -> Library:
     """SQuAD's JSON file, or the hub's rows (context, question, answers); unanswerable questions are left out."""
     if isinstance(content, Mapping):
         paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
@@ -46,12 +95,18 @@ def from_squad(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Libr
     return _library([([context], question, answers) for context, question, answers in triples if answers])
 
 
-def from_hotpot(content: Sequence[Mapping[str, Any]]) -> Library:
+def from_hotpot(content: Sequence[HotpotRow]) -> Library:
     """HotpotQA's distractor JSON file, or the hub's rows, whose context holds titles and sentences apart."""
     triples = []
-    for row in content:
+    for number, row in enumerate(content):
         context = row["context"]
-        pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+        if isinstance(context, Mapping):
+            titles, texts = context["title"], context["sentences"]
+            if len(titles) != len(texts):
+                raise ValueError(f"Row {number} of HotpotQA has {len(titles)} titles for {len(texts)} documents.")
+            pairs = zip(titles, texts, strict=True)
+        else:
+            pairs = context
         documents = [f"{title}\n{''.join(sentences)}" for title, sentences in pairs]
         triples.append((documents, row["question"], [row["answer"]]))
     return _library(triples)

@@ -1,12 +1,11 @@
 """GSM8K (Cobbe et al., 2021) with eight worked examples (Wei et al., 2022), which all questions share as context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-import yaml
-
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.sources import read_rows, rows
@@ -14,21 +13,44 @@ from clusterkv_jax.evaluation.tasks.sources import read_rows, rows
 MAX_NEW_TOKENS = 256
 
 
-def shots(data: str | None) -> list[Mapping[str, str]]:
+class Shot(TypedDict):
+    """A worked example."""
+
+    question: str
+    target: str
+
+
+class Problem(TypedDict):
+    """A question with its solution, which ends in #### and a number."""
+
+    question: str
+    answer: str
+
+
+class _FewShot(TypedDict):
+    samples: list[Shot]
+
+
+class _HarnessTask(TypedDict):
+    fewshot_config: _FewShot
+
+
+def shots(data: str | None) -> list[Shot]:
     """The eight examples as question and target: `cot_8shot.json` of a local folder, or lm-eval's of gsm8k_cot."""
     if data is not None and (file := Path(data) / "cot_8shot.json").exists():
-        return list(read_rows(file))
+        return read_rows(file, Shot)
     library("lm_eval", "The eight examples of GSM8K")
-    text = (resources.files("lm_eval") / "tasks" / "gsm8k" / "gsm8k-cot.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)["fewshot_config"]["samples"]
+    file = resources.files("lm_eval") / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
+    return schema.checked(content, _HarnessTask, str(file))["fewshot_config"]["samples"]
 
 
-def questions(data: str | None) -> list[dict[str, Any]]:
+def questions(data: str | None) -> list[Problem]:
     """The 1,319 test questions."""
-    return rows(data, "test", ("openai/gsm8k", "main", "test"))
+    return rows(data, "test", ("openai/gsm8k", "main", "test"), Problem)
 
 
-def cases(examples: Sequence[Mapping[str, str]], problems: Sequence[Mapping[str, Any]]) -> list[Case]:
+def cases(examples: Sequence[Shot], problems: Sequence[Problem]) -> list[Case]:
     """Worked examples as context, a question each; the answer is what follows #### in the solution."""
     context = "".join(f"Q: {shot['question']}\nA: {shot['target']}\n\n" for shot in examples)
     return [

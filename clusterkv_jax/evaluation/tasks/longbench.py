@@ -9,10 +9,11 @@ compressed before the question is seen. The papers after 2024 use it; numbers of
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-import yaml
+from msgspec import Meta
 
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks.cases import Case, middle_cut
 
 ENGLISH = (
@@ -20,6 +21,21 @@ ENGLISH = (
     *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
 )
 KVPRESS_NEW_TOKENS = 20  # more than the official number
+
+
+class _Answered(TypedDict):
+    context: str
+    answers: Annotated[list[str], Meta(min_length=1)]
+    all_classes: list[str] | None
+    length: int
+
+
+class Row(_Answered, total=False):
+    """A row as LongBench's authors publish it, with an input, or of kvpress's data set, with the template's parts."""
+
+    input: str
+    question: str
+    answer_prefix: str
 
 
 @dataclass(frozen=True)
@@ -39,8 +55,9 @@ class Task:
 
 
 def _read_tasks() -> dict[str, Task]:
-    text = (resources.files("clusterkv_jax.configs") / "evaluation" / "longbench.yaml").read_text(encoding="utf-8")
-    return {name: Task(**fields) for name, fields in yaml.safe_load(text).items()}
+    file = resources.files("clusterkv_jax.configs") / "evaluation" / "longbench.yaml"
+    content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), str(file))
+    return schema.checked(content, dict[str, Task], str(file))
 
 
 TASKS = _read_tasks()
@@ -63,12 +80,13 @@ def official_prompt(task: str, row: Mapping[str, Any], tokenizer: Any, most: int
 def official_case(task: str, number: int, row: Mapping[str, Any], tokenizer: Any, limit: int) -> Case:
     """A case of the official protocol; `limit` is the model's positions, of which the prompt takes 500 less."""
     spec = TASKS[task]
+    _check_has(("input",), task, number, row)
     text, cut = official_prompt(task, row, tokenizer, limit - max(500, spec.max_new_tokens + 64))
     return Case(
         id=f"{task}/{number}",
         task=task,
         context=text,
-        answers=tuple(row["answers"]),
+        answers=_answers(task, number, row),
         metric=spec.metric,
         max_new_tokens=spec.max_new_tokens,
         classes=tuple(row["all_classes"] or ()),
@@ -80,20 +98,40 @@ def official_case(task: str, number: int, row: Mapping[str, Any], tokenizer: Any
 def kvpress_case(task: str, number: int, row: Mapping[str, Any]) -> Case:
     """A case of kvpress's protocol. Rows of its hub data set come divided; official rows are divided here."""
     spec = TASKS[task]
-    context, question, prefix = parts(task, row) if "input" in row else (row["context"], row["question"], None)
+    if "input" in row:
+        context, question, prefix = parts(task, row)
+    else:
+        _check_has(("question", "answer_prefix"), task, number, row)
+        context, question, prefix = row["context"], row["question"], row["answer_prefix"]
     return Case(
         id=f"{task}/{number}",
         task=task,
         context=context,
         question=question,
-        answer_prefix=row["answer_prefix"] if prefix is None else prefix,
-        answers=tuple(row["answers"]),
+        answer_prefix=prefix,
+        answers=_answers(task, number, row),
         metric=spec.metric,
         max_new_tokens=spec.max_new_tokens + KVPRESS_NEW_TOKENS,
-        classes=tuple(row["all_classes"] if row["all_classes"] is not None else ()),
+        classes=tuple(row["all_classes"] or ()),
         truncate=True,
         facts={"words": row["length"]},
     )
+
+
+def _check_has(fields: Sequence[str], task: str, number: int, row: Mapping[str, Any]) -> None:
+    for name in fields:
+        if name not in row:
+            raise ValueError(f"Row {number} of {task} has no field {name!r}; it has {', '.join(row)}.")
+
+
+def _answers(task: str, number: int, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The right answers, of which a number is looked for where the metric counts numbers."""
+    for answer in row["answers"]:
+        if TASKS[task].metric == "number_share" and not any(map(str.isdecimal, answer)):
+            raise ValueError(
+                f"Row {number} of {task} has the answer {schema.shown(repr(answer))}, which holds no number."
+            )
+    return tuple(row["answers"])
 
 
 def parts(task: str, row: Mapping[str, Any]) -> tuple[str, str, str]:

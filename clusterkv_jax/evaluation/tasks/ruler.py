@@ -6,10 +6,12 @@ new tokens are RULER's.
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+from msgspec import Meta
 
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks import documents, synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.haystack import Book, Count
@@ -100,6 +102,25 @@ def from_example(example: Example, name: str, facts: Mapping[str, Any]) -> Case:
 # --- published rows ---
 
 
+Answers = Annotated[list[str | int], Meta(min_length=1)]
+
+
+class Row(TypedDict, total=False):
+    """A row whole as RULER writes it (input, outputs), or divided (context, question, answer_prefix, answer), whose
+    answer may be a list written as Python.
+    """
+
+    task: str
+    index: int | str
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**20)]
+    input: str
+    outputs: Answers | str
+    context: str
+    question: str
+    answer_prefix: str
+    answer: Answers | str
+
+
 def published(rows: Sequence[Mapping[str, Any]], length: int, task: str | None = None) -> list[Case]:
     """Cases of rows divided as in `simonjegou/ruler` or whole as RULER writes them; `task` where rows do not say it."""
     return [_published(row, number, length, row.get("task", task)) for number, row in enumerate(rows)]
@@ -107,14 +128,14 @@ def published(rows: Sequence[Mapping[str, Any]], length: int, task: str | None =
 
 def _published(row: Mapping[str, Any], number: int, length: int, task: Any) -> Case:
     if task not in TASKS:
-        raise ValueError(f"row {number} is of task {task!r}; allowed: {', '.join(TASKS)}.")
-    if "input" in row:
-        context, question, prefix = divide(row["input"])
-        answers = row["outputs"]
-    else:
-        context, question, prefix = row["context"], row["question"], row["answer_prefix"]
-        answers = row["answer"]
-    answers = ast.literal_eval(answers) if isinstance(answers, str) else answers
+        raise ValueError(f"Row {number} is of task {schema.shown(repr(task))}; allowed: {', '.join(TASKS)}.")
+    whole, divided = ("input", "outputs"), ("context", "question", "answer_prefix", "answer")
+    fields = whole if "input" in row else divided
+    if missing := [name for name in fields if name not in row]:
+        raise ValueError(f"Row {number} of {task} has no field {missing[0]!r}; it has {', '.join(row) or 'none'}.")
+    *texts, answers = (row[name] for name in fields)
+    context, question, prefix = divide(texts[0]) if fields is whole else texts
+    answers = _listed(answers, f"The answer of row {number} of {task}") if isinstance(answers, str) else answers
     return Case(
         id=f"{task}/{length}/{row.get('index', number)}",
         task=task,
@@ -123,9 +144,20 @@ def _published(row: Mapping[str, Any], number: int, length: int, task: Any) -> C
         answer_prefix=prefix,
         answers=tuple(map(str, answers)),
         metric=metric(task),
-        max_new_tokens=int(row.get("max_new_tokens", new_tokens(task))),
+        max_new_tokens=row.get("max_new_tokens", new_tokens(task)),
         facts={"length": length},
     )
+
+
+def _listed(text: str, where: str) -> list[str | int]:
+    """A list written as Python."""
+    try:
+        value = ast.literal_eval(text) if len(text) <= 64 * schema.KIB else None
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        value = None
+    if value is None:
+        raise ValueError(f"{where} must be a list of texts, got {schema.shown(repr(text))}.")
+    return schema.checked(value, Answers, where)
 
 
 def divide(text: str) -> tuple[str, str, str]:

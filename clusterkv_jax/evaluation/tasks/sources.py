@@ -1,31 +1,34 @@
 """Where rows and books come from: local files, or data sets of the Hugging Face hub."""
 
-import gzip
-import json
 import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
+from clusterkv_jax import schema
 from clusterkv_jax.evaluation.extras import library
 
 HUB = "hub"
+# Books have some megabytes, HotpotQA's file 46, rows of RULER at 131,072 tokens less than one.
+MOST_TEXT, MOST_ROW = 128 * schema.MIB, 16 * schema.MIB
+Row = TypeVar("Row")
 _GUTENBERG = re.compile(r"^\*\*\* ?(START|END) OF (?:THE|THIS) PROJECT GUTENBERG.*$", re.MULTILINE)
 
 
-def rows(data: str | None, name: str, hub: tuple[str, str | None, str]) -> list[dict[str, Any]]:
-    """Rows named `name`: from `data`, a .jsonl or .json file (.gz too) or a folder with one of that name, or the hub.
+def rows(data: str | None, name: str, hub: tuple[str, str | None, str], kind: type[Row] | Any) -> list[Row]:
+    """Rows named `name` of a declared type, without the fields that it does not name: from `data`, a .jsonl or .json
+    file (.gz too) or a folder with one of that name, or the hub.
 
     `hub` is a data set's id, configuration and split; it is read with the package `datasets`.
 
-    Raises ValueError where there is no such file, or a line is not JSON.
+    Raises ValueError where there is no such file, and for a row that is not of that type.
     """
     if data is not None:
-        return read_rows(local(data, [f"{name}{end}" for end in (".jsonl", ".jsonl.gz", ".json", ".json.gz")]))
+        return read_rows(local(data, [f"{name}{end}" for end in (".jsonl", ".jsonl.gz", ".json", ".json.gz")]), kind)
     source, config, split = hub
     dataset = library("datasets", "Reading from the hub").load_dataset(source, config, split=split)
-    return [dict(row) for row in dataset]
+    return [schema.checked(dict(row), kind, f"Row {number} of {source}") for number, row in enumerate(dataset)]
 
 
 def local(data: str, patterns: Iterable[str]) -> Path:
@@ -43,22 +46,37 @@ def local(data: str, patterns: Iterable[str]) -> Path:
 
 def read_text(file: Path) -> str:
     """A UTF-8 file, unpacked where its name ends in .gz."""
-    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file {file} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}.") from error
+    return schema.read_text(file, most=MOST_TEXT)
 
 
-def read_rows(file: Path) -> Any:
-    """A list of objects, one JSON object a line; of a .json file whatever it holds."""
-    text = read_text(file)
-    try:
-        if file.name.removesuffix(".gz").endswith(".json"):
-            return json.loads(text)
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"file {file} is not JSON: {error}.") from error
+def read_rows(file: Path, kind: type[Row] | Any) -> list[Row]:
+    """Rows of a declared type: one JSON object a line, or the one list that a .json file holds."""
+    if is_json(file):
+        return read_json(file, list[kind])
+    return [
+        schema.checked(schema.from_json(schema.as_text(raw, where), where), kind, where)
+        for where, raw in schema.read_lines(file, most=MOST_ROW)
+    ]
+
+
+def is_json(file: Path) -> bool:
+    """Whether a file is one JSON text, and not one a line."""
+    return file.name.removesuffix(".gz").endswith(".json")
+
+
+def read_json(file: Path, kind: type[Row] | Any) -> Row:
+    """A .json file as a declared type."""
+    return schema.checked(schema.from_json(schema.read_text(file, most=MOST_TEXT), str(file)), kind, str(file))
+
+
+class TextRow(TypedDict):
+    """A row of a data set that is nothing but text."""
+
+    text: str
+
+
+class _BookRow(TextRow):
+    short_book_title: str
 
 
 def books(data: str | None) -> dict[str, str]:
@@ -68,14 +86,19 @@ def books(data: str | None) -> dict[str, str]:
     if data is None:
         data = str(resources.files("clusterkv_jax.evaluation.tasks") / "books")
     if data == HUB:
-        entries = rows(None, "pg19", ("emozilla/pg19", None, "test"))
+        entries = rows(None, "pg19", ("emozilla/pg19", None, "test"), _BookRow)
         return {row["short_book_title"]: row["text"] for row in entries}
     place = Path(data)
-    entries = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
-    files = [place] if place.is_file() else sorted(entries)
+    found = [path for end in ("txt", "txt.gz", "raw") for path in place.glob(f"*.{end}")]
+    files = [place] if place.is_file() else sorted(found)
     if not files:
         raise ValueError(f"There are no .txt or .txt.gz books in {data}.")
-    return {file.name.split(".")[0]: body(read_text(file)) for file in files}
+    by_name: dict[str, str] = {}
+    for file in files:
+        if (name := file.name.split(".")[0]) in by_name:
+            raise ValueError(f"Two books in {data} have the name {name!r}.")
+        by_name[name] = body(read_text(file))
+    return by_name
 
 
 def body(text: str) -> str:

@@ -77,6 +77,14 @@ def _limited(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
     return examples if limit is None else examples[:limit]
 
 
+def _lengths(options: Options, positions: int) -> tuple[int, ...]:
+    """The lengths to generate. Raises ValueError for one beyond the model, before anything is generated."""
+    for length in options.lengths:
+        if length > positions:
+            raise ValueError(f"length = {length} tokens exceeds the model's {positions} positions.")
+    return options.lengths
+
+
 def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
     count_all = lambda texts: [len(row) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]  # noqa: E731
     return [book(text, count_all) for text in sources.books(options.books).values()]
@@ -86,14 +94,14 @@ def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
 
 
 def _ruler(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
-    del positions
+    lengths = _lengths(options, positions)
     count = counter(tokenizer)
     prose = {name for name, spec in ruler.synthetic.NEEDLE_TASKS.items() if spec.haystack == "book"}
     books = _haystacks(options, tokenizer) if prose & set(tasks) else []
     numbers = range(options.limit or 100)
     return [
         case
-        for length in options.lengths
+        for length in lengths
         for task in tasks
         for case in ruler.generated(task, numbers, length, count, books, _library(task, options.data), options.seed)
     ]
@@ -104,32 +112,35 @@ def _library(task: str, data: str | None) -> documents.Library | None:
     """The documents of a question task: a file of its name in a local folder, or the hub's data set."""
     if task not in ruler.QUESTIONS:
         return None
-    squad = task == "qa_1"
-    if data is None:
-        source, config = ("rajpurkar/squad_v2", None) if squad else ("hotpotqa/hotpot_qa", "distractor")
-        content = sources.rows(None, task, (source, config, "validation"))
-    else:
-        content = sources.read_rows(sources.local(data, ["*squad*.json*" if squad else "*hotpot*.json*"]))
-    return documents.from_squad(content) if squad else documents.from_hotpot(content)
+    file = None if data is None else sources.local(data, ["*squad*.json*" if task == "qa_1" else "*hotpot*.json*"])
+    if task == "qa_2":
+        hub = ("hotpotqa/hotpot_qa", "distractor", "validation")
+        rows = sources.rows(None if file is None else str(file), task, hub, documents.HotpotRow)
+        return documents.from_hotpot(rows)
+    if file is not None and sources.is_json(file):
+        return documents.from_squad(sources.read_json(file, documents.SquadFile))
+    hub = ("rajpurkar/squad_v2", None, "validation")
+    return documents.from_squad(sources.rows(None if file is None else str(file), task, hub, documents.SquadRow))
 
 
 def _niah(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
-    del tasks, positions
+    del tasks
+    lengths = _lengths(options, positions)
     books = tuple(_haystacks(options, tokenizer))
     count = counter(tokenizer)
     return [
         retrieval.needle(depth, number, length, count, books, options.seed)
-        for length in options.lengths
+        for length in lengths
         for depth in retrieval.DEPTHS
         for number in range(options.limit or 5)
     ]
 
 
 def _lines(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
-    del tasks, positions
+    del tasks
     return [
         case
-        for length in options.lengths
+        for length in _lengths(options, positions)
         for number in range(options.limit or 25)
         for case in retrieval.lines(number, length, counter(tokenizer), options.seed)
     ]
@@ -147,9 +158,10 @@ def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positi
             named = next(
                 (task for task in sorted(ruler.TASKS, key=len, reverse=True) if file.name.startswith(task)), None
             )
-            published = ruler.published(sources.read_rows(file), length, named)
+            published = ruler.published(sources.read_rows(file, ruler.Row), length, named)
         else:
-            published = ruler.published(sources.rows(None, "ruler", ("simonjegou/ruler", str(length), "test")), length)
+            hub = ("simonjegou/ruler", str(length), "test")
+            published = ruler.published(sources.rows(None, "ruler", hub, ruler.Row), length)
         examples += [
             case for task in tasks for case in _limited([c for c in published if c.task == task], options.limit)
         ]
@@ -158,10 +170,13 @@ def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positi
 
 def _ruler_subset(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tokenizer, positions
+    if len(options.lengths) != 1:
+        raise ValueError(
+            f"The suite ruler-papers takes one length, got {', '.join(map(str, options.lengths)) or 'none'}."
+        )
     (length,) = options.lengths
-    published = ruler.published(
-        sources.rows(options.data, f"ruler_{length}", ("simonjegou/ruler", str(length), "test")), length
-    )
+    hub = ("simonjegou/ruler", str(length), "test")
+    published = ruler.published(sources.rows(options.data, f"ruler_{length}", hub, ruler.Row), length)
     subset = [published[i] for i in ruler.papers_subset(len(published))]
     return [case for task in tasks for case in _limited([c for c in subset if c.task == task], options.limit)]
 
@@ -183,8 +198,8 @@ def _longbench_official(options: Options, tasks: tuple[str, ...], tokenizer: Any
     ]
 
 
-def _longbench_rows(task: str, hub: str, options: Options) -> Sequence[dict[str, Any]]:
-    return _limited(sources.rows(options.data, task, (hub, task, "test")), options.limit)
+def _longbench_rows(task: str, hub: str, options: Options) -> Sequence[longbench.Row]:
+    return _limited(sources.rows(options.data, task, (hub, task, "test"), longbench.Row), options.limit)
 
 
 def _present(options: Options, tasks: tuple[str, ...]) -> tuple[str, ...]:
@@ -202,27 +217,30 @@ def _gsm8k(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: 
 
 
 def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
-    del positions
-    return _read(sources.books(options.books), options, tasks, tokenizer)
+    lengths = _lengths(options, positions)
+    return _read(sources.books(options.books), lengths, options, tasks, tokenizer)
 
 
 def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
-    del positions
+    lengths = _lengths(options, positions)
     if options.data is not None:
         texts = sources.books(options.data)
     else:
-        lines = sources.rows(None, "wikitext", ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"))
+        hub = ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+        lines = sources.rows(None, "wikitext", hub, sources.TextRow)
         texts = {"wikitext": "".join(row["text"] for row in lines)}
-    return _read(texts, options, tasks, tokenizer)
+    return _read(texts, lengths, options, tasks, tokenizer)
 
 
-def _read(texts: dict[str, str], options: Options, tasks: tuple[str, ...], tokenizer: Any) -> list[Case]:
+def _read(
+    texts: dict[str, str], lengths: Sequence[int], options: Options, tasks: tuple[str, ...], tokenizer: Any
+) -> list[Case]:
     """Every book, or those named as tasks."""
     if missing := [task for task in tasks if task not in texts]:
         raise ValueError(f"There is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
     return [
         case
-        for length in options.lengths
+        for length in lengths
         for name, text in texts.items()
         if not tasks or name in tasks
         for case in reading.segments(
