@@ -217,6 +217,9 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
     if cache.position.dtype != jnp.int32 or cache.position.ndim != 1:
         raise ValueError(f"position of the cache must be int32 [B], got {_kind(cache.position)}.")
     for i, layer in enumerate(cache.layers):
+        for j, group in enumerate(groups(layer)):
+            if group.length.ndim != 2:
+                raise ValueError(f"layers.{i}.{j}.length of the cache must be int32 [B, K], got {_kind(group.length)}.")
         heads = group_heads(layer)
         if sorted(head for group in heads for head in group) != list(range(config.num_kv_heads)):
             raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {heads}.")
