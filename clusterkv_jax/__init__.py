@@ -1,38 +1,46 @@
-"""Clustered KV caches for long-context decoding in JAX."""
+"""Clustered KV caches for long-context decoding in JAX.
 
-from clusterkv_jax import learned
-from clusterkv_jax.attention import attend
-from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
-from clusterkv_jax.checkpoints import CheckpointError, Model, load
-from clusterkv_jax.decoding import decode_step, prefill
-from clusterkv_jax.generation import Result, Stats, generate
-from clusterkv_jax.methods import (
-    H2O,
-    AdaKV,
-    CaM,
-    CentroidKV,
-    Chelsea,
-    ChunkKV,
-    ClusterKV,
-    Compactor,
-    Composed,
-    DropKV,
-    ExpectedAttention,
-    Full,
-    GravityKV,
-    InfiniGen,
-    KeyDiff,
-    LagKV,
-    PyramidKV,
-    Quest,
-    SnapKV,
-    StreamingLLM,
-)
-from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.saving import load as load_cache
-from clusterkv_jax.saving import save as save_cache
-from clusterkv_jax.tensors import build_index, compress, select
+A public name is imported when it is first used: what needs no jax, such as the command's help, starts at once.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clusterkv_jax import learned
+    from clusterkv_jax.attention import attend
+    from clusterkv_jax.budget import Budget
+    from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
+    from clusterkv_jax.checkpoints import CheckpointError, Model, load
+    from clusterkv_jax.decoding import decode_step, prefill
+    from clusterkv_jax.generation import Result, Stats, generate
+    from clusterkv_jax.methods import (
+        H2O,
+        AdaKV,
+        CaM,
+        CentroidKV,
+        Chelsea,
+        ChunkKV,
+        ClusterKV,
+        Compactor,
+        Composed,
+        DropKV,
+        ExpectedAttention,
+        Full,
+        GravityKV,
+        InfiniGen,
+        KeyDiff,
+        LagKV,
+        PyramidKV,
+        Quest,
+        SnapKV,
+        StreamingLLM,
+    )
+    from clusterkv_jax.sampling import Sampling
+    from clusterkv_jax.saving import load as load_cache
+    from clusterkv_jax.saving import save as save_cache
+    from clusterkv_jax.tensors import build_index, compress, select
 
 __all__ = [
     "H2O",
@@ -77,3 +85,47 @@ __all__ = [
     "save_cache",
     "select",
 ]
+
+_METHODS = (
+    "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
+    "InfiniGen KeyDiff LagKV PyramidKV Quest SnapKV StreamingLLM"
+)
+_HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
+    "Budget": "budget.Budget",
+    "CheckpointError": "checkpoints.CheckpointError",
+    "HeadGroups": "cache.HeadGroups",
+    "KVCache": "cache.KVCache",
+    "LayerCache": "cache.LayerCache",
+    "Model": "checkpoints.Model",
+    "PagedHeads": "cache.PagedHeads",
+    "Result": "generation.Result",
+    "Sampling": "sampling.Sampling",
+    "Stats": "generation.Stats",
+    "attend": "attention.attend",
+    "build_index": "tensors.build_index",
+    "compress": "tensors.compress",
+    "decode_step": "decoding.decode_step",
+    "generate": "generation.generate",
+    "load": "checkpoints.load",
+    "load_cache": "saving.load",
+    "prefill": "decoding.prefill",
+    "save_cache": "saving.save",
+    "select": "tensors.select",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module, imported when it is first asked for."""
+    if name in _HOMES:
+        module, attribute = _HOMES[name].split(".")
+        value = getattr(import_module(f"{__name__}.{module}"), attribute)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"Module {__name__!r} has no attribute {name!r}.")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.errors import is_count
-from clusterkv_jax.texts import Tokens, encode
+from clusterkv_jax.errors import is_count, shown
+from clusterkv_jax.texts import Texts, Tokens, encode, is_list
 
 # Question tokens per call of `extend`.
 QUESTION_STEP = 64
@@ -40,9 +40,9 @@ class Batch:
 
 def make_batch(
     model: Model,
-    prompts: Sequence[str | Tokens],
+    prompts: Texts,
     *,
-    questions: Sequence[str | Tokens] | None = None,
+    questions: Texts | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     prefill_chunk: int | None = None,
@@ -95,13 +95,17 @@ def _check(
     if not texts:
         raise ValueError("Prompts must hold at least one prompt, got none.")
     if not is_count(max_new_tokens, 1):
-        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}.")
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {shown(max_new_tokens)}.")
     if prefill_chunk is not None and not is_count(prefill_chunk, 1):
-        raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {prefill_chunk!r}.")
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-        raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
+        raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {shown(prefill_chunk)}.")
+    if not is_list(stop) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop must be a list of texts that are not empty, got {shown(stop)}.")
     if (stop or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+    if wrong := [token for token in config.eos_ids if not 0 <= token < config.vocab_size]:
+        raise ValueError(
+            f"Model {model.name!r} ends a text with token id {wrong[0]}; allowed are 0 to {config.vocab_size - 1}."
+        )
     if questions is not None and len(questions) != len(texts):
         raise ValueError(f"Questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
     for kind, rows in (("prompt", texts), ("question", questions or [])):

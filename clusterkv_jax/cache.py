@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import Rope
+from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import over_heads
 
 
@@ -324,7 +325,7 @@ def take_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
     return jax.tree.map(take, tree)
 
 
-@jax.jit
+@jit()
 def copy_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
     """`take_sequences` of what is on the device."""
     return jax.tree.map(lambda x: x[numbers], tree)

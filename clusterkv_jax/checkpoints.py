@@ -1,10 +1,12 @@
 """Hugging Face checkpoints in and out, without torch: safetensors, one file or sharded, straight onto the devices.
 
 Tensors are mapped from disk one at a time: beside the parameters, one more tensor is in memory at most, and with a mesh
-a device receives its own slice only.
+a device receives its own slice only. Everything is compared with the configuration by name and shape before the first
+number is read, and every number is looked at on its way.
 """
 
 import json
+import math
 import os
 import re
 import warnings
@@ -19,54 +21,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.models import llama, registry
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import token_ids
+from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.schema import checked, shown
 from clusterkv_jax.sharding import auto_mesh, param_shardings
+from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
+from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 _DTYPES = ("float32", "bfloat16", "float16")
-# Buffers that old files carry; the angles follow from the configuration.
-_IGNORED = re.compile(r"(^|\.)rotary(_pos)?_emb\.inv_freq$")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message is one sentence that names the file or tensor at fault."""
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded model: parameters, their configuration, the tokenizer (None if the folder has none), where it lies."""
+    """A loaded model: parameters, their configuration, the tokenizer (None if the folder has none), where it lies.
+
+    `config.weights` is the fingerprint of the parameters: the same for the same files and type, on any mesh and device.
+    """
 
     params: Params
     config: ModelConfig
     tokenizer: Any
     mesh: Mesh | None
     name: str
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One tensor inside a safetensors file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    def map(self) -> np.ndarray:
-        """The tensor as a read-only memory map, released with the array."""
-        if self.dtype not in _FILE_TYPES:
-            raise CheckpointError(f"{self.path.name} holds {self.dtype} weights; allowed: {', '.join(_FILE_TYPES)}.")
-        return np.memmap(self.path, _FILE_TYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
 
 
 def load(name: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = None) -> Model:
@@ -78,36 +62,47 @@ def load(name: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any =
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
+    if not isinstance(mesh, Mesh | None):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
     mesh = None if mesh is None else auto_mesh(mesh)
     folder = _locate(name)
-    published = _read_json(folder / "config.json")
+    published = read_json(folder / "config.json")
     config = load_config(folder)
     rename = registry.FAMILIES[config.family].rename
-    entries = {rename(tensor): entry for tensor, entry in _entries(folder).items() if not _IGNORED.search(tensor)}
+    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, registry.FAMILIES[config.family].weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     target = _dtype(dtype, entries[stored["embed"].name].dtype, platform)
-    copy = partial(_host_copy, dtype=target, platform=platform)
     specs = abstract(config)
     shardings = jax.tree.map(lambda _: None, specs) if mesh is None else param_shardings(specs, mesh)
-    params = jax.tree.map(lambda place, sharding: _put(place, entries, copy, sharding), stored, shardings)
+
+    def put(place: Stored, sharding: Any) -> jax.Array:
+        where = f"{place.name} in {entries[place.name].path}"
+        return _put(place, entries, partial(_host_copy, dtype=target, platform=platform, where=where), sharding)
+
+    params = jax.tree.map(put, stored, shardings)
+    views = (place.view(entries[place.name].map()) for place in jax.tree.leaves(stored))
+    config = replace(config, weights=fingerprint(few(view).astype(target) for view in views))
     return Model(params, config, _tokenizer(folder), mesh, str(name))
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids."""
+    """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids.
+
+    Raises CheckpointError (a ValueError) naming the file and the field that are at fault.
+    """
     folder = Path(folder)
-    try:
-        config = registry.from_hf(_read_json(folder / "config.json"))
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    if (generation := folder / "generation_config.json").is_file():
-        ends = token_ids(_read_json(generation).get("eos_token_id"))
-        config = replace(config, eos_ids=ends or config.eos_ids)
+    file = folder / "config.json"
+    published = read_json(file)
+    with naming(file):
+        config = registry.from_hf(published, str(file))
+    if (file := folder / "generation_config.json").is_file():
+        generation = read_json(file)
+        with naming(file):
+            ids = end_ids(checked(generation, Generation, str(file)).eos_token_id, config.vocab_size)
+        config = replace(config, eos_ids=ids or config.eos_ids)
     return config
 
 
@@ -135,7 +130,7 @@ def save_huggingface(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses files that do not say which framework's layout they follow.
-    with replacing(folder / _SINGLE) as temporary:
+    with replacing(folder / SINGLE) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     if tokenizer_json is not None:
         write_whole(folder / "tokenizer.json", Path(tokenizer_json).read_text(encoding="utf-8"))
@@ -151,14 +146,16 @@ def _locate(name: str | os.PathLike[str]) -> Path:
         if not (folder / "config.json").is_file():
             raise CheckpointError("The demo model is missing from this installation.")
         return folder
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
+        raise CheckpointError(f"name must be 'demo', a local folder, or a hub id 'owner/name', got {name!r}.")
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
         raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
     if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise CheckpointError(
-            f"There is no folder {str(name)!r}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
+            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
         )
     return _download(name)
 
@@ -182,62 +179,12 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing from {path.parent}.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not a readable JSON file: {error}.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}.")
-    return content
-
-
-def _entries(folder: Path) -> dict[str, _Entry]:
-    """Every tensor of a checkpoint by name; nothing is read but the files' headers."""
-    if (folder / _SINGLE).is_file():
-        return _header(folder / _SINGLE)
-    if not (folder / _INDEX).is_file():
-        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not read.")
-    places = _read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{folder / _INDEX} has no 'weight_map' from tensors to files.")
-    for tensor, file in places.items():
-        if not isinstance(file, str) or not (folder / file).is_file():
-            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which is missing from {folder}.")
-    entries: dict[str, _Entry] = {}
-    for file in sorted(set(places.values())):
-        entries |= _header(folder / file)
-    for tensor, file in places.items():
-        if tensor not in entries:
-            raise CheckpointError(f"{_INDEX} places {tensor!r} in {file!r}, which does not hold it.")
-    return entries
-
-
-def _header(path: Path) -> dict[str, _Entry]:
-    try:
-        # The library's own checks: header, offsets, and a file as long as they say.
-        with safe_open(path, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete safetensors file: {error}.") from None
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {
-        tensor: _Entry(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for tensor, entry in header.items()
-        if tensor != "__metadata__"
-    }
-
-
 # --- which tensors there are ---
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, _Entry]
-) -> tuple[ModelConfig, dict[str, _Entry]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry]
+) -> tuple[ModelConfig, dict[str, Entry]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])
@@ -245,14 +192,15 @@ def _resolve_ties(
         return replace(config, tie_embeddings=config.tie_embeddings or not tie_is_stated), entries
     if not config.tie_embeddings:
         return config, entries
-    if embed is not None and not _equal(embed, head):
+    if embed is not None and not _equal(embed, head, (config.vocab_size, config.hidden_size)):
         return replace(config, tie_embeddings=False), entries
     others = {tensor: entry for tensor, entry in entries.items() if tensor != table["lm_head"]}
     return config, others | {table["embed"]: embed or head}
 
 
-def _equal(a: _Entry, b: _Entry) -> bool:
-    if a.shape != b.shape:
+def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
+    """Whether both are the table of this shape; of another shape they are refused later, by name."""
+    if not a.shape == b.shape == shape:
         return False
     left, right, step = a.map(), b.map(), 4096
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
@@ -282,7 +230,7 @@ def _some(names: list[str]) -> str:
 def _checked_dtype(dtype: Any) -> np.dtype:
     try:
         result = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # numpy reads texts as expressions
         result = None
     if result is None or result.name not in _DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}.")
@@ -292,11 +240,11 @@ def _checked_dtype(dtype: Any) -> np.dtype:
 def _dtype(requested: Any, stored: str, platform: str) -> np.dtype:
     if requested is not None:
         return _checked_dtype(requested)
-    return jnp.dtype(jnp.float32 if platform == "cpu" else _FILE_TYPES.get(stored, jnp.float32))
+    return jnp.dtype(jnp.float32 if platform == "cpu" else FILE_TYPES.get(stored, jnp.float32))
 
 
 def _put(
-    place: Stored, entries: dict[str, _Entry], copy: Callable[[np.ndarray], np.ndarray], sharding: Any
+    place: Stored, entries: dict[str, Entry], copy: Callable[[np.ndarray], np.ndarray], sharding: Any
 ) -> jax.Array:
     view = place.view(entries[place.name].map())
     if sharding is None:
@@ -307,24 +255,39 @@ def _put(
     return array.block_until_ready()
 
 
-def _host_copy(view: np.ndarray, dtype: np.dtype, platform: str) -> np.ndarray:
+def _host_copy(view: np.ndarray, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
     """What is handed to the device: the file's order is kept where the transfer transposes (faster than numpy would).
 
     The CPU backend adopts a buffer that is aligned and in order, so the parameter itself is the only copy there.
+    Raises CheckpointError that names `where` for a number that is not finite, as stored or as `dtype`.
     """
-    if platform != "cpu":
-        return np.array(view, dtype)
-    size, alignment = view.size * dtype.itemsize, 64
-    buffer = np.empty(size + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
-    copy = buffer[start : start + size].view(dtype).reshape(view.shape)
-    copy[...] = view
+    copy = np.empty_like(view, dtype, subok=False) if platform != "cpu" else _aligned(view.shape, dtype)
+    order = np.argsort(copy.strides, kind="stable")[::-1]
+    source, target = view.transpose(order), copy.transpose(order)
+    rows = max(1, CHUNK // max(1, target[0].size))
+    # Numbers are looked at while they are in the core's cache: memory is read once.
+    for i in range(0, len(target), rows):
+        with np.errstate(over="ignore", invalid="ignore"):
+            target[i : i + rows] = source[i : i + rows]
+        if not all_finite(target[i : i + rows]):
+            wrong = source[i : i + rows][~np.isfinite(target[i : i + rows])].flat[0]
+            raise CheckpointError(f"{where} holds {wrong}; allowed: numbers that are finite as {dtype.name}.")
     return copy
 
 
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    buffer = np.empty(size + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
 def _tokenizer(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    files = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not files:
         return None
+    if "tokenizer_config.json" in files:
+        read_json(folder / "tokenizer_config.json")
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     # transformers announces on import that it found no torch: here that is as it should be.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -332,8 +295,11 @@ def _tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        warnings.warn(f"the tokenizer in {folder} could not be loaded, so tokenizer is None: {error}", stacklevel=3)
+    except Exception as error:  # its parsers raise whatever they meet
+        if "tokenizer.json" in files:
+            raise CheckpointError(f"{folder / 'tokenizer.json'} makes no tokenizer: {shown(error)}.") from error
+        # Other files need libraries that may be missing, and a model serves token ids without them.
+        warnings.warn(f"The tokenizer in {folder} could not be loaded, so tokenizer is None: {error}", stacklevel=3)
         return None
     finally:
         if advice is None:

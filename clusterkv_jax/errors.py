@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B?)\b")
+# Letters of a value in a sentence.
+_SHOWN = 200
 # Memory inside a chip. A kernel that exceeds it is too large at any batch size or prompt length.
 _ON_CHIP = re.compile(r"vmem|smem|shared memory", re.IGNORECASE)
 
@@ -14,7 +16,18 @@ def check_fields(config: Any, *rules: tuple[str, bool, str]) -> None:
     """Raise ValueError for the first rule (field, holds, allowed values) that does not hold."""
     for name, holds, allowed in rules:
         if not holds:
-            raise ValueError(f"{type(config).__name__} {name} must be {allowed}, got {getattr(config, name)!r}.")
+            raise ValueError(f"{type(config).__name__} {name} must be {allowed}, got {shown(getattr(config, name))}.")
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, in one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def is_one_of(value: Any, *allowed: str | None) -> bool:
+    """True for one of these texts; arrays and the like are none."""
+    return (value is None or isinstance(value, str)) and value in allowed
 
 
 def is_count(value: Any, least: int = 0) -> bool:

@@ -1,22 +1,98 @@
-"""The programs of a request, compiled before it runs: so that a first token takes what a first token takes.
+"""Compiled programs: kept while there is room, and compiled before a request runs.
+
+A program takes memory mappings, a hundred or more on a CPU. Linux grants a process 65,530, and the compiler crashes
+without them. So programs that `jit` makes are dropped, the least recently used first, before half of them are in use.
 
 A program is compiled for the shapes of its arguments alone, so that what one returns, and the next one takes, need not
-exist. A call of the same program with such arguments then compiles nothing.
+exist. A call of the same program with such arguments then compiles nothing, and a first token takes what a first token
+takes.
 """
 
 import contextlib
+import inspect
+import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
 from clusterkv_jax.sharding import ambient_mesh
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+_log = logging.getLogger(__name__)
+
+_MAPPINGS, _MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+# jax keeps the programs of a function, and all of them as long as the function: so each has a copy of its own here, by
+# what distinguishes it, the least recently used first.
+_kept: OrderedDict[Any, Any] = OrderedDict()
+_lock = threading.Lock()
+
 # What jax calls compiling, and finding a program in its compilation cache; tracing is not among them.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
+
+
+def jit(
+    *, static_argnames: tuple[str, ...] = (), donate_argnames: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """`jax.jit`, as a decorator, for what is called with many methods and shapes: `make_room` may drop its programs.
+
+    A dropped program is compiled again when it is called again. Results do not change.
+    """
+    return lambda function: _droppable(function, static_argnames, donate_argnames)
+
+
+def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames: tuple[str, ...]) -> Any:
+    signature = inspect.signature(function)
+
+    def program(args: Any, kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        static = tuple(arguments.pop(name, None) for name in static_argnames)
+        key = function, static, _described(arguments, by_value=False)
+        with _lock:
+            if key in _kept:
+                _kept.move_to_end(key)
+                return _kept[key]
+        make_room()
+        fresh = jax.jit(partial(function), static_argnames=static_argnames, donate_argnames=donate_argnames)
+        with _lock:
+            return _kept.setdefault(key, fresh)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return program(args, kwargs)(*args, **kwargs)
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        return program(args, kwargs).lower(*args, **kwargs)
+
+    vars(call)["lower"] = lower
+    return call
+
+
+def make_room(limit: int | None = None) -> None:
+    """Drop programs, the least recently used half at a time, while the process has more than `limit` memory mappings.
+
+    `limit` is half of what Linux grants by default. Other systems have none, and nothing is dropped there.
+    """
+    if not _MAPPINGS.exists():
+        return
+    limit = int(_MOST_MAPPINGS.read_text()) // 2 if limit is None else limit
+    while (count := mappings()) > limit and _kept:
+        with _lock:
+            oldest = [_kept.popitem(last=False) for _ in range((len(_kept) + 1) // 2)]
+        _log.info("%d memory mappings are more than %d: dropping %d programs.", count, limit, len(oldest))
+        del oldest
+
+
+def mappings() -> int:
+    """The process's memory mappings, of which Linux grants `vm.max_map_count`; 0 on other systems."""
+    return _MAPPINGS.read_bytes().count(b"\n") if _MAPPINGS.exists() else 0
 
 
 @dataclass
@@ -69,10 +145,11 @@ def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[
     return compile
 
 
-def _described(args: Any) -> tuple[Any, ...]:
-    """Arguments by what distinguishes programs: arrays by their shapes."""
+def _described(args: Any, *, by_value: bool = True) -> tuple[Any, ...]:
+    """Arguments by what distinguishes programs: arrays by their shapes, all else by its value, or by its type alone."""
     leaves, tree = jax.tree.flatten(args)
-    return tree, *((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else leaf for leaf in leaves)
+    other = (lambda leaf: leaf) if by_value else type
+    return tree, *((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else other(leaf) for leaf in leaves)
 
 
 def _shapes(out: Any, compiled: Any) -> Any:

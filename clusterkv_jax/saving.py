@@ -1,128 +1,239 @@
 """A compressed cache on disk: read a long text once, answer questions about it in other processes.
 
 One safetensors file: the arrays by their place in the cache, and as metadata the format's version, the model's
-configuration and the method, all of which must be those of whoever loads it.
+configuration with the fingerprint of its weights, and the method, all of which must be those of whoever loads it. Every
+array has its checksum there, and the metadata have theirs.
 """
 
 import dataclasses
+import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import Struct
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
+from safetensors.numpy import save_file
 
-from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, groups
+from clusterkv_jax.arrays import all_finite, digest
+from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, group_heads, groups
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.schema import checked, from_json, shown
 
-FORMAT = "clusterkv_jax cache 1"
+FORMAT = "clusterkv_jax cache 2"
+T = TypeVar("T")
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
-def save(path: str | Path, cache: KVCache, config: ModelConfig, method: Method) -> None:
+class _About(Struct):
+    config: dict[str, Any]
+    method: str
+    heads: list[list[tuple[int, ...]] | None]
+    checksums: dict[str, str]
+
+
+def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, method: Method) -> None:
     """Write a cache made by `prefill`; the file appears only when it is whole.
 
     Args:
         path: of the file, in a folder that exists.
         cache: stays as it is.
-        config: of the model that made it.
+        config: of the model that made it. The file is for the weights that `config.weights` names.
         method: that made it.
 
     Raises:
-        ValueError: if the folder does not exist.
+        ValueError: if the folder does not exist, or the cache is none of this model's or holds impossible numbers.
     """
-    path = Path(path)
+    path = _checked_path(path, config, method)
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"cache must be a cache made by prefill, got {type(cache).__name__}.")
     if not path.parent.is_dir():
         raise ValueError(f"The folder {path.parent} does not exist; make it before a cache is saved there.")
-    heads = [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers]
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(dataclasses.asdict(config)),
+    _check_shapes(cache, config)
+    arrays = {name: np.asarray(x) for name, x in _by_place(cache).items()}  # gathered from all devices
+    for name, x in arrays.items():
+        _check_numbers(name, x)
+    about = {
+        "config": dataclasses.asdict(config),
         "method": repr(method),
-        "heads": json.dumps(heads),
+        "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
+        "checksums": {name: digest(x) for name, x in arrays.items()},
     }
+    text = json.dumps(about)
     with replacing(path) as temporary:
-        save_file(_flat(cache), temporary, metadata)
+        save_file(arrays, temporary, {"format": FORMAT, "about": text, "checksum": _checksum(text)})
+        _put_in_order(temporary)
 
 
-def load(path: str | Path, config: ModelConfig, method: Method) -> KVCache:
-    """Read a cache that `save` wrote, for the same model and method.
+def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> KVCache:
+    """Read a cache that `save` wrote, for the same model, weights and method.
 
     Raises:
-        ValueError: one sentence, if the file is missing or not a whole cache, or was made by another version, model or
-            method.
+        ValueError: one sentence, if the file is missing, damaged or no cache, or was made by another version, model or
+            method, or with other weights.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    path = Path(path)
+    path = _checked_path(path, config, method)
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
     with out_of_memory_explained(f"loading {path}", uses_host=method.holds == "host"):
-        return _read(path, config, method)
+        try:
+            return _read(path, config, method)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
 
 
 def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
-    try:
-        with safe_open(path, framework="flax") as file:
-            metadata = file.metadata() or {}
-            _check(path, metadata, config, method)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole cache file: {error}.") from error
-    heads = json.loads(metadata["heads"])
-    layers = tuple(_layer(arrays, f"layers.{i}", at) for i, at in enumerate(heads))
+    with safe_open(path, framework="np") as file:
+        about = _about(path, file.metadata() or {})
+        _check_origin(path, about, config, method)
+        if different := sorted(set(file.keys()) ^ about.checksums.keys()):
+            raise ValueError(f"{path} is damaged: {different[0]} is not among its arrays, or not among its checksums.")
+        arrays = {}
+        for name, checksum in about.checksums.items():  # the host holds one at a time
+            x = file.get_tensor(name)
+            if digest(x) != checksum:
+                raise ValueError(f"{path} is damaged: {name} does not have the checksum that it was saved with.")
+            _check_numbers(name, x)
+            arrays[name] = jnp.array(x)
+    layers = tuple(_layer(arrays, f"layers.{i}", heads) for i, heads in enumerate(about.heads))
     state = tuple(
         tuple(_named(arrays, f"state.{i}.{j}.") or None for j in range(len(groups(layer))))
         for i, layer in enumerate(layers)
     )
+    cache = KVCache(layers, state, arrays.get("position", jnp.zeros(0, jnp.int32)))
+    _check_shapes(cache, config)
+    if unknown := sorted(arrays.keys() - _by_place(cache).keys()):
+        raise ValueError(f"{path} holds {shown(unknown[0])}, which is no part of such a cache.")
     layers = tuple(
         with_groups(layer, [place(group, tensors) for group, tensors in zip(groups(layer), keeps, strict=True)])
         for layer, keeps in zip(layers, state, strict=True)
     )
-    cache = KVCache(layers, state, arrays["position"])
+    cache = dataclasses.replace(cache, layers=layers)
     return commit(cache) if method.holds == "host" else cache
 
 
-def _flat(cache: KVCache) -> dict[str, jax.Array]:
-    """Arrays by their place; gathered, where they lie on several devices."""
-    named: dict[str, Any] = {"position": cache.position}
+# --- arrays by their place ---
+
+
+def _by_place(cache: KVCache) -> dict[str, jax.Array]:
+    named: dict[str, jax.Array] = {"position": cache.position}
     for i, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         for j, (group, memory) in enumerate(zip(groups(layer), state, strict=True)):
             fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
             named |= {f"layers.{i}.{j}.{name}": x for name, x in fields.items() if x is not None}
             named |= {f"state.{i}.{j}.{name}": x for name, x in (memory or {}).items()}
-    return {name: jnp.asarray(np.asarray(x)) for name, x in named.items()}
+    return named
 
 
-def _layer(arrays: dict[str, jax.Array], where: str, heads: list[list[int]] | None) -> Layer:
+def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None) -> Layer:
     if heads is None:
-        return _group(_named(arrays, f"{where}.0."))
-    parts = [LayerCache(**_named(arrays, f"{where}.{j}.")) for j in range(len(heads))]
-    return HeadGroups(tuple(parts), tuple(map(tuple, heads)))
+        kind = PagedHeads if f"{where}.0.first" in arrays else LayerCache
+        return _group(kind, arrays, f"{where}.0")
+    parts = [_group(LayerCache, arrays, f"{where}.{j}") for j in range(len(heads))]
+    return HeadGroups(tuple(parts), tuple(heads))
 
 
-def _group(fields: dict[str, jax.Array]) -> Group:
-    return PagedHeads(**fields) if "first" in fields else LayerCache(**fields)
+def _group(kind: type[T], arrays: dict[str, jax.Array], where: str) -> T:
+    fields = _named(arrays, f"{where}.")
+    try:
+        return kind(**fields)
+    except TypeError:
+        raise ValueError(f"{where} of a cache cannot consist of {shown(', '.join(fields) or 'nothing')}.") from None
 
 
 def _named(arrays: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
     return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
 
 
-def _check(path: Path, metadata: dict[str, str], config: ModelConfig, method: Method) -> None:
+# --- what is checked ---
+
+
+def _checked_path(path: Any, config: Any, method: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ValueError(f"path must be the path of a file, got {path!r}.")
+    if not isinstance(config, ModelConfig) or not isinstance(method, Method):
+        raise ValueError(f"config and method must be a ModelConfig and a method, got {config!r} and {method!r}.")
+    return Path(path)
+
+
+def _about(path: Path, metadata: dict[str, str]) -> _About:
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} must be of format {FORMAT!r}, got {metadata.get('format')!r}.")
-    theirs, ours = json.loads(metadata["config"]), json.loads(json.dumps(dataclasses.asdict(config)))
+        raise ValueError(f"{path} must be of format {FORMAT!r}, got {shown(repr(metadata.get('format')))}.")
+    text = metadata.get("about", "")
+    if metadata.get("checksum") != _checksum(text):
+        raise ValueError(f"{path} is damaged: its metadata do not have the checksum that they were saved with.")
+    return checked(from_json(text, str(path)), _About, str(path))
+
+
+def _put_in_order(path: Path) -> None:
+    """The library writes metadata in another order each time; a cache is the same file each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method) -> None:
+    ours = json.loads(json.dumps(dataclasses.asdict(config)))
     for name in ours:
-        if theirs.get(name) != ours[name]:
+        if about.config.get(name) != ours[name]:
             raise ValueError(
-                f"The cache {path} was made by a model with {name} = {theirs.get(name)!r}, this one has {ours[name]!r}."
+                f"The cache {path} was made by a model with {name} = {about.config.get(name)!r}, "
+                f"this one has {ours[name]!r}."
             )
-    if metadata["method"] != repr(method):
-        raise ValueError(f"The cache {path} was made by {metadata['method']}, not by {method!r}.")
+    if about.method != repr(method):
+        raise ValueError(f"The cache {path} was made by {about.method}, not by {method!r}.")
+
+
+def _check_numbers(name: str, x: np.ndarray) -> None:
+    """Keys, values and degrees are finite, degrees not negative: `log degree` is the mask."""
+    field = name.rpartition(".")[2] if name.startswith("layers.") else ""
+    if field in ("keys", "values", "degree") and x.dtype.name in _FLOATS and not all_finite(x):
+        raise ValueError(f"{name} of the cache holds numbers that are not finite.")
+    if field == "degree" and np.any(x < 0):
+        raise ValueError(f"{name} of the cache must be at least 0, got {x.min()}.")
+
+
+def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
+    """Raise ValueError unless the arrays have the types and shapes of a cache of this model."""
+    if len(cache.layers) != config.num_layers or len(cache.state) != config.num_layers:
+        raise ValueError(f"The cache must have {config.num_layers} layers, got {len(cache.layers)}.")
+    if cache.position.dtype != jnp.int32 or cache.position.ndim != 1:
+        raise ValueError(f"position of the cache must be int32 [B], got {_kind(cache.position)}.")
+    for i, layer in enumerate(cache.layers):
+        heads = group_heads(layer)
+        if sorted(head for group in heads for head in group) != list(range(config.num_kv_heads)):
+            raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {heads}.")
+        for j, (group, mine) in enumerate(zip(groups(layer), heads, strict=True)):
+            _check_group(f"layers.{i}.{j}", group, cache.position.shape[0], len(mine), config.head_dim)
+
+
+def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> None:
+    each = (batch, heads)
+    rows = (batch, *group.keys.shape[1:3]) if isinstance(group, PagedHeads) else (*each, *group.keys.shape[2:3])
+    fields = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
+    fields |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
+    for name, (kinds, shape) in fields.items():
+        x = getattr(group, name, None)
+        if x is not None and (x.dtype.name not in kinds or x.shape != shape):
+            raise ValueError(f"{where}.{name} of the cache must be {kinds[0]} {list(shape)}, got {_kind(x)}.")
+
+
+def _kind(x: jax.Array) -> str:
+    return f"{x.dtype.name} {list(x.shape)}"

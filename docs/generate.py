@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from clusterkv_jax.cli.app import app
+from clusterkv_jax.cli import app
 from clusterkv_jax.presets import Preset, list_presets
 
 

@@ -1,6 +1,8 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from clusterkv_jax.errors import check_fields, is_count, is_number
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")
 NORMS = ("rms", "layer")
@@ -11,6 +13,9 @@ class LinearScaling:
     """Position interpolation (Chen et al., 2023): every rotary frequency divided by `factor`."""
 
     factor: float
+
+    def __post_init__(self):
+        check_fields(self, ("factor", is_number(self.factor) and self.factor > 0, "a number above 0"))
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,16 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_positions: int
 
+    def __post_init__(self):
+        low, high = self.low_freq_factor, self.high_freq_factor
+        check_fields(
+            self,
+            ("factor", is_number(self.factor) and self.factor > 0, "a number above 0"),
+            ("low_freq_factor", is_number(low) and low > 0, "a number above 0"),
+            ("high_freq_factor", is_number(high) and high > low, f"a number above low_freq_factor = {low}"),
+            ("original_max_positions", is_count(self.original_max_positions, 1), "a whole number of at least 1"),
+        )
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -38,6 +53,9 @@ class Rope:
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | None = None
 
+    def __post_init__(self):
+        check_fields(self, ("theta", is_number(self.theta) and self.theta > 0, "a number above 0"))
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -45,7 +63,8 @@ class ModelConfig:
 
     `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
     `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
-    Raises ValueError where sizes contradict each other or a name is unknown.
+    `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
+    Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 
     family: str
@@ -72,8 +91,19 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     dtype: str = "float32"
+    # Two models that differ in it alone share their programs.
+    weights: str | None = field(default=None, compare=False)
 
     def __post_init__(self):
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        check_fields(
+            self,
+            *(
+                (name, is_count(getattr(self, name), 1), "a whole number of at least 1")
+                for name in (*counts, "head_dim", "max_positions")
+            ),
+            ("norm_eps", is_number(self.norm_eps) and self.norm_eps > 0, "a number above 0"),
+        )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}: "

@@ -4,11 +4,26 @@ Half of each head's dimensions is rotated, in interleaved pairs. The published f
 both layouts fuse the MLP's gate and up projections. GLM team, 2024 (arXiv:2406.12793).
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig, Rope
-from clusterkv_jax.models.hf_config import decoder, demand, rope, size, tokens_and_dtype
+from clusterkv_jax.models.hf_config import (
+    Decoder,
+    Epsilon,
+    Heads,
+    Layers,
+    Positions,
+    Published,
+    Size,
+    decoder,
+    demand,
+    family_and_tokens,
+    rope,
+)
+from clusterkv_jax.schema import checked
 
 HF_WEIGHTS = llama.WEIGHTS | {
     "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj.weight",
@@ -34,18 +49,41 @@ CHATGLM_WEIGHTS = {
 }
 
 
-def from_hf(published: dict[str, Any]) -> ModelConfig:
+class _Glm(Decoder, kw_only=True):
+    num_key_value_heads: Heads | None = 2
+    head_dim: Size | None = 128
+    max_position_embeddings: Positions = 131072
+    rms_norm_eps: Epsilon = 1.5625e-07
+    attention_bias: bool = True
+
+
+class _ChatGlm(Published, kw_only=True):
+    padded_vocab_size: Size
+    hidden_size: Size
+    ffn_hidden_size: Size
+    num_layers: Layers
+    num_attention_heads: Heads
+    multi_query_group_num: Heads
+    kv_channels: Size
+    seq_length: Positions
+    rope_ratio: Annotated[float, Meta(ge=1e-3, le=1e6)] = 1.0
+    layernorm_epsilon: Epsilon = 1e-5
+    add_qkv_bias: bool = False
+    tie_word_embeddings: bool = False
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: glm` configuration."""
-    published = {"head_dim": 128, "max_position_embeddings": 131072, "num_key_value_heads": 2, **published}
-    fields = decoder({"rms_norm_eps": 1.5625e-07, **published})
+    file = checked(published, _Glm, where)
+    fields = decoder(file)
     return ModelConfig(
         **fields,
-        rope=rope(published, fields["head_dim"], fraction=0.5, interleaved=True),
-        qkv_bias=published.get("attention_bias", True),
+        rope=rope(file, fields["head_dim"], fraction=0.5, interleaved=True),
+        qkv_bias=file.attention_bias,
     )
 
 
-def from_chatglm(published: dict[str, Any]) -> ModelConfig:
+def from_chatglm(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: chatglm` configuration of the GLM-4 generation."""
     for key, allowed in {
         "rmsnorm": True,
@@ -55,21 +93,20 @@ def from_chatglm(published: dict[str, Any]) -> ModelConfig:
         "add_bias_linear": False,
         "apply_residual_connection_post_layernorm": False,
     }.items():
-        demand(published, key, allowed, default=allowed)
-    heads, head_dim = size(published, "num_attention_heads"), size(published, "kv_channels")
+        demand(published, key, allowed)
+    file = checked(published, _ChatGlm, where)
     return ModelConfig(
-        family="chatglm",
-        vocab_size=size(published, "padded_vocab_size"),
-        hidden_size=size(published, "hidden_size"),
-        intermediate_size=size(published, "ffn_hidden_size"),
-        num_layers=size(published, "num_layers"),
-        num_heads=heads,
-        num_kv_heads=size(published, "multi_query_group_num"),
-        head_dim=head_dim,
-        max_positions=size(published, "seq_length"),
-        rope=Rope(10000.0 * published.get("rope_ratio", 1), head_dim // 2, interleaved=True),
-        norm_eps=published.get("layernorm_epsilon", 1e-5),
-        qkv_bias=published.get("add_qkv_bias", False),
-        tie_embeddings=published.get("tie_word_embeddings", False),
-        **tokens_and_dtype(published),
+        vocab_size=file.padded_vocab_size,
+        hidden_size=file.hidden_size,
+        intermediate_size=file.ffn_hidden_size,
+        num_layers=file.num_layers,
+        num_heads=file.num_attention_heads,
+        num_kv_heads=file.multi_query_group_num,
+        head_dim=file.kv_channels,
+        max_positions=file.seq_length,
+        rope=Rope(10000.0 * file.rope_ratio, file.kv_channels // 2, interleaved=True),
+        norm_eps=file.layernorm_epsilon,
+        qkv_bias=file.add_qkv_bias,
+        tie_embeddings=file.tie_word_embeddings,
+        **family_and_tokens(file, file.padded_vocab_size),
     )

@@ -1,11 +1,16 @@
-"""What the families' `config.json` files share, in the style of transformers 4 and of transformers 5.
+"""The published configuration of a decoder: which fields are read, what they may hold, what they mean for the decoder.
 
-Every function takes the parsed file. What the decoder cannot do is a ValueError that names the value and what it can.
+Both styles are read, that of transformers 4 and that of transformers 5. A family declares its file as a subclass of
+`Published` or `Decoder`, with its own defaults; what the file says of other things is not looked at.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, Rope
+from clusterkv_jax.schema import shown
 
 _ACTIVATION_NAMES = {
     "silu": "silu",
@@ -17,88 +22,133 @@ _ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-
-def require(published: dict[str, Any], key: str) -> Any:
-    """The value of a key that has no sensible default."""
-    if published.get(key) is None:
-        raise ValueError(f"config.json lacks {key!r}, which a {published.get('model_type')!r} model needs.")
-    return published[key]
-
-
-def size(published: dict[str, Any], key: str) -> int:
-    """A required size; anything but a positive integer is a ValueError."""
-    value = require(published, key)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json sets {key} = {value!r}; allowed: a positive integer.")
-    return value
+# Counts far above those of any model, and low enough that nothing which is made of them takes time or memory.
+Layers = Annotated[int, Meta(ge=1, le=1024)]
+Heads = Annotated[int, Meta(ge=1, le=2**14)]
+Size = Annotated[int, Meta(ge=1, le=2**24)]
+Positions = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Epsilon = Annotated[float, Meta(gt=0, le=1)]
+Ids = int | Annotated[list[int], Meta(max_length=256)] | None
+_Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
+_Theta = Annotated[float, Meta(ge=1, le=1e15)]
+_Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
-def demand(published: dict[str, Any], key: str, allowed: Any, default: Any) -> None:
-    """Raise ValueError unless `key` (or its default) has the one value that the decoder implements."""
-    value = published.get(key, default)
-    if value != allowed:
-        raise ValueError(f"config.json sets {key} = {value!r}, which is not supported; allowed: {allowed!r}.")
+class RopeParameters(Struct, kw_only=True):
+    """What `rope_scaling` and `rope_parameters` hold, or the file itself beside them."""
+
+    rope_theta: _Theta | None = None
+    partial_rotary_factor: _Fraction | None = None
+    original_max_position_embeddings: Positions | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: _Factor | None = None
+    low_freq_factor: _Factor | None = None
+    high_freq_factor: _Factor | None = None
 
 
-def decoder(published: dict[str, Any]) -> dict[str, Any]:
+class Generation(Struct):
+    """What is read of `generation_config.json`."""
+
+    eos_token_id: Ids = None
+
+
+class Published(Struct, kw_only=True):
+    """What the files of all families may hold."""
+
+    model_type: str
+    bos_token_id: int | None = None
+    eos_token_id: Ids = None
+    pad_token_id: int | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+class Decoder(Published, kw_only=True):
+    """What every Llama-like family names alike."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Positions
+    rms_norm_eps: Epsilon = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    rope_theta: _Theta | None = None
+    partial_rotary_factor: _Fraction | None = None
+    original_max_position_embeddings: Positions | None = None
+    rope_scaling: RopeParameters | None = None
+    rope_parameters: RopeParameters | None = None
+
+
+def decoder(file: Decoder) -> dict[str, Any]:
     """The ModelConfig fields that every Llama-like family names alike, RoPE excepted."""
-    heads = size(published, "num_attention_heads")
     return {
-        "family": published["model_type"],
-        "vocab_size": size(published, "vocab_size"),
-        "hidden_size": size(published, "hidden_size"),
-        "intermediate_size": size(published, "intermediate_size"),
-        "num_layers": size(published, "num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": published.get("num_key_value_heads") or heads,
-        "head_dim": published.get("head_dim") or size(published, "hidden_size") // heads,
-        "max_positions": size(published, "max_position_embeddings"),
-        "norm_eps": published.get("rms_norm_eps", 1e-6),
-        "activation": activation(published.get("hidden_act", "silu")),
-        "tie_embeddings": published.get("tie_word_embeddings", False),
-        **tokens_and_dtype(published),
+        "vocab_size": file.vocab_size,
+        "hidden_size": file.hidden_size,
+        "intermediate_size": file.intermediate_size,
+        "num_layers": file.num_hidden_layers,
+        "num_heads": file.num_attention_heads,
+        "num_kv_heads": file.num_key_value_heads or file.num_attention_heads,
+        "head_dim": file.head_dim or file.hidden_size // file.num_attention_heads,
+        "max_positions": file.max_position_embeddings,
+        "norm_eps": file.rms_norm_eps,
+        "activation": activation(file.hidden_act),
+        "tie_embeddings": file.tie_word_embeddings,
+        **family_and_tokens(file, file.vocab_size),
     }
 
 
-def tokens_and_dtype(published: dict[str, Any]) -> dict[str, Any]:
-    """The special token ids and the published type, as ModelConfig fields."""
-    dtype = published.get("dtype") or published.get("torch_dtype") or "float32"
+def family_and_tokens(file: Published, vocab_size: int) -> dict[str, Any]:
+    """The family, the special token ids and the published type, as ModelConfig fields."""
     return {
-        "bos_id": published.get("bos_token_id"),
-        "eos_ids": token_ids(published.get("eos_token_id")),
-        "pad_id": published.get("pad_token_id"),
-        "dtype": dtype.removeprefix("torch."),
+        "family": file.model_type,
+        "bos_id": file.bos_token_id,
+        "eos_ids": end_ids(file.eos_token_id, vocab_size),
+        "pad_id": file.pad_token_id,
+        "dtype": (file.dtype or file.torch_dtype or "float32").removeprefix("torch."),
     }
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """End-of-text ids: files hold one, several or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def end_ids(ids: int | list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    """End-of-text ids: files hold one, several or none. Raises ValueError for one that the vocabulary lacks."""
+    found = () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    for token in found:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"eos_token_id = {token} is no token of the vocabulary; allowed: 0 to {vocab_size - 1}.")
+    return found
+
+
+def demand(published: Mapping[str, Any], key: str, allowed: Any) -> None:
+    """Raise ValueError if the file sets `key` to another value than the one that the decoder implements."""
+    value = published.get(key, allowed)
+    if (type(value), value) != (type(allowed), allowed):
+        raise ValueError(f"config.json sets {key} = {shown(repr(value))}, which is not supported; allowed: {allowed}.")
 
 
 def activation(name: str) -> str:
     """Our name of an activation function."""
     if name not in _ACTIVATION_NAMES:
-        raise ValueError(f"Activation {name!r} is not supported; allowed: {', '.join(_ACTIVATION_NAMES)}.")
+        raise ValueError(f"Activation {shown(repr(name))} is not supported; allowed: {', '.join(_ACTIVATION_NAMES)}.")
     return _ACTIVATION_NAMES[name]
 
 
-def rope(published: dict[str, Any], head_dim: int, *, fraction: float = 1.0, interleaved: bool = False) -> Rope:
+def rope(file: Decoder, head_dim: int, *, fraction: float = 1.0, interleaved: bool = False) -> Rope:
     """RoPE from `rope_theta` and `rope_scaling` (transformers 4) or from `rope_parameters` (transformers 5).
 
     `fraction` of the head's dimensions is rotated unless the file says otherwise.
     """
-    parameters = {
-        key: published[key]
-        for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-        if published.get(key) is not None
-    }
-    parameters |= published.get("rope_scaling") or {}
-    parameters |= published.get("rope_parameters") or {}
+    parameters = {}
+    for part in (file, file.rope_scaling, file.rope_parameters):
+        values = {name: getattr(part, name, None) for name in RopeParameters.__struct_fields__}
+        parameters |= {name: value for name, value in values.items() if value is not None}
     return Rope(
-        theta=float(parameters.get("rope_theta", 10000.0)),
+        theta=parameters.get("rope_theta", 10000.0),
         dim=int(head_dim * parameters.get("partial_rotary_factor", fraction)),
         interleaved=interleaved,
         scaling=_scaling(parameters),
@@ -112,25 +162,22 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
             case "default":
                 return None
             case "linear":
-                return LinearScaling(float(parameters["factor"]))
+                return LinearScaling(parameters["factor"])
             case "llama3":
                 return Llama3Scaling(
-                    float(parameters["factor"]),
-                    float(parameters["low_freq_factor"]),
-                    float(parameters["high_freq_factor"]),
-                    int(parameters["original_max_position_embeddings"]),
+                    parameters["factor"],
+                    parameters["low_freq_factor"],
+                    parameters["high_freq_factor"],
+                    parameters["original_max_position_embeddings"],
                 )
     except KeyError as missing:
         raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
-    raise ValueError(f"RoPE scaling {kind!r} is not supported; allowed: default, linear, llama3.")
+    raise ValueError(f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3.")
 
 
-def reject_sliding_window(published: dict[str, Any], *, window: int | None, active: bool) -> None:
-    """Raise ValueError if attention would be cut to a window; `window` and `active` are the family's defaults."""
-    window = published.get("sliding_window", window)
-    active = published.get("use_sliding_window", active)
-    positions = published["max_position_embeddings"]
-    if active and window is not None and window < positions:
+def reject_sliding_window(window: int | None, positions: int) -> None:
+    """Raise ValueError if attention would be cut to a window."""
+    if window is not None and window < positions:
         raise ValueError(
             f"sliding_window = {window} is not supported; allowed: null, or at least "
             f"max_position_embeddings = {positions}."

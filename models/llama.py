@@ -6,7 +6,8 @@ Touvron et al., 2023 (arXiv:2307.09288); Grattafiori et al., 2024 (arXiv:2407.21
 from typing import Any
 
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig
-from clusterkv_jax.models.hf_config import decoder, rope
+from clusterkv_jax.models.hf_config import Decoder, Positions, decoder, rope
+from clusterkv_jax.schema import checked
 
 WEIGHTS = {
     "embed": "model.embed_tokens.weight",
@@ -33,16 +34,21 @@ WEIGHTS = {
 }
 
 
-def from_hf(published: dict[str, Any]) -> ModelConfig:
+class _Llama(Decoder, kw_only=True):
+    max_position_embeddings: Positions = 2048
+    mlp_bias: bool = False
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: llama` configuration."""
-    fields = decoder({"max_position_embeddings": 2048, **published})
-    bias = published.get("attention_bias", False)
+    file = checked(published, _Llama, where)
+    fields = decoder(file)
     return ModelConfig(
         **fields,
-        rope=rope(published, fields["head_dim"]),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=published.get("mlp_bias", False),
+        rope=rope(file, fields["head_dim"]),
+        qkv_bias=file.attention_bias,
+        output_bias=file.attention_bias,
+        mlp_bias=file.mlp_bias,
     )
 
 

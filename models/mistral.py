@@ -3,14 +3,21 @@
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import decoder, reject_sliding_window, rope
+from clusterkv_jax.models.hf_config import Decoder, Heads, Positions, Size, decoder, reject_sliding_window, rope
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
+from clusterkv_jax.schema import checked
 
 
-def from_hf(published: dict[str, Any]) -> ModelConfig:
-    """Translate a `model_type: mistral` configuration; v0.1's sliding window is refused."""
+class _Mistral(Decoder, kw_only=True):
     # The defaults of a key that the file leaves out are transformers'.
-    published = {"max_position_embeddings": 131072, "num_key_value_heads": 8, **published}
-    reject_sliding_window(published, window=4096, active=True)
-    fields = decoder(published)
-    return ModelConfig(**fields, rope=rope(published, fields["head_dim"]))
+    num_key_value_heads: Heads | None = 8
+    max_position_embeddings: Positions = 131072
+    sliding_window: Size | None = 4096
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: mistral` configuration; v0.1's sliding window is refused."""
+    file = checked(published, _Mistral, where)
+    reject_sliding_window(file.sliding_window, file.max_position_embeddings)
+    fields = decoder(file)
+    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]))

@@ -3,7 +3,17 @@
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import activation, demand, size, tokens_and_dtype
+from clusterkv_jax.models.hf_config import (
+    Heads,
+    Layers,
+    Positions,
+    Published,
+    Size,
+    activation,
+    demand,
+    family_and_tokens,
+)
+from clusterkv_jax.schema import checked
 
 WEIGHTS = {
     "embed": "model.decoder.embed_tokens.weight",
@@ -35,34 +45,45 @@ def rename(name: str) -> str:
     return f"model.{name}" if name.startswith("decoder.") else name
 
 
-def from_hf(published: dict[str, Any]) -> ModelConfig:
+class _Opt(Published, kw_only=True):
+    vocab_size: Size
+    hidden_size: Size
+    ffn_dim: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    max_position_embeddings: Positions = 2048
+    word_embed_proj_dim: Size | None = None
+    activation_function: str = "relu"
+    enable_bias: bool = True
+    tie_word_embeddings: bool = True
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: opt` configuration; the post-norm 350M variant is refused."""
-    hidden, heads = size(published, "hidden_size"), size(published, "num_attention_heads")
-    demand(published, "do_layer_norm_before", True, default=True)
-    demand(published, "_remove_final_layer_norm", False, default=False)
-    demand(published, "layer_norm_elementwise_affine", True, default=True)
-    if published.get("word_embed_proj_dim") is not None:
-        demand(published, "word_embed_proj_dim", hidden, default=hidden)
-    bias = published.get("enable_bias", True)
+    file = checked(published, _Opt, where)
+    demand(published, "do_layer_norm_before", True)
+    demand(published, "_remove_final_layer_norm", False)
+    demand(published, "layer_norm_elementwise_affine", True)
+    if file.word_embed_proj_dim is not None:
+        demand(published, "word_embed_proj_dim", file.hidden_size)
     return ModelConfig(
-        family="opt",
-        vocab_size=size(published, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=size(published, "ffn_dim"),
-        num_layers=size(published, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        max_positions=published.get("max_position_embeddings", 2048),
+        vocab_size=file.vocab_size,
+        hidden_size=file.hidden_size,
+        intermediate_size=file.ffn_dim,
+        num_layers=file.num_hidden_layers,
+        num_heads=file.num_attention_heads,
+        num_kv_heads=file.num_attention_heads,
+        head_dim=file.hidden_size // file.num_attention_heads,
+        max_positions=file.max_position_embeddings,
         rope=None,
         norm="layer",
-        activation=activation(published.get("activation_function", "relu")),
+        activation=activation(file.activation_function),
         gated_mlp=False,
         # The table's first two rows were the padding token's once and are never read.
         learned_position_offset=2,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=bias,
-        tie_embeddings=published.get("tie_word_embeddings", True),
-        **tokens_and_dtype(published),
+        qkv_bias=file.enable_bias,
+        output_bias=file.enable_bias,
+        mlp_bias=file.enable_bias,
+        tie_embeddings=file.tie_word_embeddings,
+        **family_and_tokens(file, file.vocab_size),
     )

@@ -4,15 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from clusterkv_jax.models import glm, llama, mistral, opt, qwen
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.schema import checked, shown
 
 
 @dataclass(frozen=True)
 class Family:
     """How a family's configuration is translated, what its tensors are called, and which older names they had."""
 
-    from_hf: Callable[[dict[str, Any]], ModelConfig]
+    from_hf: Callable[[dict[str, Any], str], ModelConfig]
     weights: Mapping[str, str]
     rename: Callable[[str], str] = lambda name: name
 
@@ -28,15 +31,20 @@ FAMILIES = {
 }
 
 
-def from_hf(published: dict[str, Any]) -> ModelConfig:
-    """Translate a parsed Hugging Face `config.json`.
+class _Kind(Struct):
+    model_type: str | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a parsed Hugging Face `config.json`, which errors call `where`.
 
     Raises ValueError, in one sentence, for whatever the decoder does not implement.
     """
-    model_type = published.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported; allowed: {', '.join(FAMILIES)}.")
-    if quantization := published.get("quantization_config"):
-        method = quantization.get("quant_method")
-        raise ValueError(f"quantization {method!r} is not supported; allowed: bfloat16, float16 and float32 weights.")
-    return FAMILIES[model_type].from_hf(published)
+    kind = checked(published, _Kind, where)
+    if kind.model_type not in FAMILIES:
+        raise ValueError(f"model_type {shown(repr(kind.model_type))} is not supported; allowed: {', '.join(FAMILIES)}.")
+    if kind.quantization_config:
+        method = shown(repr(kind.quantization_config.get("quant_method")))
+        raise ValueError(f"Quantization {method} is not supported; allowed: bfloat16, float16 and float32 weights.")
+    return FAMILIES[kind.model_type].from_hf(published, where)

@@ -2,7 +2,7 @@
 
 import sys
 
-from clusterkv_jax.cli import app
+from clusterkv_jax.cli import main
 
 if __name__ == "__main__":
-    app(["calibrate", *sys.argv[1:]])
+    main(["calibrate", *sys.argv[1:]])

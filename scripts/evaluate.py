@@ -2,7 +2,7 @@
 
 import sys
 
-from clusterkv_jax.cli import app
+from clusterkv_jax.cli import main
 
 if __name__ == "__main__":
-    app(["evaluate", *sys.argv[1:]])
+    main(["evaluate", *sys.argv[1:]])

@@ -2,7 +2,7 @@
 
 import sys
 
-from clusterkv_jax.cli import app
+from clusterkv_jax.cli import main
 
 if __name__ == "__main__":
-    app(["generate", *sys.argv[1:]])
+    main(["generate", *sys.argv[1:]])

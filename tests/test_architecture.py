@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import clusterkv_jax
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
 PAGE = (ROOT / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
@@ -69,3 +71,23 @@ def test_the_map_shows_every_room_on_its_floor(folder):
 
 def test_the_house_has_twelve_floors_at_most():
     assert max(floors("").values()) <= 12
+
+
+def test_public_names_are_imported_from_where_the_types_say():
+    """`clusterkv_jax` names each twice: for type checkers, and for the import when it is first used."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.asname or alias.name: f"{node.module.removeprefix('clusterkv_jax')}.{alias.name}".lstrip(".")
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        for alias in node.names
+    }
+    assert sorted(typed) == sorted(clusterkv_jax.__all__)
+    assert {name: home for name, home in typed.items() if "." in home} == clusterkv_jax._HOMES
+    assert set(typed) <= set(dir(clusterkv_jax))
+    for name, home in typed.items():
+        assert getattr(clusterkv_jax, name) is not None, home
+    assert clusterkv_jax.kmeans.cluster  # a module that nobody imported by name
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = clusterkv_jax.nothing_like_it

@@ -223,9 +223,21 @@ def test_tokenizer(tmp_path):
     assert load(folder).tokenizer is None
     _add_tokenizer(folder)
     assert load(folder).tokenizer("a b c")["input_ids"] == [1, 2, 0]
-    (folder / "tokenizer.json").write_text("{")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_text("no such model")
     with pytest.warns(UserWarning, match="tokenizer is None"):
         assert load(folder).tokenizer is None
+
+
+def test_weights_have_a_fingerprint(tmp_path):
+    tensors = random_tensors(LLAMA)
+    folder, sharded = write(tmp_path / "m", LLAMA, tensors), write(tmp_path / "s", LLAMA, tensors, shards=3)
+    others = write(tmp_path / "o", LLAMA, {name: 1.01 * tensor for name, tensor in tensors.items()})
+    weights = load(folder).config.weights
+    mesh = jax.make_mesh((8,), ("model",))
+    assert [load(folder, mesh=mesh).config.weights, load(sharded).config.weights] == [weights, weights]
+    assert len({weights, load(folder, dtype="bfloat16").config.weights, load(others).config.weights, None}) == 4
+    assert load(folder).config == load(others).config  # programs are shared
 
 
 # --- names ---

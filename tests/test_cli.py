@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
@@ -54,9 +55,19 @@ def test_help_shows_examples():
     assert "clusterkv generate --prompt-file book.txt" in result.stdout
 
 
-def test_the_command_starts_without_what_only_some_calls_need():
-    heavy = "{'transformers', 'huggingface_hub', 'torch', 'matplotlib', 'optax'}"
-    code = f"import sys, clusterkv_jax.cli; print(*({heavy} & sys.modules.keys()))"
+def test_help_needs_nothing_heavy():
+    code = """
+import sys
+from typer.testing import CliRunner
+import clusterkv_jax
+from clusterkv_jax import cli
+
+names = "generate methods calibrate evaluate join inspect".split()
+for command in [[], *([name] for name in names), ["inspect", "keys"], ["inspect", "recall"]]:
+    assert CliRunner().invoke(cli.app, [*command, "--help"]).exit_code == 0, command
+heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib optax".split()
+print(*(set(heavy) & sys.modules.keys()))
+"""
     assert python("-c", code).stdout.strip() == ""
 
 
@@ -152,6 +163,11 @@ def test_a_model_is_named_once(model, text):
         (["--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
         (["--min-p", "2"], "min_p must be between 0 and 1, got 2.0"),
         (["--stop", ""], "stop"),
+        (["--temperature", "1e-40"], "temperature must be 0, which is greedy, or at least 1e-30, got 1e-40"),
+        (["--top-k", "5"], "top_k must be None at temperature 0"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4294967295, got -1."),
+        (["--seed", "99999999999999999999"], "--seed must be a whole number from 0 to 4294967295, got 9999"),
+        (["--method", "centroidkv", "--cache-ratio", "25"], "rows are tokens= (--cache-tokens), got 25.0"),
         (["--question", ""], "empty"),
     ],
 )
@@ -183,6 +199,27 @@ def test_chat_without_a_template_is_an_error(model, text, tmp_path):
     _assert_sentence(_generate(tmp_path, text, "--chat"), "--chat needs a model whose tokenizer has a chat template")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("config.json", json.dumps({**BYTES, "num_hidden_layers": 10**9}), "'num_hidden_layers': Expected int <= 1024"),
+        ("config.json", json.dumps({**BYTES, "rms_norm_eps": -1}), "'rms_norm_eps': Expected float > 0.0 (-1)."),
+        ("config.json", "[" * 200_000, "config.json is nested deeper than 32 levels."),
+        ("generation_config.json", '{"eos_token_id": 999}', "generation_config.json: eos_token_id = 999 is no token"),
+        ("tokenizer.json", "{}", "tokenizer.json makes no tokenizer"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: Expected object, got array ([])."),
+        ("tokenizer_config.json", '{"chat_template": "{% for %}"}', "The model's chat template fails: "),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
+    ],
+)
+def test_a_damaged_model_gets_one_sentence(model, text, tmp_path, file, content, sentence):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(model / name)
+    (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / file).write_text(content)
+    _assert_sentence(_generate(tmp_path, text, "--chat", "--question", "Who?"), sentence)
+
+
 def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -191,6 +228,26 @@ def test_an_interrupt_ends_quietly(model, text, monkeypatch):
     result = _generate(model, text)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("error", [TypeError("a fault\nof ours"), EOFError("ended early"), KeyError("name")])
+def test_what_nobody_foresaw_is_shown_in_whole_only_to_who_asks(model, text, monkeypatch, error):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("clusterkv_jax.generate", fails)
+    _assert_sentence(_generate(model, text, "--json"), f"Error: {type(error).__name__}, which nothing foresaw: ")
+    raised = _generate(model, text, "--json", "--debug").exception
+    assert error in (raised, raised.__cause__)
+
+
+def test_every_command_shows_tracebacks_with_debug():
+    group = typer.main.get_command(cli.app).commands
+    commands = {**group, **group["inspect"].commands}
+    del commands["inspect"]
+    assert len(commands) >= 8
+    without = [name for name, c in commands.items() if not any("--debug" in option.opts for option in c.params)]
+    assert without == []
 
 
 def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model, text, tmp_path):

@@ -325,3 +325,47 @@ def test_prefill_and_steps_can_be_jitted_whole():
     cache, expected = prefill(method, prompt(1, 48), prompt(2, 33))
     _, expected = step(method, cache, jnp.argmax(expected, -1))
     assert_close(logits, expected)
+
+
+# --- what cannot be
+
+
+def short(tokens, lengths=(4,), **options):
+    return ckv.prefill(tiny().params, tiny().config, ckv.Full(), tokens, jnp.asarray(lengths), **options)
+
+
+def next_of(token):
+    return ckv.decode_step(tiny().params, tiny().config, ckv.Full(), short(jnp.asarray([[1, 2, 3, 4]]))[0], token)
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: short(jnp.asarray([[1, 2, VOCAB, 4]])),
+            r"id 61 \(sequence 0, token 2\); allowed are 0 to 60",
+        ),
+        (lambda: short(np.asarray([[1, -1, 3, 4]])), r"tokens hold id -1 \(sequence 0, token 1\)"),
+        (lambda: short(jnp.asarray([[1.0, 2, 3, 4]])), "tokens must be an array of whole numbers, got float32"),
+        (lambda: short(jnp.asarray([1, 2, 3, 4])), r"tokens must be an array \[B,N\], got shape \(4,\)"),
+        (lambda: short(jnp.asarray([[1, 2, 3, 4]]), (4.0,)), "lengths must be whole numbers, got float32"),
+        (lambda: short(jnp.asarray([[1, 2, 3, 4]]), max_new_tokens=-1), "max_new_tokens must be .* at least 0, got -1"),
+        (lambda: short(jnp.asarray([[1, 2, 3, 4]]), step_tokens=0), "step_tokens must be .* at least 1, got 0"),
+        (lambda: next_of(jnp.asarray([VOCAB])), r"tokens hold id 61 \(sequence 0\); allowed are 0 to 60"),
+        (lambda: next_of(jnp.asarray([1, 2])), r"one id for each of 1 sequences, got \(2,\)"),
+        (lambda: next_of(jnp.asarray([1.0])), "token must be an array of whole numbers, got float32"),
+    ],
+)
+def test_what_is_impossible_is_named_in_one_sentence(make, said):
+    with pytest.raises(ValueError, match=said) as error:
+        make()
+    assert str(error.value).count(". ") == 0
+
+
+def test_ids_beyond_a_length_and_traced_ones_are_not_looked_at():
+    tokens = jnp.asarray([[1, 2, 3, 999]])
+    _, logits = short(tokens, (3,))
+    assert bool(jnp.isfinite(logits).all())
+    traced = jax.jit(lambda tokens: short(tokens, (3,))[1])(tokens)
+    np.testing.assert_allclose(traced, logits, rtol=1e-4, atol=1e-4)

@@ -265,9 +265,14 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
         ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
         ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
         (
+            "niah",
+            Options(lengths=(20,)),
+            "length = 20 tokens is too small for niah, whose question",
+        ),
+        (
             "ruler",
             Options(tasks=("vt",), lengths=(84,)),
-            "length = 84 tokens is too small for vt, which needs 158 beside",
+            "length = 84 tokens is too small for vt, whose question and answer take 158",
         ),
         ("ruler", Options(lengths=(999_999_999,)), "length = 999999999 tokens exceeds the model's 8192 positions"),
         ("ruler-papers", Options(lengths=(1, 2)), "The suite ruler-papers takes one length, got 1, 2."),

@@ -1,5 +1,6 @@
 """`generate` with the demo model and with a tiny one: questions, streaming, stop strings, sampling, what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -176,9 +177,85 @@ def test_buckets(n, size):
         (lambda: ckv.Sampling(top_k=0), "top_k must be a whole number of at least 1, got 0"),
         (lambda: ckv.Sampling(top_p=1.5), "top_p must be above 0 and at most 1, got 1.5"),
         (lambda: ckv.Sampling(min_p=-0.1), "min_p must be between 0 and 1, got -0.1"),
+        (
+            lambda: ckv.Sampling(temperature=1e-40),
+            "must be 0, which is greedy, or at least 1e-30, got 1e-40",
+        ),
+        (lambda: ckv.Sampling(top_k=3), "top_k must be None at temperature 0, which is greedy, got 3"),
+        (lambda: ckv.generate(tiny(), 5), "prompts must be a list of texts or of token ids, got 5"),
+        (lambda: ckv.generate(tiny(), [None]), "prompt 0 must be a text or a list of whole numbers, got None"),
+        (lambda: ckv.generate(tiny(), [[1], 5]), "prompt 1 must be a text or a list of whole numbers, got 5"),
+        (lambda: ckv.generate(tiny(), [b"hello"]), "prompt 0 must be a text or a list of whole numbers, got b'hello'"),
+        (lambda: ckv.generate(tiny(), [[True, 1]]), "list of whole numbers, got True in it"),
+        (lambda: ckv.generate(tiny(), [jnp.ones(3)]), "list of whole numbers, got .* in it"),
+        (lambda: ckv.generate(tiny(), [[1]], questions=[None]), "question 0 must be a text or a list of whole numbers"),
+        (lambda: ckv.generate(tiny(), [[1]], stop=5), "stop must be a list of texts"),
+        (lambda: ckv.generate(tiny(), [[1]], seed=1.5), "seed must be a whole number from 0 to 4294967295, got 1.5"),
+        (lambda: ckv.generate(tiny(), [[1]], seed=2**32), "4294967295, got 4294967296"),
+        (lambda: ckv.generate(tiny(eos=(2, 99)), [[1]]), "ends a text with token id 99; allowed are 0 to 60"),
+        (lambda: ckv.load(5), "name must be 'demo', a folder or a hub id 'owner/name', got 5"),
+        (lambda: ckv.load("demo", mesh="x"), "mesh must be a jax.sharding.Mesh or None, got 'x'"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(make, said):
     with pytest.raises(ValueError, match=said) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_ids_may_be_arrays_of_any_kind():
+    ids, options = [3, 1, 4], {"max_new_tokens": 2}
+    expected = ckv.generate(tiny(), [ids], **options).tokens
+    for prompts in ([jnp.asarray(ids)], jnp.asarray([ids]), [np.asarray(ids)], (tuple(ids),)):
+        assert ckv.generate(tiny(), prompts, **options).tokens == expected
+
+
+# --- numbers that are none
+
+
+def broken(*path, wrong=np.nan):
+    """The tiny model with one wrong number in the parameter of this name."""
+    params = jax.tree.map(lambda x: x, tiny().params)
+    *folders, name, at = path
+    place = functools.reduce(lambda tree, key: tree[key], folders, params)
+    place[name] = place[name].at[at].set(wrong)
+    return dataclasses.replace(tiny(), params=params)
+
+
+BAD_LAYER = ("layers", 1, "mlp", "down", 0)
+SEEN = [5, 6, 8, 9] * 10
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        (BAD_LAYER, {}, r"Prompt 0: the model's logits after 40 tokens are not finite .* from layer 1 \(of 0 to 1\)"),
+        (BAD_LAYER, {"sampling": ckv.Sampling(temperature=1.0, top_p=0.9)}, "layer 1"),
+        (BAD_LAYER, {"prefill_chunk": 16, "method": ckv.SnapKV(ckv.Budget(tokens=16), window=4)}, "layer 1"),
+        (("layers", 0, "attention", "k", 0), {}, "layer 0"),
+        (("lm_head", 7), {}, "the output head"),
+        (("embed", 7), {"questions": [[1, 7], [1, 2]]}, "Prompt 0: .* after 42 tokens .* the embeddings"),
+        (("embed", 7), {"questions": [[1, 2], [1, 7]]}, "Prompt 1: .* after 42 tokens .* the embeddings"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_finite_name_the_first_layer(path, wrong, options, said):
+    prompts = [SEEN] * len(options.get("questions", [0]))
+    with pytest.raises(ValueError, match=said) as error:
+        ckv.generate(broken(*path, wrong=wrong), prompts, max_new_tokens=4, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_step_whose_logits_are_not_finite_ends_the_generation():
+    """The second sequence comes to a token whose embedding is no number (and that pads no text)."""
+    prompts, options = [[5, 6, 8, 9], SEEN], {"max_new_tokens": 40}
+    first, tokens = ckv.generate(tiny(), prompts, **options).tokens
+    place, token = next((i, t) for i, t in enumerate(tokens[:-1]) if t not in {0, *SEEN, *first, *tokens[:i]})
+    with pytest.raises(ValueError, match=f"Prompt 1: .* after {len(SEEN) + place + 1} tokens .* from the embeddings"):
+        ckv.generate(broken("embed", token), prompts, **options)
+
+
+def test_numbers_that_compression_breaks_are_laid_at_its_door(monkeypatch):
+    monkeypatch.setattr("clusterkv_jax.generation._first_not_finite", lambda *_: None)
+    with pytest.raises(ValueError, match=r"come with what Full\(\) keeps; without compression all are"):
+        ckv.generate(broken(*BAD_LAYER), [SEEN], max_new_tokens=4)

@@ -279,9 +279,68 @@ def test_a_full_cache_says_so():
         (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([5, 97])), "between 1 and 96"),
         (lambda: ckv.compress(ckv.Full(), None, *tensors(), layer=1), "layer must be between 0 and 0, got 1"),
         (lambda: ckv.compress(ckv.Full(), None, tensors()[0], tensors(tokens=95)[0]), "same shape"),
+        (
+            lambda: ckv.Budget(128),
+            r"1 is everything, since rows are tokens= \(--cache-tokens\), got 128",
+        ),
+        (lambda: ckv.Budget(25.0), "rows are tokens="),
+        (lambda: ckv.Budget(ratio=2, tokens=3), "got ratio=2, tokens=3 and bytes=None"),
+        (lambda: ckv.compress(ckv.Full, None, *tensors()), "method must be an object such as"),
+        (lambda: ckv.compress(ckv.Full(), None, *tensors(), max_new_tokens=-5), "at least 0, got -5"),
+        (lambda: ckv.compress(ckv.Full(), None, *tensors(), layer=-1), "layer must be a whole number of at least 0"),
+        (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([9.0, 9.5])), "got float32"),
+        (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([9])), "lengths must be 2 numbers"),
+        (lambda: ckv.compress(ckv.Full(), None, *tensors(dtype=jnp.int32)), "floating-point numbers, got int32"),
+        (lambda: ckv.compress(ckv.Full(), None, *(x[0] for x in tensors())), r"\[B,K,N,D\], got shape \(2, 96, 8\)"),
+        (lambda: ckv.compress(ckv.Full(), None, [[1.0]], None), r"keys must be an array \[B,K,N,D\], got list"),
+        (
+            lambda: ckv.compress(ckv.Full(), None, *tensors(), hidden=jnp.ones((2, 95, 4))),
+            r"hidden must have the shape \[2,96,M\], got \(2, 95, 4\)",
+        ),
+        (
+            lambda: ckv.compress(chelsea(ratio=0.3, outlier_heads=((0, 0),)), None, *tensors()),
+            "a prompt of 96 tokens has a budget below what its 1 outlier heads keep",
+        ),
+        (lambda: ckv.attend(ckv.compress(ckv.Full(), None, *tensors()), jnp.ones((2, 3, 8))), "multiple of the 2 KV"),
+        (lambda: ckv.attend(ckv.compress(ckv.Full(), None, *tensors()), jnp.ones((2, 4, 7))), r"shape \[2,H,8\]"),
     ],
 )
 def test_what_is_impossible_is_named_in_one_sentence(make, said):
     with pytest.raises(ValueError, match=said) as error:
         make()
     assert str(error.value).count(". ") == 0
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 1}, {"heads": 3}, {"tokens": 95}, {"dim": 4}], ids=lambda sizes: next(iter(sizes))
+)
+def test_queries_fit_their_keys(sizes):
+    queries = tensors(**({"heads": 4} | sizes))[0]
+    with pytest.raises(ValueError, match=r"queries must .* \[2,H,96,8\] with H a multiple of the 2 KV heads"):
+        ckv.compress(ckv.SnapKV(ckv.Budget(tokens=40), window=4), queries, *tensors())
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e25])
+@pytest.mark.parametrize("name", ["queries", "keys", "values"])
+def test_numbers_that_are_none_are_named_with_their_place(name, wrong):
+    arrays = dict(zip(("keys", "values", "queries"), (*tensors(), tensors(heads=4)[0]), strict=True))
+    arrays[name] = arrays[name].at[1, 0, 5, 3].set(wrong)
+    lengths, method = jnp.asarray([96, 60]), ckv.SnapKV(ckv.Budget(tokens=40), window=4)
+    with pytest.raises(ValueError, match=rf"{name} must be finite numbers of at most 1e\+14 in size, .* at \[1, 0, 5"):
+        ckv.compress(method, **arrays, lengths=lengths)
+
+
+def test_numbers_that_are_traced_are_not_looked_at():
+    method, (keys, values) = centroid(ratio=0.5), tensors()
+    bad = keys.at[0, 0, 5, 3].set(np.nan)
+    compressed = lambda keys: ckv.compress(method, None, keys[None], keys[None]).degree  # noqa: E731
+    assert jax.jit(jax.vmap(compressed))(bad).shape == (2, 1, 2, 48)
+    streaming = ckv.StreamingLLM(ckv.Budget(tokens=20))
+    slope = jax.grad(lambda values: ckv.compress(streaming, None, keys, values).values.sum())(values)
+    assert slope.sum() == 2 * 2 * 20 * 8
+
+
+@pytest.mark.parametrize("kind", [centroid, chelsea])
+def test_more_rows_than_can_be_counted_are_everything(kind):
+    assert ckv.compress(kind(tokens=10**23), None, *tensors()).length.tolist() == [[96, 96]] * 2

@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -236,10 +238,37 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
         ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
         ({**_LLAMA, "rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported; allowed: default, linear"),
         ({**_LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' in config.json lacks 'low_freq"),
-        ({**_LLAMA, "hidden_size": None}, "config.json lacks 'hidden_size'"),
-        ({**_LLAMA, "num_hidden_layers": "two"}, "num_hidden_layers = 'two'; allowed: a positive integer"),
+        ({**_LLAMA, "hidden_size": None}, "config.json, field 'hidden_size': Expected int, got null (None)."),
+        ({k: v for k, v in _LLAMA.items() if k != "hidden_size"}, "config.json: Object missing required field hidden_"),
+        ({**_LLAMA, "num_hidden_layers": "two"}, "field 'num_hidden_layers': Expected int, got str ('two')."),
+        ({**_LLAMA, "num_hidden_layers": 10**5}, "field 'num_hidden_layers': Expected int <= 1024 (100000)."),
+        ({**_LLAMA, "num_hidden_layers": 10**9}, "field 'num_hidden_layers': Expected int <= 1024 (1000000000)."),
+        ({**_LLAMA, "vocab_size": 2**40}, "field 'vocab_size': Expected int <= 16777216 (1099511627776)."),
+        ({**_LLAMA, "num_key_value_heads": 0}, "field 'num_key_value_heads': Expected int >= 1 (0)."),
+        ({**_LLAMA, "num_key_value_heads": True}, "field 'num_key_value_heads': Expected int | null, got bool (True)."),
+        ({**_LLAMA, "head_dim": 16.0}, "field 'head_dim': Expected int | null, got float (16.0)."),
+        ({**_LLAMA, "rms_norm_eps": -1}, "field 'rms_norm_eps': Expected float > 0.0 (-1)."),
+        ({**_LLAMA, "rms_norm_eps": float("nan")}, "field 'rms_norm_eps': Expected float > 0.0 (nan)."),
+        ({**_LLAMA, "rope_theta": 0}, "field 'rope_theta': Expected float >= 1.0 (0)."),
+        ({**_LLAMA, "eos_token_id": "</s>"}, "field 'eos_token_id': Expected int | array | null, got str ('</s>')."),
+        ({**_LLAMA, "eos_token_id": [2, 61]}, "eos_token_id = 61 is no token of the vocabulary; allowed: 0 to 60."),
+        ({**_LLAMA, "eos_token_id": -1}, "eos_token_id = -1 is no token of the vocabulary"),
+        ({**_LLAMA, "rope_scaling": [8]}, "field 'rope_scaling': Expected object | null, got array ([8])."),
+        (
+            {**_LLAMA, "rope_scaling": {"type": "linear", "factor": 0}},
+            "field 'rope_scaling.factor': Expected float >=",
+        ),
+        (
+            {**_LLAMA, "rope_scaling": {"rope_type": "llama3", **_LLAMA3, "high_freq_factor": 1}},
+            "Llama3Scaling high_freq_factor must be a number above low_freq_factor = 1.0, got 1.0.",
+        ),
+        ({**_LLAMA, "model_type": ["llama"]}, "field 'model_type': Expected str | null, got array (['llama'])."),
+        (
+            {**_LLAMA, "quantization_config": "fp8"},
+            "'quantization_config': Expected object | null, got str ('fp8')",
+        ),
         ({**_LLAMA, "num_key_value_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
-        ({**_LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization 'fp8' is not supported"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "fp8"}}, "Quantization 'fp8' is not supported"),
         ({**_LLAMA, "model_type": "mistral", "num_key_value_heads": 2}, "sliding_window = 4096 is not supported"),
         (
             {**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True},
@@ -256,6 +285,22 @@ def test_what_is_not_supported_is_named(published, message):
         registry.from_hf(published)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_eps": math.nan}, "ModelConfig norm_eps must be a number above 0, got nan."),
+        ({"num_layers": 0}, "ModelConfig num_layers must be a whole number of at least 1, got 0."),
+        ({"head_dim": 16.0}, "ModelConfig head_dim must be a whole number of at least 1, got 16.0."),
+    ],
+)
+@pytest.mark.wrong_arguments
+def test_impossible_numbers_of_a_model(change, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        replace(SMALL, **change)
+    with pytest.raises(ValueError, match=r"^Rope theta must be a number above 0, got 0\.$"):
+        Rope(0, 8)
 
 
 def test_inactive_sliding_windows_are_accepted():

@@ -1,6 +1,6 @@
 """`python -m clusterkv_jax.cli` is the `clusterkv` command."""
 
-from clusterkv_jax.cli.app import main
+from clusterkv_jax.cli import main
 
 if __name__ == "__main__":
     main()

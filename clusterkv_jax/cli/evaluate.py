@@ -86,7 +86,7 @@ def evaluate(
         config = {
             "suite": suite,
             "model": model,
-            "parameters": manifest.fingerprint(network.params),
+            "parameters": network.config.weights,
             "dtype": str(network.params["embed"].dtype),
             "query_aware": query_aware,
             "batch_size": batch_size,
@@ -133,11 +133,14 @@ def join(
         _show(summary, output)
 
 
-def lm_eval(context: typer.Context) -> None:
+def lm_eval(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
     from clusterkv_jax.evaluation.extras import library
 
-    with one_sentence_errors(False):
+    with one_sentence_errors(debug):
         library("lm_eval", "clusterkv lm-eval")
         from clusterkv_jax.evaluation import lm_eval_model
 

@@ -95,7 +95,9 @@ def generate(
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
         from clusterkv_jax.generation import compile_ahead
+        from clusterkv_jax.sampling import check_seed
 
+        check_seed(seed, "--seed")
         measured = None if calibration is None else read(calibration)
         candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured)
 
@@ -192,25 +194,17 @@ def _methods(names: tuple[str, ...], budgets: dict[str, Any], calibration: Any) 
 
 def _wrap(tokenizer: Any, text: str, questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:
     """One prompt per question and the questions as fed, inside the chat template if asked."""
+    from clusterkv_jax.chat import cut_turn, turn
+
     if not text.strip():
         raise ValueError("The prompt is empty; give a text of at least one token.")
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError("--chat needs a model whose tokenizer has a chat template, and this one has none.")
     if not questions:
-        return [_chat(tokenizer, text, "")[0] if chat else text], None
-    parts = [_chat(tokenizer, text, q) if chat else (text, q) for q in questions]
+        return [turn(tokenizer, text) if chat else text], None
+    # An empty question stays one, and is refused as such.
+    parts = [cut_turn(tokenizer, text, q) if chat and q.strip() else (text, q) for q in questions]
     return [head for head, _ in parts], [tail for _, tail in parts]
-
-
-def _chat(tokenizer: Any, text: str, question: str) -> tuple[str, str]:
-    """A user's turn cut between text and question: what comes before the cut is compressed unseen by the question."""
-    cut = "\u241e"
-    if not question:
-        turn = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True), ""
-    turn = [{"role": "user", "content": f"{text}{cut}{question}"}]
-    head, tail = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).rsplit(cut, 1)
-    return head, tail
 
 
 @contextmanager

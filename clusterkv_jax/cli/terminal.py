@@ -8,23 +8,44 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from clusterkv_jax.cli.process import ERROR, INTERRUPTED
+
 
 @contextmanager
 def one_sentence_errors(debug: bool) -> Iterator[None]:
-    """Bad input and too little memory end the program with exit code 2 and one sentence, an interrupt with 130."""
+    """Every error ends the program with exit code 2 and one sentence, an interrupt with 130; with `debug` an error is
+    Python's, traceback and all. A closed pipe is left to `main`.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
         Console(stderr=True).print("Interrupted.")
-        raise typer.Exit(130) from error
-    except (ValueError, OSError, MemoryError) as error:
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if debug and isinstance(error, EOFError):
+            raise RuntimeError(str(error)) from error  # typer takes the end of a file for that of its own input
         if debug:
             raise
-        text = f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.filename else str(error)
-        text = text or "Out of host memory."  # Python's own MemoryError says nothing
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
-        Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
-        raise typer.Exit(2) from error
+        Console(stderr=True, soft_wrap=True).print(_sentence(error), markup=False, highlight=False)
+        raise typer.Exit(ERROR) from error
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong, on one line."""
+    match error:
+        case OSError(filename=str(file), strerror=str(reason)):
+            return f"{reason}: {file}."
+        case OSError(strerror=str(reason)):
+            return f"{reason}."
+        case MemoryError():
+            return str(error) or "Out of host memory."  # Python's own says nothing
+        case ValueError() | OSError():
+            return str(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}, which nothing foresaw: {text.rstrip('.')}. Add --debug to see where."
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.programs import compilation
+from clusterkv_jax.programs import compilation, jit
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256
@@ -120,7 +119,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     ]
 
 
-@partial(jax.jit, static_argnames=("config", "method"), donate_argnames=("cache",))
+@jit(static_argnames=("config", "method"), donate_argnames=("cache",))
 def _follow(
     params: Params,
     config: ModelConfig,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_number
+from clusterkv_jax.errors import check_fields, is_number, is_one_of
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import Holding, Schedule, every
 from clusterkv_jax.methods.families.eviction import (
@@ -46,14 +46,14 @@ class AdaKV(SnapKV):
         check_fields(
             self,
             ("safeguard", is_number(self.safeguard) and 0 <= self.safeguard <= 1, "between 0 and 1"),
-            ("mode", self.mode in ("kvpress", "factory"), '"kvpress" or "factory"'),
+            ("mode", is_one_of(self.mode, "kvpress", "factory"), '"kvpress" or "factory"'),
             ("budget", not by_head, "one without shares per head: those are the method's own"),
         )
 
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.decode_interval, rounding=1 if self.mode == "factory" else 0)
+        return every(self.decode_interval, rounding=1 if is_one_of(self.mode, "factory") else 0)
 
     @override
     def choose(

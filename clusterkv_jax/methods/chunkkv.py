@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
@@ -45,14 +45,11 @@ class ChunkKV(Windowed):
         check_fields(
             self,
             ("chunk", is_count(self.chunk, 1), "a whole number of at least 1"),
-            ("mode", self.mode in ("exact", "kvpress"), '"exact" or "kvpress"'),
+            ("mode", is_one_of(self.mode, "exact", "kvpress"), '"exact" or "kvpress"'),
             ("reuse_layers", is_count(self.reuse_layers, 1), "a whole number of at least 1"),
-            (
-                "budget",
-                self.reuse_layers == 1 or self.budget.shares is None,
-                "one without shares where layers reuse what others keep",
-            ),
         )
+        alike = self.reuse_layers == 1 or self.budget.shares is None
+        check_fields(self, ("budget", alike, "one without shares where layers reuse what others keep"))
 
     @property
     @override

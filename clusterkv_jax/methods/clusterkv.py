@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from clusterkv_jax import host_store
 from clusterkv_jax.cache import LayerCache, NewTokens, resize
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -61,10 +61,11 @@ class ClusterKV(Recall):
                 (name, is_count(getattr(self, name), least), f"a whole number of at least {least}")
                 for name, least in counts.items()
             ),
-            ("interval_clusters", self.interval_clusters <= self.interval, f"at most interval = {self.interval}"),
             ("per_query_head", isinstance(self.per_query_head, bool), "True or False"),
-            ("store", self.store in ("device", "host"), '"device" or "host"'),
+            ("store", is_one_of(self.store, "device", "host"), '"device" or "host"'),
         )
+        fit = self.interval_clusters <= self.interval
+        check_fields(self, ("interval_clusters", fit, f"at most interval = {self.interval}"))
 
     @property
     @override
@@ -192,6 +193,11 @@ class ClusterKV(Recall):
 
         arrays = (index[name] for name in ("centroids", "sizes", "starts", "order", "budget"))
         return over_heads(best, q, *arrays, *(() if real is None else (index["recalled"], real)))
+
+    @override
+    def dim(self, index: Index) -> int:
+        """That of the centroids."""
+        return index["centroids"].shape[-1]
 
     # --- while decoding ---
 

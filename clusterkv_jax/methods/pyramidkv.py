@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.budget import rows_for
-from clusterkv_jax.errors import check_fields, is_number
+from clusterkv_jax.errors import check_fields, is_number, is_one_of
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.request import Request, all_heads
@@ -41,7 +41,7 @@ class PyramidKV(Windowed):
         check_fields(
             self,
             ("beta", is_number(self.beta) and self.beta >= 1, "a number of at least 1"),
-            ("mode", self.mode in ("kvpress", "factory"), '"kvpress" or "factory"'),
+            ("mode", is_one_of(self.mode, "kvpress", "factory"), '"kvpress" or "factory"'),
             ("budget", self.budget.shares is None, "one without shares: the layers' budgets are the method's own"),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Windowed, window_of
 from clusterkv_jax.scores import Pooling, group_mean, pooled, window_scores
@@ -44,7 +44,7 @@ def check_pooling(method: Any) -> None:
     check_fields(
         method,
         ("kernel", is_count(method.kernel, 1) and method.kernel % 2 == 1, "an odd number of rows"),
-        ("pooling", method.pooling in ("max", "avg"), '"max" or "avg"'),
+        ("pooling", is_one_of(method.pooling, "max", "avg"), '"max" or "avg"'),
     )
 
 

@@ -37,10 +37,14 @@ from rich.progress import track
 from rich.table import Table
 
 import clusterkv_jax as ckv
-from clusterkv_jax import checkpoints, saving
-from clusterkv_jax.cli import app
+from clusterkv_jax import checkpoints, cli, saving
 from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
+from clusterkv_jax.evaluation import runner
 from clusterkv_jax.evaluation.report import plots  # noqa: F401 (imported here rather than in every process)
+from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.runner import Entry, Job
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.methods import Method
 from clusterkv_jax.models import registry, transformer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -61,14 +65,14 @@ class Command:
 
 def command_line(*arguments: Any) -> None:
     """`clusterkv` in this process, which it ends."""
-    app([str(argument) for argument in arguments])
+    cli.main([str(argument) for argument in arguments])
 
 
-def evaluation(inputs: Path, folder: Path, methods: str = "full,centroidkv") -> None:
-    """16 examples of two methods, four at a time."""
-    options = {"model": inputs / "model", "methods": methods, "budgets": 150, "lengths": 600, "limit": 2}
-    sizes = {"tasks": "niah_single_1,niah_single_2,vt", "batch-size": 1, "output": folder / "results"}
-    command_line("evaluate", "--suite", "ruler", *(x for k, v in (options | sizes).items() for x in (f"--{k}", v)))
+def evaluation(inputs: Path, folder: Path) -> None:
+    """Six examples of two methods, one at a time."""
+    model = ("--model", inputs / "model", "--methods", "full,centroidkv", "--budgets", 150, "--batch-size", 1)
+    asked = ("--suite", "ruler", "--tasks", "niah_single_1,niah_single_2,vt", "--lengths", 600, "--limit", 2)
+    command_line("evaluate", *model, *asked, "--output", folder / "results")
 
 
 def calibration(inputs: Path, folder: Path) -> None:
@@ -79,7 +83,7 @@ def calibration(inputs: Path, folder: Path) -> None:
 
 def joining(inputs: Path, folder: Path) -> None:
     """Two finished runs."""
-    command_line("join", inputs / "full" / "results", inputs / "centroidkv" / "results", "--output", folder / "joint")
+    command_line("join", inputs / "full", inputs / "centroidkv", "--output", folder / "joint")
 
 
 def saving_a_cache(inputs: Path, folder: Path) -> None:
@@ -371,13 +375,25 @@ def make_model(inputs: Path) -> None:
     shutil.copy(DEMO.parents[1] / "configs" / "demo" / "mast_head.txt", inputs / "text.txt")
 
 
+def make_run(folder: Path, name: str, method: Method) -> None:
+    """A finished run of a method, by a model that answers as it is asked."""
+    prompts = [Prompt(tuple(range(40)), (i,)) for i in range(40)]
+    jobs = [Job(i, Case(f"t/{i}", f"t{i % 2}", answers=(str(i % 7),)), prompt) for i, prompt in enumerate(prompts)]
+    config = {"suite": "ruler", "model": "stub", "methods": {f"{name}@0.5": repr(method)}}
+    answers = lambda method, prompts, *rest: [Answer(str(prompt.question[0] % 5), rows=20) for prompt in prompts]  # noqa: E731
+    runner.run(folder, config, {"n": name}, jobs, [Entry(name, "0.5", method)], answers)
+
+
 def make_inputs(inputs: Path, names: Sequence[str]) -> None:
     """What the commands read."""
-    steps: list[Callable[[], Any]] = [lambda: make_model(inputs)]
-    needed = {"report": ("both",), "join": ("full", "centroidkv")}
-    for method in (method for name in names for method in needed.get(name, ())):
-        methods = "full,centroidkv" if method == "both" else method
-        steps.append(lambda methods=methods, method=method: evaluation(inputs, inputs / method, methods))
+    steps: list[Callable[[], Any]] = []
+    if set(names) - {"join"}:
+        steps.append(lambda: make_model(inputs))
+    if "report" in names:
+        steps.append(lambda: evaluation(inputs, inputs / "both"))
+    if "join" in names:
+        steps.append(lambda: make_run(inputs / "full", "full", ckv.Full()))
+        steps.append(lambda: make_run(inputs / "centroidkv", "centroidkv", METHOD))
     for step in steps:
         if (end := run(step, inputs, inputs)).code:
             raise RuntimeError(end.said)

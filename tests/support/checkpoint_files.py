@@ -36,7 +36,7 @@ def random_tensors(published: dict[str, Any], dtype: Any = np.float32) -> dict[s
 
 def write(folder: Path, published: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 0) -> Path:
     """A Hugging Face folder: one file, or `shards` files and their index."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(published))
     if not shards:
         save_file(tensors, folder / SINGLE)

@@ -6,7 +6,6 @@ the largest q . k. What is generated meanwhile, which all methods read, counts f
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from clusterkv_jax.evaluation.inspection.page import by_layer
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.templates import render
 from clusterkv_jax.methods import Recall
+from clusterkv_jax.programs import jit
 from clusterkv_jax.tensors import build_index, select
 
 Rates = Float[np.ndarray, "L H S"]
@@ -50,7 +50,7 @@ def _layer_rates(layer: Observed, method: Recall, steps: int) -> Float[Array, "H
     return _rates(method, budget, index, layer.queries[:, :, cut:], lookups[:, :, cut:], keys)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@jit(static_argnames=("method", "budget"))
 def _rates(method: Recall, budget: int, index, queries: Array, lookups: Array, keys: Array) -> Float[Array, "H S"]:
     kv_heads, tokens, dim = keys.shape[1:]
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import LayerCache, head_by_head
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.request import Request, all_heads
@@ -48,7 +48,7 @@ class Clustering(Method):
             ("recent", is_count(self.recent), "a whole number of at least 0"),
             ("chunk", is_count(self.chunk, 2) and self.chunk % 2 == 0, "an even number of rows, at least 2"),
             ("interval", is_count(self.interval, 1), "a whole number of at least 1"),
-            ("merge_of", self.merge_of in ("edges", "A", "middle"), '"edges" (or "A") or "middle"'),
+            ("merge_of", is_one_of(self.merge_of, "edges", "A", "middle"), '"edges" (or "A") or "middle"'),
         )
 
     @property

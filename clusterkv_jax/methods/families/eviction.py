@@ -18,7 +18,7 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.budget import Budget, look_up
 from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, kept_slots, take_rows, take_slots
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
@@ -144,8 +144,8 @@ class Scoped(Eviction):
         unshared = 'one without shares per head where scope is "layer": those are the prompt\'s own'
         check_fields(
             self,
-            ("scope", self.scope in ("head", "layer"), '"head" or "layer"'),
-            ("budget", self.scope == "head" or not by_head, unshared),
+            ("scope", is_one_of(self.scope, "head", "layer"), '"head" or "layer"'),
+            ("budget", is_one_of(self.scope, "head") or not by_head, unshared),
             check_interval(self),
         )
 

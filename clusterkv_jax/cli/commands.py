@@ -21,8 +21,3 @@ app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)
 app.add_typer(inspect.inspect, name="inspect")
 app.command(context_settings=evaluate.PASS_ON)(evaluate.lm_eval)
-
-
-def main() -> None:
-    """Entry point of the `clusterkv` command."""
-    app()

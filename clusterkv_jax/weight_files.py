@@ -1,0 +1,131 @@
+"""The files of a checkpoint: JSON read through the one door, safetensors by their headers, shards by their index.
+
+Nothing is believed: what an index names must lie in its folder, and hold what it says and nothing else.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, safe_open
+
+from clusterkv_jax.schema import MIB, as_text, checked, from_json, read_text, shown, size
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+# Buffers that old files carry; the angles follow from the configuration.
+IGNORED = re.compile(r"(^|\.)rotary(_pos)?_emb\.inv_freq$")
+# A configuration has kilobytes; the index and the header of a model of 400 billion parameters a few hundred.
+_MOST_JSON = 16 * MIB
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message is one sentence that names the file or tensor at fault."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor inside a safetensors file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def map(self) -> np.ndarray:
+        """The tensor as a read-only memory map, released with the array."""
+        if self.dtype not in FILE_TYPES:
+            raise CheckpointError(f"{self.path} holds {self.dtype} weights; allowed: {', '.join(FILE_TYPES)}.")
+        return np.memmap(self.path, FILE_TYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError that names the file where it is missing, too large, or anything else."""
+    try:
+        with naming(path):
+            return checked(from_json(read_text(path, most=_MOST_JSON), str(path)), dict[str, Any], str(path))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing from {path.parent}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """What is wrong in the block as a CheckpointError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise CheckpointError(text if text.startswith(str(file)) else f"{file}: {text}") from None
+
+
+class _Index(Struct):
+    weight_map: Annotated[dict[str, str], Meta(min_length=1)]
+
+
+class _Tensor(Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def entries_of(folder: Path) -> dict[str, Entry]:
+    """Every tensor of a checkpoint by name; nothing is read but the files' headers."""
+    if (folder / SINGLE).is_file():
+        return _header(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
+    index = folder / INDEX
+    content = read_json(index)
+    with naming(index):
+        places = checked(content, _Index, str(index)).weight_map
+    shards = {file: _header(_shard(folder, file)) for file in sorted(set(places.values()))}
+    for tensor, file in places.items():
+        if tensor not in shards[file]:
+            raise CheckpointError(f"{index} places {tensor!r} in {file!r}, which does not hold it.")
+    for file, entries in shards.items():
+        for tensor in entries:
+            if places.get(tensor) != file and not IGNORED.search(tensor):
+                raise CheckpointError(f"{folder / file} holds {tensor!r}, which {INDEX} does not place there.")
+    return {tensor: shards[file][tensor] for tensor, file in places.items()}
+
+
+def _shard(folder: Path, file: str) -> Path:
+    """The path of a shard, which is in the folder itself, or where the hub's cache keeps what its snapshots link to."""
+    path, inside = folder / file, folder.resolve()
+    if file not in os.listdir(folder) or not path.is_file():
+        raise CheckpointError(f"{INDEX} places tensors in {shown(repr(file))}, which is missing from {folder}.")
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
+    if path.resolve().parent not in (inside, blobs):
+        raise CheckpointError(f"{INDEX} places tensors in {file!r}, which is a link to a file outside of {folder}.")
+    return path
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_JSON:
+                raise CheckpointError(f"{path} has a header of more than {size(_MOST_JSON)}, the most that is read.")
+            text = file.read(length)
+        # The library's own checks: header, offsets, and a file as long as they say.
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {shown(error)}.") from None
+    with naming(path):
+        header = checked(from_json(as_text(text, str(path)), str(path)), dict[str, Any], str(path))
+        header.pop("__metadata__", None)
+        tensors = checked(header, dict[str, _Tensor], str(path))
+    return {
+        name: Entry(path, entry.dtype, entry.shape, 8 + length + entry.data_offsets[0])
+        for name, entry in tensors.items()
+    }

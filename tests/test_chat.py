@@ -1,0 +1,61 @@
+"""A question in a chat template: the cut is where it should be, or there is one sentence."""
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from clusterkv_jax.chat import cut_turn, turn
+
+TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
+CONTENT = "messages[0]['content']"
+
+
+def tokenizer(template):
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})), chat_template=template)
+
+
+@pytest.mark.parametrize("sign", ["", "\u241e", "\u241e\u241e", "\U000f0000", "</user>", "{{ x }}"])
+def test_no_character_moves_the_cut(sign):
+    text, question = f"{sign}A text.{sign}", f"{sign}Who?{sign}"
+    assert cut_turn(tokenizer(TEMPLATE), text, question) == (f"<user>{text}", f"{question}</user><assistant>")
+    assert turn(tokenizer(TEMPLATE), text) == f"<user>{text}</user><assistant>"
+
+
+def test_a_template_may_strip_a_message():
+    assert cut_turn(tokenizer(f"<{{{{ {CONTENT} | trim }}}}>"), " A text. ", " Who? ") == ("<A text. ", " Who?>")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{{{{ {CONTENT} }}}} {{{{ {CONTENT} }}}}",
+        f"{{{{ {CONTENT} }}}}{{{{ {CONTENT}[:4] }}}}" + f"{{{{ {CONTENT} }}}}",
+        f"{{{{ {CONTENT}[-3:] }}}}{{{{ {CONTENT} }}}}",  # the end of the question before the text
+        f"{{{{ {CONTENT} | length }}}} {{{{ {CONTENT} }}}}",
+        f"{{{{ {CONTENT}[:4] }}}}",
+        f"{{{{ {CONTENT} }}}} {{{{ messages }}}}",
+        f"{{{{ {CONTENT} | upper }}}}",
+        "no message at all",
+    ],
+)
+def test_a_message_is_shown_once_and_whole(template):
+    with pytest.raises(ValueError, match=r"^The model's chat template must show a message once and whole to be cut"):
+        cut_turn(tokenizer(template), "A text.", "Who?")
+
+
+BROKEN = {
+    "{% for %}": "Expected an expression",
+    "{{ raise_exception('no users') }}": "no users",
+    "{{ messages[0].nothing.more }}": "has no attribute 'nothing'",
+    "{{ ''.__class__.__mro__ }}": "is unsafe",
+    "{{ 1 / 0 }}": "division by zero",
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{{ messages[0]['content'] + 1 }}": "can only concatenate",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_a_template_that_fails_is_one_sentence(template):
+    with pytest.raises(ValueError, match=r"^The model's chat template fails: [^\n]*\.$") as error:
+        cut_turn(tokenizer(template), "A text.", "Who?")
+    assert BROKEN[template] in str(error.value)
