@@ -16,8 +16,8 @@ from clusterkv_jax.kernels.ordinals import ordinals
 
 # Squares of numbers up to this size, summed over all entries of any text, are finite in float32.
 LARGEST = 1e14
-# Whole numbers of arrays are int32.
-MOST = 2**31 - 1
+# Arrays count in int32: sums of two such numbers fit.
+MOST = 2**30 - 1
 
 
 def check_array(name: str, x: Any, letters: str, kind: Any = jnp.floating) -> None:
@@ -53,15 +53,13 @@ def check_queries(name: str, queries: Any, batch: int, kv_heads: int, *rest: int
         )
 
 
-def check_counts(least: int, **counts: Any) -> None:
-    """Raise ValueError for the first of these numbers that is no whole number of at least `least`, and no more than
-    arrays count.
-    """
+def check_counts(least: int, most: int = MOST, **counts: Any) -> None:
+    """Raise ValueError for the first of these numbers that is no whole number from `least` to `most`."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(count)}.")
-        if count > MOST:
-            raise ValueError(f"{name} must be at most {MOST}, got {shown(count)}.")
+        if count > most:
+            raise ValueError(f"{name} must be at most {most}, got {shown(count)}.")
 
 
 def check_key(key: Any) -> None:

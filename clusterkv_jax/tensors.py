@@ -31,6 +31,9 @@ from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
 from clusterkv_jax.programs import jit
 
+# As of models.
+MOST_LAYERS = 1024
+
 
 def compress(
     method: Method,
@@ -79,7 +82,7 @@ def compress(
     if hidden is not None:
         _check_hidden(hidden, batch, tokens)
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
-    check_counts(1, num_layers=num_layers)
+    check_counts(1, MOST_LAYERS, num_layers=num_layers)
     check_key(key)
     if layer >= num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")

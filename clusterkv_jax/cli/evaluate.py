@@ -119,12 +119,12 @@ def join(
         from clusterkv_jax.evaluation import runner
         from clusterkv_jax.files import replacing, write_whole
 
-        if output.exists():
-            raise ValueError(f"{output} exists; name a new folder.")
         run, lines = runner.join(folders)
         peers = _peers(run["config"]["suite"], run["config"]["model"], published)
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as folder:  # a part of it would be in the way of the next attempt
+            if output.exists():
+                raise ValueError(f"{output} exists; name a new folder.")
             folder.mkdir()
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_whole(folder / runner.RESULTS, text)

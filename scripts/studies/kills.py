@@ -280,9 +280,12 @@ def go(trial: Trial, stop: Stop | None = None) -> End:
 
 def again(trial: Trial) -> list[str]:
     """What is torn; then runs the command once more and says where its end differs from the unbroken run's."""
-    found = [f"{name} is torn" for name, raw in contents(trial.folder).items() if not is_whole(trial, name, raw)]
+    left = contents(trial.folder)
+    found = [f"{name} is torn" for name, raw in left.items() if not is_whole(trial, name, raw)]
     end = go(trial)
-    if end.code:
+    # A kill may come when all is done; `join` then has nothing to do.
+    done = left == trial.files and "name a new folder" in end.said
+    if end.code and not done:
         return [*found, f"the same command ends with {end.code}: {end.said[-300:]}"]
     files = contents(trial.folder)
     other = [f"{name} differs" for name in {**files, **trial.files} if files.get(name) != trial.files.get(name)]
