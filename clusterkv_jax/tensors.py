@@ -213,7 +213,7 @@ def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D
 
 @jit(static_argnames=("method",))
 def _select(
-    method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]
+    method: Recall, index: Index, query: Float[Array, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
     batch, kv_heads = index["recalled"].shape[:2]
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])

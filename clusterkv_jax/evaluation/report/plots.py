@@ -119,7 +119,14 @@ def perplexity_by_position(summary: Summary) -> str:
             }
             found = {place: np.exp(np.mean(logs)) for place, logs in by_place.items() if logs}  # of a run that goes on
             dashes = "--" if row.method == "full" else "-"
-            axes.plot(list(found), list(found.values()), color=colours[row.method], linestyle=dashes, marker=".", label=row.method)
+            axes.plot(
+                list(found),
+                list(found.values()),
+                color=colours[row.method],
+                linestyle=dashes,
+                marker=".",
+                label=row.method,
+            )
         axes.set_title(f"{budget_name(budget)} kept", fontsize=9)
         axes.set_yscale("log")
         low, high = axes.get_ylim()
