@@ -194,11 +194,11 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
     for name in ours:
         if about.config.get(name) != ours[name]:
             raise ValueError(
-                f"The cache {path} was made by a model with {name} = {about.config.get(name)!r}, "
+                f"The cache {path} was made by a model with {name} = {shown(repr(about.config.get(name)))}, "
                 f"this one has {ours[name]!r}."
             )
     if about.method != repr(method):
-        raise ValueError(f"The cache {path} was made by {about.method}, not by {method!r}.")
+        raise ValueError(f"The cache {path} was made by {shown(about.method)}, not by {method!r}.")
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:
@@ -217,6 +217,9 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
     if cache.position.dtype != jnp.int32 or cache.position.ndim != 1:
         raise ValueError(f"position of the cache must be int32 [B], got {_kind(cache.position)}.")
     for i, layer in enumerate(cache.layers):
+        for j, group in enumerate(groups(layer)):
+            if group.length.ndim != 2:
+                raise ValueError(f"layers.{i}.{j}.length of the cache must be int32 [B, K], got {_kind(group.length)}.")
         heads = group_heads(layer)
         if sorted(head for group in heads for head in group) != list(range(config.num_kv_heads)):
             raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {heads}.")

@@ -1,6 +1,7 @@
 """Between texts and tokens: prompts in, and pieces of an answer out as they become certain."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from reprlib import repr as shown
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from clusterkv_jax import schema
 from clusterkv_jax.checkpoints import Model
 
 Tokens = list[int]
@@ -31,7 +33,8 @@ def encode(model: Model, texts: Texts, kind: str, special: bool) -> list[Tokens]
                 raise ValueError(f"Model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
             if not text.strip():
                 raise ValueError(f"{kind} {i} is empty; give at least one word.")
-            text = model.tokenizer.encode(text, add_special_tokens=special)
+            with _naming(model):
+                text = model.tokenizer.encode(text, add_special_tokens=special)
         if not is_list(text):
             raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {shown(text)}.")
         # One transfer for an array of a device.
@@ -51,7 +54,19 @@ def is_list(x: Any) -> bool:
 
 def decode(model: Model, tokens: Tokens) -> str:
     """The text of tokens without special ones; of a model without tokenizer there is none."""
-    return "" if model.tokenizer is None else model.tokenizer.decode(tokens, skip_special_tokens=True)
+    if model.tokenizer is None:
+        return ""
+    with _naming(model):
+        return model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@contextmanager
+def _naming(model: Model) -> Iterator[None]:
+    """What a tokenizer's files make it raise, which may be anything, as a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"The tokenizer of {model.name!r} fails: {schema.shown(error)}.") from error
 
 
 def cut(text: str, stop: Sequence[str]) -> str:

@@ -173,6 +173,10 @@ def with_group(cache, **changes):
             lambda c, g: with_group(c, length=g.length.astype(jnp.float32)),
             "length of the cache must be int32 [1, 2]",
         ),
+        (
+            lambda c, g: with_group(c, length=g.length[0]),
+            "0.0.length of the cache must be int32 [B, K]",
+        ),
         (lambda c, g: dataclasses.replace(c, layers=c.layers[:1]), "The cache must have 2 layers, got 1."),
         (lambda c, g: None, "cache must be a cache made by prefill, got NoneType."),
     ],

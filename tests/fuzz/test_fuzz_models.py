@@ -19,7 +19,7 @@ from clusterkv_jax import saving
 from clusterkv_jax.arrays import digest
 from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
 from clusterkv_jax.chat import cut_turn, turn
-from clusterkv_jax.texts import encode
+from clusterkv_jax.texts import decode, encode
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
 from tests.support.checkpoint_files import INDEX, LLAMA, random_tensors, same, write
@@ -69,7 +69,8 @@ def read(folder):
     """What a command does with a model before it computes anything."""
     model = ckv.load(folder)
     if model.tokenizer is not None:
-        assert isinstance(encode(model, ["a text"], "prompt", special=True)[0], list)
+        tokens = encode(model, ["a text"], "prompt", special=True)[0]
+        assert isinstance(decode(model, tokens), str)
         if getattr(model.tokenizer, "chat_template", None):
             cut_turn(model.tokenizer, "A text.", "Who?")
     return model
