@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-kernels test-pages fuzz lint format docs parity clean
+.PHONY: help demo test test-compile test-build test-kernels test-pages test-kills fuzz lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
+	@echo "make test-kills    commands killed at random moments, disks full at random bytes"
 	@echo "make fuzz    10,000 wrong inputs of every kind, where the tests try 20"
 	@echo "make lint    ruff and pyright"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
@@ -56,6 +57,10 @@ test-pages: $(STAMPS)/test
 # Apart from `make test`: archives are built and installed, a small model is trained, benchmarks run small.
 test-build: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/build
+
+# Apart from `make test`: each command is killed and run again some hundred times.
+test-kills: $(STAMPS)/test
+	$(BIN)/python scripts/studies/kills.py $(ARGS)
 
 # The same tests as in `make test`, for hours rather than seconds; ARGS="-k NAME" runs one of them.
 fuzz: $(STAMPS)/test

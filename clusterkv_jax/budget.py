@@ -55,7 +55,7 @@ class Budget:
             ("ratio", self.ratio is None or (is_number(self.ratio) and self.ratio > 0), "a number above 0"),
             (
                 "ratio",
-                not (is_number(self.ratio) and self.ratio >= LEAST_NOT_A_SHARE),
+                self.ratio is None or not is_number(self.ratio) or self.ratio < LEAST_NOT_A_SHARE,
                 "a share, of which 1 is everything, since rows are tokens= (--cache-tokens)",
             ),
             ("tokens", self.tokens is None or is_count(self.tokens, 1), "a whole number of at least 1"),

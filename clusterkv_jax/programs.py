@@ -149,7 +149,7 @@ def _described(args: Any, *, by_value: bool = True) -> tuple[Any, ...]:
     """Arguments by what distinguishes programs: arrays by their shapes, all else by its value, or by its type alone."""
     leaves, tree = jax.tree.flatten(args)
     other = (lambda leaf: leaf) if by_value else type
-    return tree, *((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "shape") else other(leaf) for leaf in leaves)
+    return tree, *((leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else other(leaf) for leaf in leaves)
 
 
 def _shapes(out: Any, compiled: Any) -> Any:

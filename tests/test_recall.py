@@ -425,7 +425,7 @@ def quest_index():
             lambda: ckv.select(ckv.InfiniGen(HALF), quest_index(), jnp.ones((1, 4, 8))),
             "makes for InfiniGen",
         ),
-        (lambda: ckv.select(ckv.Quest(HALF), None, jnp.ones((1, 4, 8))), "build_index makes for Quest, got NoneType"),
+        (lambda: ckv.select(ckv.Quest(HALF), None, jnp.ones((1, 4, 8))), "build_index makes for Quest, got None"),
         (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.ones((1, 3, 8))), "multiple of the 2 KV heads"),
         (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.ones((1, 4, 7))), r"shape \[1,H,8\]"),
         (lambda: ckv.select(ckv.Quest(HALF), quest_index(), jnp.full((1, 4, 8), np.nan)), "query must be finite"),

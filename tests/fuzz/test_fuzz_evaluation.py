@@ -66,8 +66,8 @@ def test_calibrations(data, folder):
     sample = (CONFIGS / "calibrations" / "demo.yaml").read_text()
     (file := folder / "measured.yaml").write_bytes(data.draw(mutated(sample, "yaml")))
     if (measured := read_or_refused(lambda: calibration.read(file))) is not None:
-        for name in ("gravitykv", "snapkv", "chelsea"):
-            preset(name, HALF, measured)
+        for method in (ckv.GravityKV, ckv.SnapKV, ckv.Chelsea):
+            measured.applied(method(HALF))
 
 
 # --- runs and their results ---

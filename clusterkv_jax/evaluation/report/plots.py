@@ -113,12 +113,20 @@ def perplexity_by_position(summary: Summary) -> str:
         for row in measured:
             if row.method != "full" and row.budget != budget:
                 continue
-            values = [
-                np.exp(np.mean([np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]))
+            by_place = {
+                place: [np.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]
                 for place in places
-            ]
+            }
+            found = {place: np.exp(np.mean(logs)) for place, logs in by_place.items() if logs}  # of a run that goes on
             dashes = "--" if row.method == "full" else "-"
-            axes.plot(places, values, color=colours[row.method], linestyle=dashes, marker=".", label=row.method)
+            axes.plot(
+                list(found),
+                list(found.values()),
+                color=colours[row.method],
+                linestyle=dashes,
+                marker=".",
+                label=row.method,
+            )
         axes.set_title(f"{budget_name(budget)} kept", fontsize=9)
         axes.set_yscale("log")
         low, high = axes.get_ylim()
