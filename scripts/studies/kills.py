@@ -10,6 +10,7 @@ size, where mounting is allowed. What is left must be the old files or the new o
 with the bytes of the unbroken run. Times and dates of a run are set aside. Linux and macOS.
 """
 
+import importlib
 import json
 import os
 import random
@@ -40,7 +41,6 @@ import clusterkv_jax as ckv
 from clusterkv_jax import checkpoints, cli, saving
 from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
 from clusterkv_jax.evaluation import runner
-from clusterkv_jax.evaluation.report import plots  # noqa: F401 (imported here rather than in every process)
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.runner import Entry, Job
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -48,6 +48,19 @@ from clusterkv_jax.methods import Method
 from clusterkv_jax.models import registry, transformer
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
+# Imported once rather than in every process: the commands import what they need when they need it.
+PRELOADED = (
+    "clusterkv_jax.cli.commands",
+    "clusterkv_jax.evaluation.manifest",
+    "clusterkv_jax.evaluation.report.report",
+    "clusterkv_jax.evaluation.tasks.suites",
+    "clusterkv_jax.observation",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+)
 METHOD = ckv.CentroidKV(ckv.Budget(tokens=100))
 PAGE = resource.getpagesize()
 OLD = b"what lay here before"
@@ -409,6 +422,8 @@ def main(
     ] = None,
 ) -> None:
     """Print how often each command was stopped, what was left, and every fault; exit code 1 if there is one."""
+    for module in PRELOADED:
+        importlib.import_module(module)
     chance, grid, faults = random.Random(seed), Table(box=SIMPLE_HEAD), []
     for column in ("command", "kills", "of them with leftovers", "files cut", "full disks", "faults"):
         grid.add_column(column, justify="left" if column == "command" else "right")
