@@ -147,7 +147,7 @@ def _locate(name: str | os.PathLike[str]) -> Path:
             raise CheckpointError("The demo model is missing from this installation.")
         return folder
     if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
-        raise CheckpointError(f"name must be 'demo', a local folder, or a hub id 'owner/name', got {name!r}.")
+        raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return Path(path)

@@ -216,13 +216,13 @@ def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D
 
 @jit(static_argnames=("method",))
 def _select(
-    method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]
+    method: Recall, index: Index, query: Float[Array, "B H D"]
 ) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
     batch, kv_heads = index["recalled"].shape[:2]
-    grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
+    grouped = jnp.reshape(query, (batch, kv_heads, -1, query.shape[-1]))
     rows = method.attended(index, grouped)
     rows = jnp.broadcast_to(rows, (*grouped.shape[:3], rows.shape[-1])).reshape(*query.shape[:2], -1)
-    return rows, sound(query[:, :, None], jnp.ones(batch, jnp.int32))
+    return rows, sound(jnp.expand_dims(query, 2), jnp.ones(batch, jnp.int32))
 
 
 @contextmanager
