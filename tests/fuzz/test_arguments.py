@@ -158,7 +158,7 @@ BUDGETS = st.builds(
 
 
 @pytest.mark.parametrize("cls", [*SETTINGS, ckv.Sampling], ids=lambda cls: cls.__name__)
-@settings(max_examples=5 * settings.default.max_examples)
+@settings(max_examples=max(100, settings.default.max_examples))
 @given(data=st.data())
 def test_settings(cls, data):
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -173,7 +173,7 @@ def test_settings(cls, data):
     assert made is None or isinstance(hash(made), int)
 
 
-@settings(max_examples=5 * settings.default.max_examples)
+@settings(max_examples=max(100, settings.default.max_examples))
 @given(arguments=BUDGETS)
 def test_budget(arguments):
     made, _ = refused(lambda: ckv.Budget(**arguments))
