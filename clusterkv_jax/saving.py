@@ -161,7 +161,7 @@ def _named(arrays: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
 def _checked_path(path: Any, config: Any, method: Any) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ValueError(f"path must be the path of a file, got {path!r}.")
-    if not isinstance(config, ModelConfig) or not isinstance(method, Method):
+    if not isinstance(config, ModelConfig) or not hasattr(method, "compress"):
         raise ValueError(f"config and method must be a ModelConfig and a method, got {config!r} and {method!r}.")
     return Path(path)
 

@@ -53,17 +53,29 @@ class Line(TypedDict):
     facts: Facts
 
 
-class Config(TypedDict):
-    """What decides a run's results, as far as other commands ask for it."""
+class Asked(TypedDict):
+    """What was asked of which methods: a run that goes on needs no more."""
 
-    suite: str
-    model: str
     methods: dict[str, str]
     cases: str
 
 
+class Config(Asked):
+    """What decides a run's results, as far as tables name it."""
+
+    suite: str
+    model: str
+
+
+class Begun(TypedDict):
+    """A run that may go on, and who ran it when."""
+
+    config: Asked
+    sessions: list[dict[str, Any]]
+
+
 class Run(TypedDict):
-    """What was run, and who ran it when."""
+    """A run of a suite, and who ran it when."""
 
     config: Config
     sessions: list[dict[str, Any]]
@@ -85,8 +97,6 @@ def check_line(line: Any, where: str) -> None:
     """Raise ValueError unless this is a line of results."""
     schema.check_keys(line, Line.__annotations__, where)
     schema.checked(line, Line, where)
-    if line["metric"] == NLL and "position" not in line["facts"]:
-        raise ValueError(f"{where}, field 'facts': A cross-entropy has a position ({schema.shown(line['facts'])}).")
     check_score(line["metric"], line["score"], where)
 
 
@@ -112,9 +122,9 @@ def cut_torn_line(file: Path) -> None:
             stream.truncate(start + whole)
 
 
-def read_run(folder: Path) -> Record:
+def read_run(folder: Path, kind: Any = Run) -> Record:
     """The run.json of a folder. Raises ValueError that names the file and the field."""
     file = folder / RUN
     run = schema.from_json(schema.read_text(file, most=MOST_RUN), str(file))
-    schema.checked(run, Run, str(file))
+    schema.checked(run, kind, str(file))
     return run

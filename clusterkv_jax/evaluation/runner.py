@@ -185,6 +185,8 @@ def join(folders: Sequence[Path]) -> tuple[Record, list[Record]]:
                 raise ValueError(f"{where} answers {_named(key)}, a method that {folder / RUN} does not name.")
             if key in lines:
                 raise ValueError(f"{where} answers {_named(key)} a second time.")
+            if line["metric"] == NLL and "position" not in line["facts"]:
+                raise ValueError(f"{where}, field 'facts': A cross-entropy has a position ({_brief(line['facts'])}).")
             first = said.setdefault(line["id"], line)
             for name in ("prompt", "task", "metric", "tokens", "cut", "facts"):
                 if line[name] != first[name]:
@@ -268,7 +270,7 @@ def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any])
     if not file.exists() and (folder / RESULTS).exists():
         raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
     settings = json.loads(json.dumps(config))
-    run = records.read_run(folder) if file.exists() else {"config": settings, "sessions": []}
+    run = records.read_run(folder, records.Begun) if file.exists() else {"config": settings, "sessions": []}
     ours, theirs = _flat(settings), _flat(run["config"])
     for name in {**theirs, **ours}:
         if theirs.get(name) != ours.get(name):
@@ -282,7 +284,7 @@ def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any])
 
 def _flat(config: Record) -> Record:
     """A configuration with its methods one by one."""
-    methods = {f"the method {name}": text for name, text in config["methods"].items()}
+    methods = {f"methods {name}": text for name, text in config["methods"].items()}
     return {name: value for name, value in config.items() if name != "methods"} | methods
 
 

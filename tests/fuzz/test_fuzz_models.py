@@ -1,6 +1,5 @@
 """Files of models, saved caches and chat templates that are almost right: a result, or one sentence."""
 
-import gc
 import json
 
 import jax
@@ -44,14 +43,6 @@ TEMPLATE = (
 )
 FILES = ("config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
 WORDS = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "text": 2}, unk_token="[UNK]"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _garbage_is_collected():
-    """Ten thousand examples leave circles of gigabytes."""
-    gc.enable()
-    yield
-    gc.disable()
 
 
 @pytest.fixture(scope="module")
