@@ -66,7 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rms_norm_eps": 1e-6}),
     "qwen2.5-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "glm": ("GlmConfig", {"head_dim": 32, "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}),
+    "glm": (
+        "GlmConfig",
+        {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
+    ),
     "opt": ("OPTConfig", {}),
 }
 
