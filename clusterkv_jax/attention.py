@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from clusterkv_jax import pages
-from clusterkv_jax.cache import Layer, LayerCache, PagedHeads
+from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, group_heads, groups
+from clusterkv_jax.checks import check_queries
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
@@ -15,7 +16,13 @@ from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
 
 @jax.jit
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
-    """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3)."""
+    """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3).
+
+    Raises ValueError if the shapes do not fit. Numbers are not looked at, since steps wait for nothing.
+    """
+    first = groups(layer)[0]
+    kv_heads = sum(map(len, group_heads(layer)))
+    check_queries("query", query, first.keys.shape[0], kv_heads, first.keys.shape[-1])
     return attend_cache(layer, query[:, None])[0][:, 0]
 
 

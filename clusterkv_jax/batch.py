@@ -102,6 +102,10 @@ def _check(
         raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}.")
     if (stop or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+    if wrong := [token for token in config.eos_ids if not 0 <= token < config.vocab_size]:
+        raise ValueError(
+            f"Model {model.name!r} ends a text with token id {wrong[0]}; allowed are 0 to {config.vocab_size - 1}."
+        )
     if questions is not None and len(questions) != len(texts):
         raise ValueError(f"Questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
     for kind, rows in (("prompt", texts), ("question", questions or [])):

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -16,6 +15,10 @@ Shares = Literal["pyramid"] | tuple[float | tuple[float, ...], ...] | None
 
 # A budget that nothing reaches.
 MOST_ROWS = 2**30
+# Rows that are counted exactly, whatever they are then multiplied with; more of them are as many.
+MANY_ROWS = 2**48
+# Whoever writes so much means rows or per cent; a little more than everything is everything.
+LEAST_NOT_A_SHARE = 2
 # A pyramid falls from (2 - 1 / beta) to 1 / beta of the mean budget, as PyramidKV prints it.
 PYRAMID_BETA = 20
 
@@ -27,7 +30,8 @@ class Budget:
     Exactly one of `ratio` (share of the base, B = int(ratio * base)), `tokens` (B itself) and `bytes` (keys, values and
     degrees of one prompt in all layers and heads; B is the most rows per head that fit).
     `base` is what the ratio is taken of: "prompt" (n), "prompt+new" (n + max new tokens), or None for what the method's
-    paper uses: the prompt, and for Chelsea "prompt+new". A ratio of 1 or more never compresses.
+    paper uses: the prompt, and for Chelsea "prompt+new". A ratio of 1 never compresses, nor does one that is a little
+    above; one of 2 or more is an error, since it looks like rows.
 
     `shares` spreads the rows unevenly, in proportion, so that B is the mean over all heads: one number per layer, or
     per layer one number for each of its KV heads, or "pyramid", which falls linearly over the layers. None is evenly.
@@ -44,11 +48,16 @@ class Budget:
         if sum(x is not None for x in (self.ratio, self.tokens, self.bytes)) != 1:
             raise ValueError(
                 "Budget needs exactly one of ratio and tokens (or bytes), "
-                f"got {self.ratio=}, {self.tokens=} and {self.bytes=}."
+                f"got ratio={self.ratio!r}, tokens={self.tokens!r} and bytes={self.bytes!r}."
             )
         check_fields(
             self,
             ("ratio", self.ratio is None or (is_number(self.ratio) and self.ratio > 0), "a number above 0"),
+            (
+                "ratio",
+                self.ratio is None or self.ratio < LEAST_NOT_A_SHARE,
+                "a share, of which 1 is everything, while rows are tokens=... (--cache-tokens)",
+            ),
             ("tokens", self.tokens is None or is_count(self.tokens, 1), "a whole number of at least 1"),
             ("bytes", self.bytes is None or is_count(self.bytes, 1), "a whole number of at least 1"),
             ("base", self.base in (None, "prompt", "prompt+new"), '"prompt", "prompt+new" or None'),
@@ -78,7 +87,7 @@ def rows_for(
     if budget.ratio is not None:
         rows = np.floor(budget.ratio * base.astype(np.float64))
     else:
-        rows = np.full(base.shape, float(budget.tokens or _rows_in(budget.bytes or 0, bytes_per_row)))
+        rows = np.full(base.shape, float(min(budget.tokens or _rows_in(budget.bytes or 0, bytes_per_row), MANY_ROWS)))
     if budget.shares is not None:
         table = share_table(budget, num_layers, num_heads)
         whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio
@@ -147,8 +156,3 @@ def _are_shares(shares: object) -> bool:
 def look_up(table: np.ndarray, index: Int[Array | np.ndarray, " B"]) -> Int[Array, "B ..."]:
     """Entries of a table made on the host in exact arithmetic: float32 on a device would round int(R*n) otherwise."""
     return jnp.asarray(table, jnp.int32)[index]
-
-
-def concrete(lengths: Int[Array | np.ndarray, " B"]) -> np.ndarray | None:
-    """The lengths as numbers, or None under a jit that traces them."""
-    return None if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)

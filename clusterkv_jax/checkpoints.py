@@ -78,6 +78,10 @@ def load(name: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any =
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
     mesh = None if mesh is None else auto_mesh(mesh)
     folder = _locate(name)
     published = _read_json(folder / "config.json")

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from clusterkv_jax.budget import concrete
 from clusterkv_jax.cache import KVCache, NewTokens, overflowed
+from clusterkv_jax.checks import check_array, check_counts, check_ids, check_lengths, on_host
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
@@ -41,6 +41,9 @@ from clusterkv_jax.sharding import constrain, constrain_cache
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
 # activations of 14,336 columns in bf16 stay below a GB each.
 TOKENS_AT_ONCE = 32768
+
+# In place of a token; -1 is none.
+NOT_FINITE = -2
 
 
 def prefill(
@@ -80,26 +83,31 @@ def prefill(
         the cache, and the logits of each sequence's last prompt token.
 
     Raises:
-        ValueError: if N exceeds the model's positions, a known length is not in 1 ... N, or a budget is impossible.
-            Under a jit that traces the lengths they cannot be checked; a head then keeps at least its sinks and
-            recent rows.
+        ValueError: if N exceeds the model's positions, a known length is not in 1 ... N, a known id before it is not in
+            the vocabulary, a number is negative, or a budget is impossible. Under a jit that traces the lengths they
+            and the ids cannot be checked; a head then keeps at least its sinks and recent rows.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
+    check_array("tokens", tokens, "B,N", jnp.integer)
     batch, width = tokens.shape
     if width > config.max_positions:
         raise ValueError(f"A prompt of {width} tokens exceeds the model's {config.max_positions} positions.")
-    _check_lengths(lengths, batch, width)
+    numbers = check_lengths(lengths, batch, width)
+    if numbers is not None:
+        check_ids(tokens, config.vocab_size, numbers)
     reserve = max_new_tokens if reserve is None else reserve
+    check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve)
+    check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
     request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
-    numbers, on_host = concrete(lengths), method.holds == "host"
     method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
+    in_host_memory = method.holds == "host"
     key = jax.random.key(0) if key is None else key
     position = jnp.array(lengths, jnp.int32)  # a copy, since a cache is donated
 
-    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=on_host):
+    with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
         hidden, position = run(_embed, params, config, tokens, position)
-        if on_host:
+        if in_host_memory:
             hidden, position = commit((hidden, position))
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
@@ -125,7 +133,15 @@ def decode_step(
 
     Pure: jit it with `config` and `method` static and the cache donated. A cache has slots for the `reserve` it was
     made with; a token beyond them turns the logits to NaN rather than be dropped without a sign.
+
+    Raises ValueError if `token` is not one whole number per sequence, or if one that lies on the host is not in the
+    vocabulary: neither a traced number nor one on an accelerator is looked at, since steps wait for nothing.
     """
+    check_array("token", token, "B", jnp.integer)
+    if token.shape != cache.position.shape:
+        raise ValueError(f"token must hold one id for each of {cache.position.size} sequences, got {token.shape}.")
+    if on_host(token):
+        check_ids(token, config.vocab_size)
     return extend_step(params, config, method, cache, token[:, None], jnp.ones(token.shape, jnp.int32))
 
 
@@ -174,6 +190,13 @@ def append_step(
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
 
 
+def next_token(
+    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], step: Int[Array, ""] | int
+) -> Int[Array, " B"]:
+    """`sample`, and `NOT_FINITE` in sequences with a logit that is not finite: the host reads tokens anyway."""
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling, key, step), NOT_FINITE)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
@@ -217,7 +240,8 @@ def decode_loop(
         steps: static size of the token buffer.
 
     Returns:
-        the state afterwards, the new tokens (-1 where a sequence had ended), and the number of steps.
+        the state afterwards, the new tokens (-1 where a sequence had ended), and the number of steps. A step's token is
+        `NOT_FINITE` where the model's logits are not; such a sequence says nothing more that means anything.
     """
     ends = jnp.asarray(eos_ids, jnp.int32)
 
@@ -228,7 +252,7 @@ def decode_loop(
     def body(carry):
         step, state, tokens = carry
         cache, logits = decode_step(params, config, method, state.cache, state.token)
-        token = sample(logits, sampling, key, first + step)
+        token = next_token(logits, sampling, key, first + step)
         tokens = jax.lax.dynamic_update_slice(tokens, jnp.where(state.ended, -1, token)[:, None], (0, step))
         return step + 1, DecodeState(cache, token, state.ended | jnp.isin(token, ends)), tokens
 
@@ -240,7 +264,7 @@ def decode_loop(
 append_step_jit = jax.jit(append_step, static_argnames=("config", "method"), donate_argnames=("cache",))
 due_jit = jax.jit(due, static_argnames=("method",))
 recompress_jit = jax.jit(recompress, static_argnames=("method", "rope"), donate_argnames=("cache",))
-sample_jit = jax.jit(sample, static_argnames=("sampling",))
+next_token_jit = jax.jit(next_token, static_argnames=("sampling",))
 
 
 def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
@@ -253,14 +277,6 @@ def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) 
         return jax.lax.cond(due, function, lambda tree: tree, tree)
     once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
     return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
-
-
-def _check_lengths(lengths: Int[Array | np.ndarray, " B"], batch: int, width: int) -> None:
-    numbers = concrete(lengths)
-    if numbers is None:
-        return
-    if numbers.shape != (batch,) or numbers.min() < 1 or numbers.max() > width:
-        raise ValueError(f"lengths must be {batch} numbers between 1 and {width}, got {numbers.tolist()}.")
 
 
 def _positions(batch: int, width: int) -> Int[Array, "B N"]:

@@ -15,24 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import annotate_function
 
-from clusterkv_jax.batch import Batch, make_batch, padded
+from clusterkv_jax.batch import Batch, bucket, make_batch, padded
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import (
+    NOT_FINITE,
     DecodeState,
     append_step_jit,
     decode_loop,
     due_jit,
+    next_token_jit,
     prefill,
     recompress_jit,
-    sample_jit,
 )
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
+from clusterkv_jax.models.transformer import embed
 from clusterkv_jax.programs import Compilation, compilation, compiler
-from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.texts import OnText, Tokens, cut, decode, shorten_at_stop, show
 
 Progress = Callable[[str, int, int], None]
@@ -125,7 +127,8 @@ def generate(
 
     Raises:
         ValueError: one sentence that names the value and what is allowed: an empty prompt, ids out of range, more
-            tokens than the model has positions, an impossible budget, texts for a model without tokenizer.
+            tokens than the model has positions, an impossible budget, texts for a model without tokenizer. And one that
+            names the first layer where numbers are not finite, if the model's logits are not.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     method, sampling = method or Full(), sampling or Sampling()
@@ -133,6 +136,7 @@ def generate(
         raise ValueError(
             f"method and sampling must be objects such as Full() and Sampling(), got {method!r} and {sampling!r}."
         )
+    check_seed(seed)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
     batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
@@ -141,12 +145,10 @@ def generate(
         begin = time.perf_counter()
         key = jax.random.key(seed)
         cache, logits, row_counts = _read(model, method, batch, key, progress)
-        token = jax.block_until_ready(sample_jit(logits, sampling, key, 0))
+        token = jax.block_until_ready(next_token_jit(logits, sampling, key, 0))
         first = time.perf_counter()
         cache_bytes = nbytes(cache)
-        cache, tokens, steps = _decode(
-            model, method, cache, token, key, max_new_tokens, sampling, stop, on_text, progress
-        )
+        cache, tokens, steps = _decode(model, method, batch, cache, token, key, sampling, stop, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
     stats = Stats(
@@ -198,7 +200,7 @@ def compile_ahead(
             counts = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(append_step_jit, model.params, model.config, method, cache, tokens, counts)
             compile(due_jit, method, cache)
-        token = compile(sample_jit, logits, sampling, key, 0)
+        token = compile(next_token_jit, logits, sampling, key, 0)
         if batch.max_new_tokens > 1:
             state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
             args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
@@ -285,10 +287,10 @@ def _append_questions(
 def _decode(
     model: Model,
     method: Method,
+    batch: Batch,
     cache: KVCache,
     token: jax.Array,
     key: jax.Array,
-    max_new_tokens: int,
     sampling: Sampling,
     stop: Sequence[str],
     on_text: OnText | None,
@@ -298,12 +300,13 @@ def _decode(
 
     Returns the cache as it is then, the tokens, and the number of steps.
     """
-    ends = model.config.eos_ids
+    ends, max_new_tokens = model.config.eos_ids, batch.max_new_tokens
     sequences = [[int(t)] for t in np.asarray(token)]
     on_screen = ["" for _ in sequences]
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     steps = 0
     while True:
+        _check_finite(model, method, batch, sequences)
         for i, sequence in enumerate(sequences):
             ended[i] |= shorten_at_stop(model, sequence, stop)
             last = bool(ended[i]) or steps + 1 == max_new_tokens
@@ -327,12 +330,50 @@ def _decode(
         )
         cache, token = state.cache, state.token
         for i, tokens in enumerate(np.asarray(new)):
-            sequences[i].extend(int(t) for t in tokens[: int(count)] if t >= 0)
+            sequences[i].extend(int(t) for t in tokens[: int(count)] if t != -1)
             ended[i] |= sequences[i][-1] in ends
         steps += int(count)
 
 
 # --- small parts ---
+
+
+def _check_finite(model: Model, method: Method, batch: Batch, sequences: list[Tokens]) -> None:
+    """Raise ValueError for the first sequence in which a step's logits were not finite."""
+    for i, sequence in enumerate(sequences):
+        if NOT_FINITE in sequence:
+            question = batch.questions[i] if batch.questions else []
+            text = [*batch.texts[i], *question, *sequence[: sequence.index(NOT_FINITE)]]
+            place = _first_not_finite(model, text)
+            cause = f"by what {method} keeps of it" if place is None else f"from {place} on"
+            raise ValueError(f"prompt {i}: the model's logits after {len(text)} tokens are not finite, {cause}.")
+
+
+def _first_not_finite(model: Model, text: Tokens) -> str | None:
+    """Where the numbers of a text cease to be finite without compression; None if they do not.
+
+    The layers run once more, now that it is known that something is wrong: else every step would wait for each of them.
+    """
+    config, count = model.config, len(text)
+    tokens = jnp.asarray(padded([text], min(bucket(count, 64), config.max_positions)))
+    places = []
+
+    def look(place: str, hidden: jax.Array) -> None:
+        if not jnp.isfinite(hidden[:, :count]).all():
+            places.append(place)
+
+    look("the embeddings", embed(model.params, config, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]))
+    _, logits = prefill(
+        model.params,
+        config,
+        Full(),
+        tokens,
+        jnp.asarray([count]),
+        max_new_tokens=0,
+        on_layer=lambda number, hidden: look(f"layer {number} (of 0 to {config.num_layers - 1})", hidden),
+    )
+    look("the output head", logits)
+    return places[0] if places else None
 
 
 def _mesh(model: Model) -> contextlib.AbstractContextManager:

@@ -1,12 +1,19 @@
 """From logits to the next token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
+
+# Logits of a model, divided by it, are finite in float32.
+LEAST_TEMPERATURE = 1e-30
+# A key is made of 32 bits.
+MOST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,7 @@ class Sampling:
     `temperature` 0 is greedy. Otherwise the filters apply in this order to the logits divided by the temperature:
     `top_k` keeps the k most likely tokens, `top_p` the smallest set whose probability reaches p, `min_p` the tokens
     with at least min_p times the probability of the most likely one. None switches a filter off. The most likely
-    token is always kept.
+    token is always kept. Greedy choice takes no filter.
     """
 
     temperature: float = 0.0
@@ -28,10 +35,25 @@ class Sampling:
         check_fields(
             self,
             ("temperature", is_number(self.temperature) and self.temperature >= 0, "a number of at least 0"),
+            (
+                "temperature",
+                self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+                f"0, which is greedy, or at least {LEAST_TEMPERATURE:g}",
+            ),
             ("top_k", self.top_k is None or is_count(self.top_k, 1), "a whole number of at least 1"),
             ("top_p", self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1), "above 0 and at most 1"),
             ("min_p", self.min_p is None or (is_number(self.min_p) and 0 <= self.min_p <= 1), "between 0 and 1"),
         )
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        for name, value in filters.items():
+            if self.temperature == 0 and value is not None:
+                raise ValueError(f"Sampling {name} must be None at temperature 0, which is greedy, got {value!r}.")
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raise ValueError unless a seed is a whole number that keys tell from every other."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed <= MOST_SEED:
+        raise ValueError(f"{name} must be a whole number from 0 to {MOST_SEED}, got {seed!r}.")
 
 
 @jax.named_scope("sampling")

@@ -7,10 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.budget import MOST_ROWS, concrete
+from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
+from clusterkv_jax.checks import (
+    check_array,
+    check_counts,
+    check_keys,
+    check_lengths,
+    check_queries,
+    refuse_unsound,
+    sound,
+)
 from clusterkv_jax.methods.base import Method, Rows, head_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
@@ -53,21 +62,26 @@ def compress(
         the layer's cache with positions; HeadGroups where heads have different capacities.
 
     Raises:
-        ValueError: if shapes, lengths or layer do not fit, or a budget is impossible for one of the lengths.
+        ValueError: if shapes, types, lengths or layer do not fit, a budget is impossible for one of the lengths, or a
+            number before `lengths` is not finite, or too large to be squared. Under a jit that traces them, lengths and
+            numbers cannot be checked.
     """
-    batch, _, tokens, _ = keys.shape
-    if keys.shape != values.shape:
-        raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
-    if tokens == 0:
-        raise ValueError("There is nothing to compress: keys have no tokens.")
-    if not 0 <= layer < num_layers:
+    if not isinstance(method, Method):
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {method!r}.")
+    check_keys(keys, values)
+    batch, kv_heads, tokens, dim = keys.shape
+    if queries is not None:
+        check_queries("queries", queries, batch, kv_heads, tokens, dim)
+    if hidden is not None:
+        _check_hidden(hidden, batch, tokens)
+    check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
+    check_counts(1, num_layers=num_layers)
+    if layer >= num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
     # The lengths do not shape the program, so that other lengths reuse it.
     occurring = np.asarray([tokens]) if lengths is None else np.arange(1, tokens + 1)
     counts = np.full(batch, tokens) if lengths is None else lengths
-    numbers = concrete(counts)
-    if numbers is not None and (numbers.shape != (batch,) or numbers.min() < 1 or numbers.max() > tokens):
-        raise ValueError(f"lengths must be {batch} numbers between 1 and {tokens}, got {numbers.tolist()}.")
+    numbers = check_lengths(counts, batch, tokens)
     request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens)
     method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     plan = plan_layer(method, layer, request)
@@ -76,15 +90,27 @@ def compress(
     budgets = rows_of_request(method, plan, counts, layer, request)
     key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
     prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden)
-    return _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
+    cache, found = _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
+    refuse_unsound(found, numbers, {"queries": queries, "keys": keys, "values": values, "hidden": hidden})
+    return cache
 
 
 @partial(jax.jit, static_argnames=("method", "plan", "most"))
 def _compress(
     method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
-) -> LayerCache | HeadGroups:
+) -> tuple[LayerCache | HeadGroups, dict[str, Bool[Array, ""]]]:
+    """The layer's cache, and which of the prompt's arrays are sound: in one program they are read once."""
     layer = compress_layer(method, prompt, budgets, plan, key)[0]
-    return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
+    hidden = None if prompt.hidden is None else prompt.hidden[:, None]
+    arrays = {"queries": prompt.queries, "keys": prompt.keys, "values": prompt.values, "hidden": hidden}
+    found = {name: sound(x, prompt.lengths) for name, x in arrays.items() if x is not None}
+    return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer, found
+
+
+def _check_hidden(hidden: Any, batch: int, tokens: int) -> None:
+    check_array("hidden", hidden, "B,N,M")
+    if hidden.shape[:2] != (batch, tokens):
+        raise ValueError(f"hidden must have the shape [{batch},{tokens},M], got {hidden.shape}.")
 
 
 def build_index(
@@ -113,15 +139,15 @@ def build_index(
         the rows of cluster c are `order[starts[c] : starts[c] + sizes[c]]`.
 
     Raises:
-        ValueError: if shapes do not fit, the budget is impossible, or an argument belongs to another method.
+        ValueError: if shapes or types do not fit, the budget is impossible, an argument belongs to another method, or a
+            number that is known is not finite, or too large to be squared.
     """
-    tokens = keys.shape[2]
-    if keys.shape != values.shape:
-        raise ValueError(f"keys and values must have the same shape, got {keys.shape} and {values.shape}.")
-    if tokens == 0:
-        raise ValueError("There is nothing to index: keys have no tokens.")
-    if method.forgets:
+    if not isinstance(method, Recall):
         raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+    check_keys(keys, values)
+    batch, kv_heads, tokens, dim = keys.shape
+    if queries is not None:
+        check_queries("queries", queries, batch, kv_heads, tokens, dim)
     options: dict[str, Any] = {}
     for name, value, owner in (("initial_rows", initial_rows, "ClusterKV"), ("skew", skew, "InfiniGen")):
         if value is not None and name not in method.options:
@@ -131,7 +157,10 @@ def build_index(
     method.check(request.lengths, request)
     rows = int(head_rows(method.budget, request.lengths, 0, request)[0, 0])
     count = method.most_recalled(tokens if rows >= MOST_ROWS else rows)
-    return _build(method, count, keys, values, queries, rows, jax.random.key(0) if key is None else key, options)
+    key = jax.random.key(0) if key is None else key
+    index, found = _build(method, count, keys, values, queries, min(rows, MOST_ROWS), key, options)
+    refuse_unsound(found, None, {"queries": queries, "keys": keys, "values": values})
+    return index
 
 
 @partial(jax.jit, static_argnames=("method", "count"))
@@ -144,21 +173,50 @@ def _build(
     rows: Int[Array, ""],
     key: Array,
     options: dict[str, Array],
-) -> Index:
+) -> tuple[Index, dict[str, Bool[Array, ""]]]:
     batch, _, tokens, _ = keys.shape
     lengths = jnp.full(batch, tokens, jnp.int32)
     prompt = from_tokens(keys, values, lengths)
     group = Rows(prompt, jnp.full(batch, rows, jnp.int32), lengths, {}, queries, key=key)
-    return method.index(group, count, 0, **options)
+    arrays = {"queries": queries, "keys": keys, "values": values}
+    found = {name: sound(x, lengths) for name, x in arrays.items() if x is not None}
+    return method.index(group, count, 0, **options), found
 
 
-@partial(jax.jit, static_argnums=0)
 def select(method: Recall, index: Index, query: Float[Array, "B H D"]) -> Int[Array, "B H budget"]:
     """The positions that a query per head attends to, by the index alone; -1 where there are fewer than the budget.
 
-    ClusterKV: its sinks, then cluster after cluster. While decoding, the rows that are not indexed yet come on top.
+    ClusterKV: its sinks, then cluster after cluster. Quest: the newest page, then page after page. While decoding, the
+    rows that are not indexed yet come on top.
+
+    Raises:
+        ValueError: if the index is of another method, or the query's shape does not fit; if its numbers are known, of a
+            query that is not finite.
     """
+    if not isinstance(method, Recall):
+        raise ValueError(f"method must be one that recalls (ClusterKV, Quest, InfiniGen), got {method!r}.")
+    check_array("query", query, "B,H,D")
+    try:
+        sizes = (*index["recalled"].shape[:2], method.dim(index) or query.shape[-1])
+    except (KeyError, TypeError) as error:
+        name = type(method).__name__
+        raise ValueError(f"index must be what build_index makes for {name}, got {_kind(index)}.") from error
+    check_queries("query", query, *sizes)
+    rows, fine = _select(method, index, query)
+    refuse_unsound({"query": fine}, None, {"query": query})
+    return rows
+
+
+@partial(jax.jit, static_argnums=0)
+def _select(
+    method: Recall, index: Index, query: Float[Array, "B H D"]
+) -> tuple[Int[Array, "B H budget"], Bool[Array, ""]]:
     batch, kv_heads = index["recalled"].shape[:2]
     grouped = query.reshape(batch, kv_heads, -1, query.shape[-1])
-    rows = method.choose(index, grouped)
-    return jnp.broadcast_to(rows, (*grouped.shape[:3], rows.shape[-1])).reshape(*query.shape[:2], -1)
+    rows = method.attended(index, grouped)
+    rows = jnp.broadcast_to(rows, (*grouped.shape[:3], rows.shape[-1])).reshape(*query.shape[:2], -1)
+    return rows, sound(query[:, :, None], jnp.ones(batch, jnp.int32))
+
+
+def _kind(index: Any) -> str:
+    return f"one of {', '.join(index)}" if isinstance(index, dict) else type(index).__name__

@@ -1,7 +1,10 @@
 """Between texts and tokens: prompts in, and pieces of an answer out as they become certain."""
 
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from clusterkv_jax.checkpoints import Model
@@ -15,8 +18,8 @@ def encode(model: Model, texts: Sequence[str | Tokens], kind: str, special: bool
 
     Raises ValueError, naming the text by its kind and number, for what is empty or neither.
     """
-    if isinstance(texts, str):
-        raise ValueError(f"{kind}s must be a list of texts or of token ids, got one text; put it in a list.")
+    if not _is_list(texts):
+        raise ValueError(f"{kind}s must be a list of texts or of token ids, got {_shown(texts)}; put it in a list.")
     encoded = []
     for i, text in enumerate(texts):
         if isinstance(text, str):
@@ -25,10 +28,25 @@ def encode(model: Model, texts: Sequence[str | Tokens], kind: str, special: bool
             if not text.strip():
                 raise ValueError(f"{kind} {i} is empty; give at least one word.")
             text = model.tokenizer.encode(text, add_special_tokens=special)
-        if not all(isinstance(token, int | np.integer) for token in text):
-            raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {text!r}.")
-        encoded.append([int(token) for token in text])
+        if not _is_list(text):
+            raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {_shown(text)}.")
+        # One transfer for an array of a device.
+        ids = np.asarray(text) if isinstance(text, jax.Array) else text
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {_shown(token)} in it.")
+        encoded.append([int(token) for token in ids])
     return encoded
+
+
+def _is_list(x: Any) -> bool:
+    """Whether something has members of its own: a text, bytes and a mapping do not, nor does an array of one number."""
+    iterable = isinstance(x, Iterable) and not isinstance(x, str | bytes | bytearray | memoryview | Mapping)
+    return iterable and np.ndim(x) != 0 if isinstance(x, np.ndarray | jax.Array) else iterable
+
+
+def _shown(x: Any) -> str:
+    return reprlib.repr(x)
 
 
 def decode(model: Model, tokens: Tokens) -> str:

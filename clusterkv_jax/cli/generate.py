@@ -95,7 +95,9 @@ def generate(
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
         from clusterkv_jax.generation import compile_ahead
+        from clusterkv_jax.sampling import check_seed
 
+        check_seed(seed, "--seed")
         measured = None if calibration is None else read(calibration)
         candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.budget import concrete
+from clusterkv_jax.checks import check_counts, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned.padding import check_counts, check_heads, clean, masked_softmax, protect, real_rows
+from clusterkv_jax.learned.padding import check_heads, clean, masked_softmax, protect, real_rows
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import frequencies, rotate, turn
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned.padding import Lengths, check_counts, check_heads, clean, protect, real_rows
+from clusterkv_jax.learned.padding import Lengths, check_heads, clean, protect, real_rows
 from clusterkv_jax.scores import pooled
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.learned.padding import check_counts
+from clusterkv_jax.checks import check_counts
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Mass that exists at once, in elements (f32): 256 MiB.

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.cache import LayerCache, from_tokens
+from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
-from clusterkv_jax.learned.padding import Lengths, check_counts, check_heads, clean, real_rows
+from clusterkv_jax.learned.padding import Lengths, check_heads, clean, real_rows
 from clusterkv_jax.scores import last_queries, pooled, probabilities
 
 HIGHEST = jax.lax.Precision.HIGHEST

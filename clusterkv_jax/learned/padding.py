@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.budget import concrete
+from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 
 Lengths = Int[Array | np.ndarray, "B #K"] | Int[Array | np.ndarray, " B"] | None
@@ -45,13 +45,6 @@ def protect(
     """`rows` get the greatest score of the layer + `above`, rows that are not real -inf."""
     best = jnp.max(jnp.where(real, scores, -jnp.inf), axis=(1, 2), keepdims=True)
     return jnp.where(real, jnp.where(rows, best + above, scores), -jnp.inf)
-
-
-def check_counts(least: int, **counts: int) -> None:
-    """Raise ValueError for the first of these numbers that is below `least`."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {count!r}.")
 
 
 def check_heads(queries: Float[Array, "B H N D"], keys: Float[Array, "B K N D"], values: Array | None = None) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from clusterkv_jax.learned.padding import check_counts
+from clusterkv_jax.checks import check_counts
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # A weight changes by no more than this factor, e^3 as in the paper.

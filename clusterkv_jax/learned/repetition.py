@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
-from clusterkv_jax.learned.padding import check_counts
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned.padding import Lengths, check_counts, clean, real_rows
+from clusterkv_jax.learned.padding import Lengths, clean, real_rows
 
 # Below it a range of values is none: a constant channel would divide by 0.
 SMALLEST_RANGE = 1e-6

@@ -67,6 +67,12 @@ class Chelsea(Clustering):
                     f"Chelsea outlier head {where} does not exist: the model has {request.num_layers} layers "
                     f"of {request.num_kv_heads} KV heads."
                 )
+        for n, b in zip(lengths, self.budget_rows(lengths, 0, request).min(axis=1), strict=True):
+            if b < 0:
+                raise ValueError(
+                    f"Chelsea: a prompt of {n} tokens has a budget below what its {len(self.outlier_heads)} outlier "
+                    "heads keep, which is everything."
+                )
         super().check(lengths, request)
 
     @override

@@ -193,6 +193,11 @@ class ClusterKV(Recall):
         arrays = (index[name] for name in ("centroids", "sizes", "starts", "order", "budget"))
         return over_heads(best, q, *arrays, *(() if real is None else (index["recalled"], real)))
 
+    @override
+    def dim(self, index: Index) -> int:
+        """That of the centroids."""
+        return index["centroids"].shape[-1]
+
     # --- while decoding ---
 
     @override

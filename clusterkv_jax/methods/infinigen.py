@@ -109,6 +109,11 @@ class InfiniGen(Recall):
         result = jnp.pad(jnp.where(selection, rows.astype(jnp.int32), -1), spare, constant_values=-1)
         return unless_over(real, result, index)
 
+    @override
+    def dim(self, index: Index) -> int:
+        """What the projection takes."""
+        return index["projection"].shape[2]
+
 
 def skew_of(queries: Float[Array, "B K G N D"]) -> Float[Array, "B K D D"]:
     """The orthogonal matrix of each KV head that gathers its queries in few columns: their right singular vectors.

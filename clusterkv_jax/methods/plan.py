@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.budget import MOST_ROWS, concrete, look_up
+from clusterkv_jax.budget import MOST_ROWS, look_up
+from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Method, Schedule
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request

@@ -49,9 +49,14 @@ class Quest(Recall):
 
     @override
     def unindexed(self, tokens: int) -> int:
-        """The newest page."""
+        """The newest page, which is read whatever its score."""
         del tokens
         return self.page
+
+    @override
+    def unchosen(self, index: Index) -> Int[Array, " B"]:
+        """Where the newest page begins."""
+        return (index["indexed"] - 1) // self.page * self.page
 
     @override
     def build(self, prompt: LayerCache, rows: Rows, reserve: int, **options: Any) -> Index:
@@ -66,48 +71,50 @@ class Quest(Recall):
             keys = jnp.pad(keys, spare, constant_values=fill)
             return over(keys.reshape(*keys.shape[:2], pages, self.page, -1), axis=3)
 
-        whole = jnp.minimum(self._pages(rows.budget), prompt.length[:, 0] // self.page)
-        return {
-            "bounds": jnp.concatenate([bound(-most, jnp.max), bound(most, jnp.min)], axis=-1),
-            "room": whole * self.page,
-        }
+        return {"bounds": jnp.concatenate([bound(-most, jnp.max), bound(most, jnp.min)], axis=-1)}
 
     @override
     def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
-        """The token's key widens the bounds of its page, the newest, which is read whatever its score."""
+        """The token's key widens the bounds of its page."""
         old, key = index["bounds"], jnp.swapaxes(token.k, 1, 2)
-        newest, length = token.positions // self.page, group.length[:, 0]
+        newest = token.positions // self.page
         high, low = jnp.split(jnp.take_along_axis(old, newest[:, None, :, None], axis=2, mode="clip"), 2, axis=-1)
         wider = jnp.concatenate([jnp.maximum(high, key), jnp.minimum(low, key)], axis=-1)
         at = jnp.where(token.real, newest, old.shape[2])
         put = jax.vmap(jax.vmap(lambda x, part, at: x.at[at].set(part, mode="drop"), in_axes=(0, 0, None)))
-        indexed = (length - 1) // self.page * self.page
-        others = (self._pages(index["budget"]) - 1) * self.page
-        return index | {
-            "bounds": put(old, wider, at),
-            "indexed": indexed,
-            "room": jnp.where(length <= index["budget"], indexed, others),
-        }
+        return index | {"bounds": put(old, wider, at), "indexed": group.length[:, 0]}
 
     @override
     def choose(
         self, index: Index, q: Float[Array, "B K G D"], real: Bool[Array, " B"] | None = None
     ) -> Int[Array, "B K G R"]:
-        """The best of the pages that are indexed."""
-        indexed, bounds, count = index["indexed"], index["bounds"], index["recalled"].shape[-1]
+        """The best of the pages before the newest."""
+        bounds, count, end = index["bounds"], index["recalled"].shape[-1], self.unchosen(index)
         start = jnp.arange(bounds.shape[2], dtype=jnp.int32) * self.page
-        sizes = jnp.where(start[None] < indexed[:, None], self.page, 0)
+        sizes = jnp.where(start[None] < end[:, None], self.page, 0)
+        others = (jnp.maximum(index["budget"] // self.page, self.min_pages) - 1) * self.page
+        room = jnp.where(index["indexed"] <= index["budget"], end, others)
 
         def best(q: Array, bounds: Array, sizes: Array, starts: Array, room: Array) -> Array:
             return select_rows(page_scores(q, bounds), sizes, starts, None, room, count=count)
 
         sizes, starts = (jnp.broadcast_to(x, bounds.shape[:3]) for x in (sizes[:, None], start))
-        rows = over_heads(best, q, bounds, sizes, starts, index["room"])
-        return unless_over(real, jnp.where(rows < indexed[:, None, None, None], rows, -1), index)
+        return unless_over(real, over_heads(best, q, bounds, sizes, starts, room), index)
 
-    def _pages(self, rows: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Pages of a budget, whether there are so many or not."""
-        return jnp.maximum(rows // self.page, self.min_pages)
+    @override
+    def attended(self, index: Index, q: Float[Array, "B K G D"]) -> Int[Array, "B K G R"]:
+        """The newest page, then the best of those before it."""
+        chosen, newest = self.choose(index, q), self.unchosen(index)[:, None] + ordinals(self.page, 2)
+        newest = jnp.where(newest < index["indexed"][:, None], newest, -1)[:, None, None]
+        rows = jnp.concatenate([jnp.broadcast_to(newest, (*chosen.shape[:3], self.page)), chosen], axis=-1)
+        # The newest page may be short: what is chosen moves up to it. Both together are no more than the budget.
+        order = jnp.argsort(rows < 0, axis=-1, stable=True)[..., : chosen.shape[-1]]
+        return jnp.take_along_axis(rows, order, axis=-1)
+
+    @override
+    def dim(self, index: Index) -> int:
+        """Half of the bounds, which are of two kinds."""
+        return index["bounds"].shape[-1] // 2
 
 
 def page_scores(q: Float[Array, "B K G D"], bounds: Float[Array, "B K P E"]) -> Float[Array, "B K G P"]:

@@ -7,7 +7,7 @@ import numpy as np
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.haystack import Book, Count
-from clusterkv_jax.evaluation.tasks.ruler import QUESTION_ROOM, from_example
+from clusterkv_jax.evaluation.tasks.ruler import QUESTION_ROOM, from_example, room_beside
 from clusterkv_jax.evaluation.tasks.synthetic import Needles
 
 DEPTHS = tuple(round(i / 10, 1) for i in range(11))
@@ -26,7 +26,7 @@ _LINES_AFTER = (
 def needle(depth: float, number: int, length: int, count: Count, books: tuple[Book, ...], seed: int) -> Case:
     """One number hidden at a depth of a book (Kamradt's grid, in RULER's wording)."""
     rng = np.random.default_rng([seed, length, round(1000 * depth), number])
-    room = length - 64 - QUESTION_ROOM
+    room = room_beside(64, length, "niah")
     (example,) = synthetic.niah(
         rng, room, count, Needles("book"), books[number % len(books)], split="valid", depths=(depth,)
     )

@@ -42,6 +42,16 @@ def metric(task: str) -> str:
     return "string_match_part" if task in QUESTIONS else "string_match_all"
 
 
+def room_beside(answer: int, length: int, task: str) -> int:
+    """Tokens of a context that leaves room for a question and this answer within `length`; ValueError if it is none."""
+    room = length - answer - QUESTION_ROOM
+    if room < 1:
+        raise ValueError(
+            f"length = {length} tokens is too small for {task}, whose question and answer take {length - room}."
+        )
+    return room
+
+
 def generated(
     task: str,
     numbers: range,
@@ -56,11 +66,7 @@ def generated(
     Needle keys and values are those that no training of this project has used. Of the question tasks, the questions are
     taken whose own documents fit, which depends on the tokenizer.
     """
-    room = length - new_tokens(task) - QUESTION_ROOM
-    if room < 1:
-        raise ValueError(
-            f"length = {length} tokens is too small for {task}, which needs {length - room} beside its text."
-        )
+    room = room_beside(new_tokens(task), length, task)
     if task in QUESTIONS:
         if library is None:
             raise ValueError(f"task {task} needs questions with documents.")

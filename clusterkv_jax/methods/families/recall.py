@@ -94,6 +94,19 @@ class Recall(Method):
     def unindexed(self, tokens: int) -> int:
         """The most rows that the index does not know yet while a step of so many tokens is taken."""
 
+    def unchosen(self, index: Index) -> Int[Array, " B"]:
+        """The slot from which on a step attends to every row, whatever is chosen: what the index does not know yet."""
+        return index["indexed"]
+
+    def attended(self, index: Index, q: Float[Array, "B K G D"]) -> Int[Array, "B K J R"]:
+        """All rows of the index that these queries attend to."""
+        return self.choose(index, q)
+
+    def dim(self, index: Index) -> int | None:
+        """D of the keys in an index, None where it does not tell. Raises KeyError for the index of another method."""
+        del index
+        return None
+
     def most_recalled(self, rows: int) -> int:
         """Rows that a budget of so many may recall."""
         return rows
@@ -150,7 +163,7 @@ class Recall(Method):
         queries = token.q if token.lookup is None else token.lookup
         rows = self.choose(memory, by_kv_head(queries, group), token.real[:, 0])
         attend = partial(recalled_attention, unlisted=unindexed)
-        args = (by_kv_head(token.q, group), group.keys, group.values, rows, memory["indexed"], group.length)
+        args = (by_kv_head(token.q, group), group.keys, group.values, rows, self.unchosen(memory), group.length)
         return over_heads(attend, *args).reshape(token.q.shape), group, memory | {"recalled": rows}
 
 
