@@ -57,6 +57,8 @@ def read_lines(file: Path | Traversable, *, most: int) -> Iterator[tuple[str, by
 @contextmanager
 def _unpacked(file: Path | Traversable) -> Iterator[IO[bytes]]:
     """The bytes of a file; `read(n)` unpacks no more than n where its name ends in .gz."""
+    if "\0" in str(file):
+        raise ValueError(f"{str(file)!r} is no path: it holds a zero byte.")
     try:
         with file.open("rb") as stream:
             yield cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if file.name.endswith(".gz") else stream

@@ -311,9 +311,8 @@ def test_published_tables_are_whole(name):
 # --- several runs as one ---
 
 
-def part(folder, entries, **config):
-    methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
-    runner.run(folder, {**CONFIG, "methods": methods, **config}, {"n": str(folder)}, jobs(), entries, respond)
+def part(folder, entries, work=None, **config):
+    return runner.run(folder, {**CONFIG, **config}, {"n": str(folder)}, work or jobs(), entries, respond)
 
 
 def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_path):
