@@ -83,7 +83,7 @@ def calibrate(
         shape = (network.config.num_layers, network.config.num_kv_heads)
         calibration.choose_outliers(np.zeros(shape), outliers, tuple(whole_layer or ()))  # whether they can be chosen
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
-        with progress_bar(len(pieces) * network.config.num_layers, "layers") as on_layers:
+        with progress_bar(observation.layers_read(network, pieces), "layers") as on_layers:
             measures = observation.calibrate(
                 network,
                 pieces,
