@@ -98,10 +98,10 @@ def rows_for(
         rest, of_rest = rows * table.size - base * whole.sum(), table / table[~whole].sum()
         low = (_floor(rest * of_rest.min()) < fewest) & (rows >= max(fewest, 1)) & (rows < base)
         own = base if whole[layer, head] else _floor(rest * of_rest[layer, head])
-        raised = (
-            _factor(*(x.tobytes() for x in (rows, base, table)), fewest) * table[layer, head] if np.any(low) else own
-        )
-        rows = np.where(low, _floor(np.clip(np.reshape(raised, base.shape), fewest, base)), own)
+        if not np.any(low):
+            return np.asarray(own, np.int64)
+        factor = _factor(*(x.tobytes() for x in (rows, base, table)), fewest).reshape(base.shape)
+        rows = np.where(low, _floor(np.clip(factor * table[layer, head], fewest, base)), own)
     return np.asarray(np.floor(rows), np.int64)
 
 

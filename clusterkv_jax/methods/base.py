@@ -204,7 +204,7 @@ class Method(ABC):
 
 
 def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request, fewest: int = 0) -> np.ndarray:
-    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], each at least `fewest` (see `Budget`)."""
+    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], none below `fewest` (see `Budget`)."""
     shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
     first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
     columns = [
