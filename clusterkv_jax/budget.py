@@ -1,6 +1,7 @@
 """How many rows a head may keep: one type for all methods."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ class Budget:
 
     `shares` spreads the rows unevenly, in proportion, so that B is the mean over all heads: one number per layer, or
     per layer one number for each of its KV heads, or "pyramid", which falls linearly over the layers. None is evenly.
-    No share of a ratio is more than the whole base; what a head would have beyond it goes to the others.
+    No share of a ratio is more than the whole base; what a head would have beyond it goes to the others. A method's
+    protected rows are the least that a head gets; the others then get less, in proportion.
     """
 
     ratio: float | None = None
@@ -75,10 +77,12 @@ def rows_for(
     head: int = 0,
     num_layers: int = 1,
     num_heads: int = 1,
+    fewest: int = 0,
 ) -> np.ndarray:
     """B of each prompt length, as Python computes it: int(ratio * base) in double precision.
 
     `bytes_per_row` are those of one row in all layers and heads; layer and head matter where there are shares.
+    `fewest` rows are the least share of a head, where the budget has so many on the average.
     """
     if budget.ratio is not None and budget.ratio >= 1:
         return np.full(np.shape(lengths), MOST_ROWS, np.int64)
@@ -91,12 +95,34 @@ def rows_for(
     if budget.shares is not None:
         table = share_table(budget, num_layers, num_heads)
         whole = np.zeros(table.shape, bool) if budget.ratio is None else table >= 1 / budget.ratio
-        if whole[layer, head]:
-            return base
-        # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
-        rest = rows * table.size - base * whole.sum()
-        rows = np.round(rest * (table[layer, head] / table[~whole].sum()), 6)
+        rest, of_rest = rows * table.size - base * whole.sum(), table / table[~whole].sum()
+        low = (_floor(rest * of_rest.min()) < fewest) & (rows >= max(fewest, 1)) & (rows < base)
+        own = base if whole[layer, head] else _floor(rest * of_rest[layer, head])
+        if not np.any(low):
+            return np.asarray(own, np.int64)
+        factor = _factor(*(x.tobytes() for x in (rows, base, table)), fewest).reshape(base.shape)
+        rows = np.where(low, _floor(np.clip(factor * table[layer, head], fewest, base)), own)
     return np.asarray(np.floor(rows), np.int64)
+
+
+def _floor(rows: np.ndarray | np.float64) -> np.ndarray | np.float64:
+    # Weights such as 0.1 / 0.3 are inexact: what is whole but for their rounding stays so.
+    return np.floor(np.round(rows, 6))
+
+
+@lru_cache(maxsize=8)
+def _factor(rows: bytes, base: bytes, table: bytes, fewest: int) -> np.ndarray:
+    """What shares are to be multiplied with so that the heads hold `rows` on the average, each at least `fewest` and at
+    most `base`: by bisection, once for all layers and heads.
+    """
+    mean, most = np.frombuffer(rows), np.frombuffer(base, np.int64)
+    shares, heads = np.unique(np.frombuffer(table), return_counts=True)
+    low, high = np.zeros(most.shape), most / shares[0]
+    for _ in range(48):
+        middle = (low + high) / 2
+        fits = np.clip(middle[:, None] * shares, fewest, most[:, None]) @ heads <= mean * heads.sum()
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    return low
 
 
 def _rows_in(bytes_: int, bytes_per_row: int) -> int:

@@ -3,7 +3,8 @@
 Outlier heads are those whose keys have no similar neighbours and so lose most by clustering (Chelsea section 5.4).
 Head shares say how unevenly a budget is spread, `Budget(shares=...)`, with the memory really saved: for methods that
 choose rows by attention what AdaKV gives each head on average, for clustering methods more to heads that cluster badly.
-All come from plain text, and are written as a small YAML file.
+Where the scores of KVzip+ are measured too, shares of all methods follow from them instead: a head gets as many rows as
+it has among the best of all layers and heads. All come from plain text, and are written as a small YAML file.
 """
 
 import dataclasses
@@ -19,12 +20,17 @@ from jaxtyping import Array, Float
 from msgspec import Meta
 
 from clusterkv_jax import schema
+from clusterkv_jax.budget import Budget
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import over_heads
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
+# Parts of a head's rows whose least score is measured: everything, then fewer by the square root of 2 each.
+PARTS = tuple(2.0 ** (-i / 2) for i in range(17))
+# Shares from scores are powers of the fourth root of 2, and no less than this of the mean.
+LEAST_SHARE = 1 / 16
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
 
@@ -58,6 +64,7 @@ class Calibration:
         outlier_heads: the pairs (layer, head) chosen for Chelsea.
         head_shares: rows of each head in units of its layer's mean, in steps of 0.25.
         settings: what it was measured with.
+        least_scores: logarithm of the least KVzip+ score among the best `PARTS` of each head's rows.
     """
 
     model: str
@@ -65,6 +72,26 @@ class Calibration:
     outlier_heads: tuple[tuple[Number, Number], ...]
     head_shares: tuple[tuple[Rows, ...], ...]
     settings: Mapping[str, Any]
+    least_scores: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+
+    def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
+        """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept, in steps.
+
+        Raises ValueError where no scores were measured, or for a ratio below what was.
+        """
+        if self.least_scores is None:
+            raise ValueError(f"The calibration of {self.model} holds no scores; measure it again for shares from them.")
+        if not PARTS[-1] <= ratio <= 1:
+            raise ValueError(
+                f"The calibration of {self.model} has shares of {PARTS[-1]:.2%} to 100%, not of {ratio:.2%}."
+            )
+        scores = np.asarray(self.least_scores, np.float64)
+        low, high = float(scores.min()), float(scores.max())
+        for _ in range(64):  # the score that `ratio` of all rows exceed
+            middle = (low + high) / 2
+            low, high = (middle, high) if _kept(scores, middle).mean() > ratio else (low, middle)
+        relative = np.maximum(_kept(scores, low) / ratio, LEAST_SHARE)
+        return as_table(2 ** (np.rint(4 * np.log2(relative)) / 4))
 
     @property
     def cluster_shares(self) -> tuple[tuple[float, ...], ...]:
@@ -84,17 +111,40 @@ class Calibration:
             )
 
     def applied(self, method: Any) -> Any:
-        """The method with outlier heads where it has such, with the heads' shares of its budget otherwise: by how well
-        they cluster for clustering methods, as AdaKV spreads rows for all others.
+        """The method with outlier heads where it has such, with the heads' shares of its budget otherwise: by their
+        scores where those were measured; else by how well they cluster for clustering methods, as AdaKV spreads rows
+        for all others.
 
-        Raises ValueError for a method that can take neither.
+        Raises ValueError for a method that can take neither, and for a budget whose shares were not measured.
         """
         if hasattr(method, "outlier_heads"):
             return dataclasses.replace(method, outlier_heads=self.outlier_heads)
         if not hasattr(method, "budget"):
             raise ValueError(f"{type(method).__name__} has no budget, so a calibration has nothing to give it.")
         shares = self.cluster_shares if method.holds == "centroids" else self.head_shares
+        if self.least_scores is not None and (ratio := self._ratio(method.budget)) < 1:
+            shares = self.kept_shares(ratio)
+        if method.holds == "pages":  # within a layer each prompt spreads its rows itself
+            shares = tuple(float(np.mean(row)) for row in shares)
         return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=shares))
+
+    def _ratio(self, budget: Budget) -> float:
+        """The share of a text as long as those measured."""
+        if budget.bytes is not None:
+            raise ValueError("Shares from scores need a budget of a ratio or of tokens, got bytes.")
+        return budget.ratio or min(1.0, (budget.tokens or 1) / self.settings["tokens"])
+
+
+def least_scores(scores: Float[np.ndarray, "L K R"]) -> Float[np.ndarray, "L K parts"]:
+    """`Calibration.least_scores` of scores above 0 of any number of rows."""
+    logs = np.log(np.maximum(scores, np.finfo(np.float32).tiny))
+    return np.stack([np.quantile(logs, 1 - part, axis=-1) for part in PARTS], axis=-1)
+
+
+def _kept(scores: Float[np.ndarray, "L K parts"], threshold: float) -> Float[np.ndarray, "L K"]:
+    """The part of each head's rows that exceed a score, between the parts that were measured by its logarithm."""
+    logs = np.log(PARTS)
+    return np.exp([[np.interp(threshold, head, logs) for head in layer] for layer in scores])
 
 
 def choose_outliers(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,18 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import groups
-from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, outlier_share
+from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
 from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.learned import reconstruction
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.tensors import compress
+
+# Rows at the start of a text that take attention whatever they say.
+SINKS = 4
 
 
 @dataclass(frozen=True)
@@ -80,19 +85,25 @@ def calibrate(
         whole_layers: layers all of whose heads are outliers (Chelsea keeps Llama-2's layer 0).
         chunk, threshold: of the outlier statistic.
         ratio: the share of the cache that AdaKV spreads over a layer's heads.
-        progress: called as progress(layers done, layers of all sequences).
+        progress: called as progress(layers done, `layers_read` of all sequences).
     """
     config = model.config
     method = AdaKV(Budget(ratio=ratio))
-    total = len(sequences) * config.num_layers
+    total = layers_read(model, sequences)
     shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
+    scores = []
     for i, tokens in enumerate(sequences):
+        done = i * (total // len(sequences))
         for number, layer in enumerate(observe_layers(model, tokens)):
             shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
             layer_after = compress(method, layer.queries, layer.keys, layer.values)
             rows[number] += np.asarray(groups(layer_after)[0].length[0]) / int(ratio * len(tokens))
             if progress is not None:
-                progress(i * config.num_layers + number + 1, total)
+                progress(done + number + 1, total)
+        if model.tokenizer is not None:
+            scores.append(repetition_scores(model, tokens))
+            if progress is not None:
+                progress(done + total // len(sequences), total)
     shares, rows = shares / len(sequences), rows / len(sequences)
     return Calibration(
         model.name,
@@ -108,4 +119,34 @@ def calibrate(
             "whole_layers": list(whole_layers),
             "ratio": ratio,
         },
+        None if not scores else _rounded(least_scores(np.concatenate(scores, axis=-1))),
     )
+
+
+def layers_read(model: Model, sequences: Sequence[Sequence[int]]) -> int:
+    """Layers that `calibrate` reads, those of the repetition too; without a tokenizer nothing can be asked for."""
+    return len(sequences) * model.config.num_layers * (1 if model.tokenizer is None else 2)
+
+
+def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) -> Float[np.ndarray, "L K R"]:
+    """KVzip+ scores of a text's rows behind the first four, which every method keeps."""
+    ids = jnp.asarray([tokens], jnp.int32)
+    prompts = repeat_prompts(model.tokenizer, tokens, chunk)
+    scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True)
+    return np.stack([np.asarray(layer[0, :, SINKS:]) for layer in scores])
+
+
+def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[list[int]]:
+    """What asks a model to repeat each piece of a text, as KVzip words it."""
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    first = [encoded("\n\nRepeat the previous context exactly.") + encoded("\n")]
+    later = encoded("\n\nRepeat the part of the previous context exactly, starting with")
+    starts = range(chunk, len(tokens), chunk)
+    return first + [[*later, *tokens[start - 8 : start], *encoded("\n")] for start in starts]
+
+
+def _rounded(numbers: Float[np.ndarray, "L K parts"]) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    return tuple(as_table(np.round(layer, 3)) for layer in numbers)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +74,14 @@ def test_presets_take_it(file):
     profile = calibration.read(file)
     outliers = profile.outlier_heads
     assert preset("chelsea-llama3", HALF, profile) == preset("chelsea-llama3", HALF, outlier_heads=outliers)
-    assert preset("snapkv", HALF, profile) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=profile.head_shares))
-    assert preset("gravitykv", HALF, profile).budget.shares == profile.cluster_shares
+    shares = profile.kept_shares(0.5)
+    assert preset("snapkv", HALF, profile) == ckv.SnapKV(ckv.Budget(ratio=0.5, shares=shares))
+    assert preset("gravitykv", HALF, profile).budget.shares == shares
+    assert preset("snapkv", ckv.Budget(tokens=128), profile).budget.shares == shares  # half of the pieces
+    assert preset("adakv", HALF, profile).budget.shares == tuple(float(np.mean(layer)) for layer in shares)
+    unscored = replace(profile, least_scores=None)
+    assert preset("snapkv", HALF, unscored).budget.shares == profile.head_shares
+    assert preset("gravitykv", HALF, unscored).budget.shares == profile.cluster_shares
     mine = file.with_name("mine.yaml")
     mine.write_text("method: Chelsea\ndescription: mine\nsource: mine\ncalibration: demo.yaml\n")
     assert preset(str(mine), HALF) == ckv.Chelsea(HALF, outlier_heads=outliers)

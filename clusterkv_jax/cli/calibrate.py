@@ -1,5 +1,6 @@
 """`clusterkv calibrate`: outlier heads and head shares of a model from plain text, as a YAML file and a map."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ def calibrate(
         shape = (network.config.num_layers, network.config.num_kv_heads)
         calibration.choose_outliers(np.zeros(shape), outliers, tuple(whole_layer or ()))  # whether they can be chosen
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
-        with progress_bar(len(pieces) * network.config.num_layers, "layers") as on_layers:
+        with progress_bar(observation.layers_read(network, pieces), "layers") as on_layers:
             measures = observation.calibrate(
                 network,
                 pieces,
@@ -124,13 +125,18 @@ def read_texts(data: str) -> list[str]:
 
     place = Path(data)
     if place.exists():
-        return list(sources.books(data).values())
+        return list(map(unwrapped, sources.books(data).values()))
     name, _, part = data.partition(":")
     config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
     entries = sources.rows(None, name, (name, config or None, split or "train"), sources.TextRow)
-    return ["".join(row["text"] for row in entries)]
+    return [unwrapped("".join(row["text"] for row in entries))]
+
+
+def unwrapped(text: str) -> str:
+    """Each paragraph in one line: heads that look at line breaks would otherwise seem to need more rows."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
 
 
 def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int) -> list[list[int]]:

@@ -46,6 +46,9 @@ def evaluate(
         _what(help="Local book or folder of books, or 'hub' for PG19.", show_default="two books of the package"),
     ] = None,
     seed: Annotated[int, _what(help="Of everything that is generated.", min=0)] = 0,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What `clusterkv calibrate` wrote for this model, given to all methods.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Most examples read together.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
     published: Annotated[
@@ -60,6 +63,7 @@ def evaluate(
             _list_suites()
             return
         import clusterkv_jax as ckv
+        from clusterkv_jax.calibration import read
         from clusterkv_jax.evaluation import manifest, records, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
@@ -67,9 +71,12 @@ def evaluate(
         use_compilation_cache(compilation_cache)
         model = Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
-        entries = parse_entries(split(methods), split(budgets))
+        measured = None if calibration is None else read(calibration)
+        entries = parse_entries(split(methods), split(budgets), measured)
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         network = ckv.load(model, dtype=dtype)
+        if measured is not None:
+            measured.check(network.config)
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         positions = network.config.max_positions

@@ -40,8 +40,11 @@ def one_model(argument: str | None, option: str | None) -> str:
     return argument or option or ""
 
 
-def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
-    """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0."""
+def parse_entries(names: Sequence[str], budgets: Sequence[str], calibration: Any = None) -> list[Any]:
+    """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0.
+
+    A calibration goes before what a preset says.
+    """
     from clusterkv_jax.evaluation.runner import Entry
     from clusterkv_jax.methods import Full
     from clusterkv_jax.presets import find_preset, preset
@@ -55,7 +58,11 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str]) -> list[Any]:
     entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
     for name in names:
         if takes[name]:
-            entries += [Entry(name, text, preset(name, parse_budget(text))) for text in budgets if text not in whole]
+            entries += [
+                Entry(name, text, preset(name, parse_budget(text), calibration))
+                for text in budgets
+                if text not in whole
+            ]
     return entries
 
 

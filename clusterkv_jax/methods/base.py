@@ -172,7 +172,7 @@ class Method(ABC):
 
         Heads with equal columns stand together in one group of the layer's cache.
         """
-        return head_rows(self.budget, lengths, layer, request)
+        return head_rows(self.budget, lengths, layer, request, self.protected.fewest)
 
     def check(self, lengths: np.ndarray, request: Request) -> None:
         """Raise ValueError, naming the numbers, if a prompt of one of these lengths has an impossible budget."""
@@ -203,8 +203,8 @@ class Method(ABC):
         return append_and_attend(group, memory, tokens)
 
 
-def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
-    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K] (see `Budget`)."""
+def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request, fewest: int = 0) -> np.ndarray:
+    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], none below `fewest` (see `Budget`)."""
     shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
     first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
     columns = [
@@ -217,6 +217,7 @@ def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request)
             head=int(head),
             num_layers=request.num_layers,
             num_heads=request.num_kv_heads,
+            fewest=fewest,
         )
         for head in first
     ]
