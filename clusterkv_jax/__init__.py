@@ -61,10 +61,12 @@ __all__ = [
     "HeadGroups",
     "InfiniGen",
     "KVCache",
+    "KVzap",
     "KeyDiff",
     "LagKV",
     "LayerCache",
     "Model",
+    "OrbitKV",
     "PagedHeads",
     "PyramidKV",
     "Quest",
@@ -88,7 +90,7 @@ __all__ = [
 
 _METHODS = (
     "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KeyDiff LagKV PyramidKV Quest SnapKV StreamingLLM"
+    "InfiniGen KVzap KeyDiff LagKV OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

@@ -102,7 +102,7 @@ class NewTokens:
     """T tokens that enter a layer: the first `count` of each row are real, the others padding.
 
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
-    read, for methods that look ahead; None is `q`.
+    read, for methods that look ahead; None is `q`. `scores` are what the tokens are worth, for methods that ask for it.
     """
 
     q: Float[Array, "B T H D"]
@@ -111,6 +111,7 @@ class NewTokens:
     positions: Int[Array, "B T"]
     real: Bool[Array, "B T"]
     lookup: Float[Array, "B T H D"] | None = None
+    scores: Float[Array, "B T K"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
 
 

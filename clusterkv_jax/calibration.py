@@ -4,12 +4,14 @@ Outlier heads are those whose keys have no similar neighbours and so lose most b
 Head shares say how unevenly a budget is spread, `Budget(shares=...)`, with the memory really saved: for methods that
 choose rows by attention what AdaKV gives each head on average, for clustering methods more to heads that cluster badly.
 Where the scores of KVzip+ are measured too, shares of all methods follow from them instead: a head gets as many rows as
-it has among the best of all layers and heads. All come from plain text, and are written as a small YAML file.
+it has among the best of all layers and heads. A surrogate then predicts these scores from what enters the attention.
+All come from plain text, and are written as one file: `.yaml` to read and edit, `.safetensors` with the surrogate too.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +20,16 @@ import numpy as np
 import yaml
 from jaxtyping import Array, Float
 from msgspec import Meta
+from safetensors.numpy import save_file
 
 from clusterkv_jax import schema
+from clusterkv_jax.arrays import all_finite, digest
 from clusterkv_jax.budget import Budget
+from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.weight_files import header
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25
@@ -34,10 +40,19 @@ LEAST_SHARE = 1 / 16
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
 
+# Of a safetensors file's metadata.
+_TEXT, _CHECKSUMS = "calibration", "checksums"
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
 Rows = Annotated[float, Meta(gt=0, le=2**20)]
+
+
+def with_shares(calibration: "Calibration | None", method: Any) -> Any:
+    """The method, with the shares of the model's calibration if it takes them and its budget names none."""
+    if calibration is None or not method.calibrated or method.budget.shares is not None:
+        return method
+    return calibration.applied(method)
 
 
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:
@@ -65,6 +80,8 @@ class Calibration:
         head_shares: rows of each head in units of its layer's mean, in steps of 0.25.
         settings: what it was measured with.
         least_scores: logarithm of the least KVzip+ score among the best `PARTS` of each head's rows.
+        explained: share of these logarithms' variance that the surrogate explains, R^2.
+        surrogate: for each layer the arrays that `learned.surrogates.predicted_scores` takes; no part of a YAML file.
     """
 
     model: str
@@ -73,6 +90,8 @@ class Calibration:
     head_shares: tuple[tuple[Rows, ...], ...]
     settings: Mapping[str, Any]
     least_scores: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    explained: tuple[tuple[float, ...], ...] | None = None
+    surrogate: Any = field(default=None, compare=False, repr=False)
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
         """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept, in steps.
@@ -109,6 +128,11 @@ class Calibration:
                 f"The calibration is of {self.model}, {mine[0]} layers of {mine[1]} KV heads; "
                 f"this model has {config.num_layers} of {config.num_kv_heads}."
             )
+        widths = {layer["weights"].shape[0] for layer in self.surrogate or () if "inner_weights" not in layer}
+        if widths - {config.hidden_size}:
+            raise ValueError(
+                f"The surrogate is of {self.model}, which is {min(widths)} wide; this model is {config.hidden_size}."
+            )
 
     def applied(self, method: Any) -> Any:
         """The method with outlier heads where it has such, with the heads' shares of its budget otherwise: by their
@@ -136,9 +160,8 @@ class Calibration:
 
 
 def least_scores(scores: Float[np.ndarray, "L K R"]) -> Float[np.ndarray, "L K parts"]:
-    """`Calibration.least_scores` of scores above 0 of any number of rows."""
-    logs = np.log(np.maximum(scores, np.finfo(np.float32).tiny))
-    return np.stack([np.quantile(logs, 1 - part, axis=-1) for part in PARTS], axis=-1)
+    """`Calibration.least_scores` of the logarithms of the scores of any number of rows."""
+    return np.stack([np.quantile(scores, 1 - part, axis=-1) for part in PARTS], axis=-1)
 
 
 def _kept(scores: Float[np.ndarray, "L K parts"], threshold: float) -> Float[np.ndarray, "L K"]:
@@ -171,24 +194,73 @@ def choose_outliers(
 
 # --- files ---
 
+_KEYS = [field.name for field in dataclasses.fields(Calibration) if field.name != "surrogate"]
+
 
 def to_yaml(calibration: Calibration) -> str:
     """The text of a calibration file, a line per layer."""
-    content = dataclasses.asdict(calibration) | {"settings": dict(calibration.settings)}
+    content = {name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)}
     return yaml.safe_dump(_lists(content), sort_keys=False, default_flow_style=None, width=10**6)
 
 
+def write(file: str | Path, calibration: Calibration) -> None:
+    """A `.yaml` file of everything but the surrogate, or a `.safetensors` file of everything."""
+    file = Path(file)
+    if file.suffix != ".safetensors":
+        write_whole(file, to_yaml(calibration))
+        return
+    arrays = {f"{i}.{name}": x for i, layer in enumerate(calibration.surrogate or ()) for name, x in layer.items()}
+    arrays = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
+    checksums = json.dumps({name: digest(x) for name, x in arrays.items()})
+    with replacing(file) as temporary:
+        save_file(arrays, temporary, metadata={_TEXT: to_yaml(calibration), _CHECKSUMS: checksums})
+
+
 def read(file: str | Path) -> Calibration:
-    """Read what `to_yaml` wrote.
+    """Read what `write` wrote.
 
     Raises ValueError, naming the file and the key, if it is no such file.
     """
-    content = schema.from_yaml(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
-    schema.check_keys(content, [f.name for f in dataclasses.fields(Calibration)], str(file))
-    calibration = schema.checked(content, Calibration, str(file))
+    if Path(file).suffix != ".safetensors":
+        return _parsed(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
+    entries, metadata = header(Path(file))
+    for name in (_TEXT, _CHECKSUMS):
+        if name not in metadata:
+            raise ValueError(f"{file} is no calibration: its metadata lack {name!r}.")
+    calibration = _parsed(metadata[_TEXT], str(file))
+    checksums = schema.checked(schema.from_json(metadata[_CHECKSUMS], str(file)), dict[str, str], str(file))
+    layers: list[dict[str, np.ndarray]] = [{} for _ in calibration.head_shares]
+    for name in _names(len(layers)):
+        entry = entries.get(name)
+        if entry is None or len(entries) != 2 * len(layers):
+            raise ValueError(f"{file} must hold two arrays for each of {len(layers)} layers, got {len(entries)}.")
+        x = np.array(entry.map())
+        if digest(x) != checksums.get(name) or not all_finite(x):
+            raise ValueError(f"{file} is damaged: {name!r} has not the numbers that were written.")
+        layer, _, part = name.partition(".")
+        layers[int(layer)][part] = x
+    heads = len(calibration.head_shares[0])
+    for number, layer in enumerate(layers):
+        shapes = [list(layer[name].shape) for name in ("weights", "bias")]
+        if len(shapes[0]) != 2 or shapes[0][1:] != [heads] or shapes[1] != [heads]:
+            raise ValueError(
+                f"{file}, layer {number}: weights [M,{heads}] and bias [{heads}] are needed, got {shapes}."
+            )
+    return dataclasses.replace(calibration, surrogate=tuple(layers))
+
+
+def _names(layers: int) -> list[str]:
+    return [f"{number}.{part}" for number in range(layers) for part in ("weights", "bias")]
+
+
+def _parsed(text: str, file: str) -> Calibration:
+    content = schema.from_yaml(text, file)
+    schema.check_keys(content, _KEYS, file)
+    calibration = schema.checked(content, Calibration, file)
     layers, heads = len(calibration.outlier_share), len((calibration.outlier_share or ((),))[0])
-    for name in ("outlier_share", "head_shares"):
-        if not heads or [len(row) for row in getattr(calibration, name)] != [heads] * layers:
+    for name in ("outlier_share", "head_shares", "least_scores", "explained"):
+        table = getattr(calibration, name)
+        if table is not None and (not heads or [len(row) for row in table] != [heads] * layers):
             raise ValueError(
                 f"{file}, field {name!r}: A number is needed for each of {heads} heads in {layers} layers."
             )
@@ -197,6 +269,9 @@ def read(file: str | Path) -> Calibration:
             raise ValueError(
                 f"{file}, field 'outlier_heads': There are {layers} layers of {heads} heads, got {[layer, head]}."
             )
+    for scores in (scores for layer in calibration.least_scores or () for scores in layer):
+        if len(scores) != len(PARTS) or not all(np.diff(scores) >= 0) or not np.isfinite(scores).all():
+            raise ValueError(f"{file}, field 'least_scores': {len(PARTS)} numbers that rise are needed for each head.")
     return calibration
 
 

@@ -24,6 +24,8 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
+from clusterkv_jax.calibration import Calibration
+from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.models import llama, registry
 from clusterkv_jax.models.config import ModelConfig
@@ -31,17 +33,19 @@ from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.schema import checked, shown
-from clusterkv_jax.sharding import auto_mesh, param_shardings
+from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
+CALIBRATION = "calibration.safetensors"
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded model: parameters, their configuration, the tokenizer (None if the folder has none), where it lies.
+    """A loaded model: parameters, their configuration, the tokenizer (None if the folder has none), where it lies,
+    and what `clusterkv calibrate` measured of it, whose surrogate is among the parameters.
 
     `config.weights` is the fingerprint of the parameters: the same for the same files and type, on any mesh and device.
     """
@@ -51,14 +55,22 @@ class Model:
     tokenizer: Any
     mesh: Mesh | None
     name: str
+    calibration: Calibration | None = None
 
 
-def load(name: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any = None) -> Model:
+def load(
+    name: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    calibration: str | os.PathLike[str] | None = None,
+) -> Model:
     """Load "demo" (the packaged model), a local folder or a hub id in Hugging Face format.
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
-    parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
+    parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones. `calibration`
+    is a file that `clusterkv calibrate` wrote for the model; by default `calibration.safetensors` of its folder, if any.
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
@@ -85,7 +97,25 @@ def load(name: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: Any =
     params = jax.tree.map(put, stored, shardings)
     views = (place.view(entries[place.name].map()) for place in jax.tree.leaves(stored))
     config = replace(config, weights=fingerprint(few(view).astype(target) for view in views))
-    return Model(params, config, _tokenizer(folder), mesh, str(name))
+    model = Model(params, config, _tokenizer(folder), mesh, str(name))
+    measured = folder / CALIBRATION if calibration is None else Path(calibration)
+    return model if calibration is None and not measured.is_file() else calibrated(model, read_calibration(measured))
+
+
+def calibrated(model: Model, calibration: Calibration) -> Model:
+    """The model with a calibration, and its surrogate in float32 among the parameters.
+
+    Raises ValueError if the calibration is of another model.
+    """
+    calibration.check(model.config)
+    layers = model.params["layers"]
+    if calibration.surrogate is not None:
+        place = partial(jax.device_put, device=None if model.mesh is None else replicated(model.mesh))
+        layers = tuple(
+            {**layer, "surrogate": jax.tree.map(place, dict(arrays))}
+            for layer, arrays in zip(layers, calibration.surrogate, strict=True)
+        )
+    return replace(model, params={**model.params, "layers": layers}, calibration=calibration)
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
@@ -124,7 +154,8 @@ def save_huggingface(
         raise ValueError(f"Only models of the llama family can be written, got {config.family!r}.")
     stored = layout(config, llama.WEIGHTS)
     tensors: dict[str, np.ndarray] = {}
-    for place, parameter in zip(jax.tree.leaves(stored), jax.tree.leaves(params), strict=True):
+    plain = tuple({name: x for name, x in layer.items() if name != "surrogate"} for layer in params["layers"])
+    for place, parameter in zip(jax.tree.leaves(stored), jax.tree.leaves({**params, "layers": plain}), strict=True):
         tensors[place.name] = np.ascontiguousarray(place.rows_of(np.asarray(parameter)).astype(target))
     described = json.dumps(llama.to_hf(replace(config, dtype=target.name)), indent=2) + "\n"
     folder = Path(folder)

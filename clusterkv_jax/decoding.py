@@ -27,7 +27,8 @@ from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Method
+from clusterkv_jax.learned.surrogates import predicted_scores
+from clusterkv_jax.methods.base import Method, Need
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
@@ -183,7 +184,10 @@ def append_step(
             lookup = None
             if "lookahead" in method.needs(number) and before is not None:
                 lookup = transformer.qkv(weights, config, before, positions)[0]
-            new = NewTokens(*transformer.qkv(weights, config, hidden, positions), positions, real, lookup, config.rope)
+            scores = _scores(weights, config, hidden, method, method.needs(number))
+            scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
+            qkv = transformer.qkv(weights, config, hidden, positions)
+            new = NewTokens(*qkv, positions, real, lookup, scores, config.rope)
             attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
             before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
             layers.append(layer)
@@ -192,6 +196,20 @@ def append_step(
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
+
+
+def _scores(
+    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], method: Method, needs: frozenset[Need]
+) -> Float[Array, "B K T"] | None:
+    """What a layer's surrogate says of tokens, for methods that need it."""
+    if "scores" not in needs:
+        return None
+    if "surrogate" not in weights:
+        raise ValueError(
+            f"{type(method).__name__} keeps rows by learned scores, and the model has none: "
+            "give load the calibration that clusterkv calibrate writes for it."
+        )
+    return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
 
 
 def next_token(
@@ -322,13 +340,14 @@ def _prefill_layer(
     positions = _positions(batch, width)
     chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
     entering = transformer.attention_input(weights, config, hidden)  # dropped by the compiler where no method reads it
+    scores = _scores(weights, config, hidden, method, plan.needs)
     if chunk >= width:
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    prompt = Prompt(q, k, v, lengths, entering)
+    prompt = Prompt(q, k, v, lengths, entering, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
     return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selection
 

@@ -17,6 +17,7 @@ from jax.profiler import annotate_function
 
 from clusterkv_jax.batch import Batch, bucket, make_batch, padded
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
+from clusterkv_jax.calibration import with_shares
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import (
     NOT_FINITE,
@@ -139,6 +140,7 @@ def generate(
             f"{shown(sampling)}."
         )
     check_seed(seed)
+    method = with_shares(model.calibration, method)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
     batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
@@ -186,7 +188,7 @@ def compile_ahead(
     `prefill_chunk`. `on_program` is called with each program's name. A method with a host store is left to compile as
     it runs.
     """
-    method, sampling = method or Full(), sampling or Sampling()
+    method, sampling = with_shares(model.calibration, method or Full()), sampling or Sampling()
     batch = make_batch(model, prompts, **sizes)
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as total, _mesh(model), explained:

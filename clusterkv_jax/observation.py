@@ -15,6 +15,7 @@ from clusterkv_jax.cache import groups
 from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.learned import reconstruction
+from clusterkv_jax.learned.fitting import products, ridge
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -24,11 +25,13 @@ from clusterkv_jax.tensors import compress
 
 # Rows at the start of a text that take attention whatever they say.
 SINKS = 4
+# Of a score, so that rows that nothing looks at have a logarithm.
+LEAST_SCORE = 1e-12
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D].
+    """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D], and what enters the attention.
 
     `ahead` are the queries that the layer makes of what the layer before it read; None in the first.
     """
@@ -36,6 +39,7 @@ class Observed:
     queries: Float[Array, "1 H N D"]
     keys: Float[Array, "1 K N D"]
     values: Float[Array, "1 K N D"]
+    hidden: Float[Array, "1 N M"]
     ahead: Float[Array, "1 H N D"] | None = None
 
 
@@ -49,15 +53,16 @@ def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
         if number:
             ahead = jnp.swapaxes(_queries(weights, model.config, before, positions), 1, 2)
         before = hidden
-        hidden, *qkv = _layer(weights, model.config, hidden, positions)
+        hidden, entering, *qkv = _layer(weights, model.config, hidden, positions)
         queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
-        yield Observed(queries, keys, values, ahead)
+        yield Observed(queries, keys, values, entering, ahead)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
     q, k, v = transformer.qkv(weights, config, hidden, positions)
-    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), q, k, v
+    entering = transformer.attention_input(weights, config, hidden)
+    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), entering, q, k, v
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -91,19 +96,23 @@ def calibrate(
     method = AdaKV(Budget(ratio=ratio))
     total = layers_read(model, sequences)
     shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
-    scores = []
+    scores, sums = [], [np.zeros(()) for _ in range(config.num_layers)]
     for i, tokens in enumerate(sequences):
         done = i * (total // len(sequences))
+        if model.tokenizer is not None:
+            scores.append(repetition_scores(model, tokens))
+            done += config.num_layers
+            if progress is not None:
+                progress(done, total)
         for number, layer in enumerate(observe_layers(model, tokens)):
+            if scores:
+                sums[number] = sums[number] + np.asarray(_products(layer, scores[-1][number]), np.float64)
             shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
             layer_after = compress(method, layer.queries, layer.keys, layer.values)
             rows[number] += np.asarray(groups(layer_after)[0].length[0]) / int(ratio * len(tokens))
             if progress is not None:
                 progress(done + number + 1, total)
-        if model.tokenizer is not None:
-            scores.append(repetition_scores(model, tokens))
-            if progress is not None:
-                progress(done + total // len(sequences), total)
+    fits = [ridge(each, config.num_kv_heads) for each in sums] if scores else None
     shares, rows = shares / len(sequences), rows / len(sequences)
     return Calibration(
         model.name,
@@ -120,6 +129,8 @@ def calibrate(
             "ratio": ratio,
         },
         None if not scores else _rounded(least_scores(np.concatenate(scores, axis=-1))),
+        None if fits is None else as_table(np.round([explained for _, explained in fits], 4)),
+        None if fits is None else tuple(arrays for arrays, _ in fits),
     )
 
 
@@ -129,11 +140,15 @@ def layers_read(model: Model, sequences: Sequence[Sequence[int]]) -> int:
 
 
 def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) -> Float[np.ndarray, "L K R"]:
-    """KVzip+ scores of a text's rows behind the first four, which every method keeps."""
+    """Logarithms of the KVzip+ scores of a text's rows behind the first four, which every method keeps."""
     ids = jnp.asarray([tokens], jnp.int32)
     prompts = repeat_prompts(model.tokenizer, tokens, chunk)
     scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True)
-    return np.stack([np.asarray(layer[0, :, SINKS:]) for layer in scores])
+    return np.log(np.maximum([np.asarray(layer[0, :, SINKS:]) for layer in scores], LEAST_SCORE))
+
+
+def _products(layer: Observed, scores: Float[np.ndarray, "K R"]) -> Array:
+    return products(layer.hidden[0, SINKS:], jnp.asarray(scores))
 
 
 def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[list[int]]:

@@ -56,6 +56,11 @@ def param_shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec.axes, spec.shape, mesh)), specs)
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:
     """Logical axes that this mesh would split but does not divide, sorted; they stay whole on every device."""
     whole = set()

@@ -106,6 +106,40 @@ def cluster(
     Returns:
         the layer with its budget met, and the rounds done.
     """
+    middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
+    layer, listed, rounds = merge_listed(
+        *(layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), budget, rounds, schedule),
+        sinks=sinks,
+        recent=recent,
+        chunk=chunk,
+        edges=edges,
+        expected_rounds=expected_rounds,
+        enough=enough,
+    )
+    return pick(layer, listed, sinks, layer.capacity if slots is None else slots), rounds
+
+
+def merge_listed(
+    layer: LayerCache,
+    listed: Int[Array, "B K R"],
+    budget: Int[Array, " B"],
+    rounds: Int[Array, " B"],
+    schedule: np.ndarray,
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    chunk: int,
+    edges: Edges | None = None,
+    expected_rounds: int = 0,
+    enough: bool = False,
+) -> tuple[LayerCache, Int[Array, "B K R"], Int[Array, " B"]]:
+    """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
+
+    `listed` are the slots of the rows behind the sinks, in positional order; `length` counts them and the sinks.
+
+    Returns:
+        the layer, the slots still in use, of which `length` tells the number, and the rounds done.
+    """
     edge_table = edge_counts(layer.capacity, chunk)
 
     def merges_due(layer: LayerCache, rounds: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -123,15 +157,13 @@ def cluster(
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, slots_in_use, rounds, merges_due(layer, rounds)
 
-    middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
-    state = (layer, jnp.broadcast_to(middle, (*layer.length.shape, middle.size)), rounds, merges_due(layer, rounds))
+    state = (layer, listed, rounds, merges_due(layer, rounds))
     if expected_rounds:
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
     if not enough:
         state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
-    layer, slots_in_use, rounds, _ = state
-    return pick(layer, slots_in_use, sinks, layer.capacity if slots is None else slots), rounds
+    return state[:3]
 
 
 def count_rounds(

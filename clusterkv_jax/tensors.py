@@ -47,6 +47,7 @@ def compress(
     key: Array | None = None,
     *,
     hidden: Float[Array, "B N M"] | None = None,
+    scores: Float[Array, "B K N"] | None = None,
 ) -> LayerCache | HeadGroups:
     """Compress one layer's prompt as `prefill` does, with room for `max_new_tokens` more tokens.
 
@@ -63,7 +64,9 @@ def compress(
         num_layers: layers of the model, for methods that treat them differently.
         max_new_tokens: tokens that will be appended; counts in budgets of base "prompt+new".
         key: PRNG key of methods that draw; that of seed 0 by default.
-        hidden: what enters the layer's attention (after its input norm), for methods whose scores are learned.
+        hidden: what enters the layer's attention (after its input norm), for methods that look at it.
+        scores: what each row is worth, more is more, for methods that keep rows by learned scores: those of
+            `learned.surrogate`, or any others.
 
     Returns:
         the layer's cache with positions; HeadGroups where heads have different capacities.
@@ -81,6 +84,10 @@ def compress(
         check_queries("queries", queries, batch, kv_heads, tokens, dim)
     if hidden is not None:
         _check_hidden(hidden, batch, tokens)
+    if scores is not None:
+        check_array("scores", scores, "B,K,N")
+        if scores.shape != keys.shape[:3]:
+            raise ValueError(f"scores must have the shape {list(keys.shape[:3])}, got {scores.shape}.")
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
     check_counts(1, MOST_LAYERS, num_layers=num_layers)
     check_key(key)
@@ -97,9 +104,10 @@ def compress(
         plan = replace(plan, needs=method.needs(0))
     budgets = rows_of_request(method, plan, counts, layer, request)
     key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
-    prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden)
+    prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
     cache, found = _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
-    refuse_unsound(found, numbers, {"queries": queries, "keys": keys, "values": values, "hidden": hidden})
+    arrays = {"queries": queries, "keys": keys, "values": values, "hidden": hidden, "scores": scores}
+    refuse_unsound(found, numbers, arrays)
     return cache
 
 
@@ -110,7 +118,9 @@ def _compress(
     """The layer's cache, and which of the prompt's arrays are sound: in one program they are read once."""
     layer = compress_layer(method, prompt, budgets, plan, key)[0]
     hidden = None if prompt.hidden is None else prompt.hidden[:, None]
+    scores = None if prompt.scores is None else prompt.scores[..., None]
     arrays = {"queries": prompt.queries, "keys": prompt.keys, "values": prompt.values, "hidden": hidden}
+    arrays |= {"scores": scores}
     found = {name: sound(x, prompt.lengths) for name, x in arrays.items() if x is not None}
     return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer, found
 

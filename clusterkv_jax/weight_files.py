@@ -110,6 +110,11 @@ def _shard(folder: Path, file: str) -> Path:
 
 
 def _header(path: Path) -> dict[str, Entry]:
+    return header(path)[0]
+
+
+def header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a safetensors file by name, and its metadata; nothing is read but its header."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -122,10 +127,11 @@ def _header(path: Path) -> dict[str, Entry]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file: {shown(error)}.") from None
     with naming(path):
-        header = checked(from_json(as_text(text, str(path)), str(path)), dict[str, Any], str(path))
-        header.pop("__metadata__", None)
-        tensors = checked(header, dict[str, _Tensor], str(path))
-    return {
+        content = checked(from_json(as_text(text, str(path)), str(path)), dict[str, Any], str(path))
+        metadata = checked(content.pop("__metadata__", {}), dict[str, str], str(path))
+        tensors = checked(content, dict[str, _Tensor], str(path))
+    entries = {
         name: Entry(path, entry.dtype, entry.shape, 8 + length + entry.data_offsets[0])
         for name, entry in tensors.items()
     }
+    return entries, metadata

@@ -70,7 +70,6 @@ def calibrate(
 
         import clusterkv_jax as ckv
         from clusterkv_jax import calibration, observation
-        from clusterkv_jax.files import write_whole
 
         if int(ratio * tokens) <= ckv.AdaKV.window:
             raise ValueError(
@@ -97,7 +96,7 @@ def calibrate(
             )
         if plot:
             draw(measures, output.with_suffix(".png"))
-        write_whole(output, calibration.to_yaml(measures))
+        calibration.write(output, measures)
         _report(measures, output, plot)
 
 
@@ -109,8 +108,8 @@ def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float)
         raise ValueError(f"--chunk must be an even number of rows, got {chunk}.")
     if not 0 < ratio < 1:
         raise ValueError(f"--ratio must be between 0 and 1, got {ratio}.")
-    if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--output must be a .yaml file, got {output}.")
+    if output.suffix not in (".safetensors", ".yaml", ".yml"):
+        raise ValueError(f"--output must be a .safetensors or a .yaml file, got {output}.")
     if not output.parent.is_dir():
         raise ValueError(f"The folder {output.parent} does not exist; make it before a calibration is written there.")
     if plot:

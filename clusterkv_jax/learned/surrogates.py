@@ -44,6 +44,11 @@ def surrogate_mlp(
     return jnp.swapaxes(affine(inner, weights, bias), 1, 2)
 
 
+def predicted_scores(parameters: dict[str, Array], hidden: Float[Array, "B N M"]) -> Float[Array, "B K N"]:
+    """Scores by a layer's surrogate, linear or with an inner layer, its arrays under the names of the arguments."""
+    return (surrogate_mlp if "inner_weights" in parameters else surrogate)(**parameters, hidden=hidden)
+
+
 def affine(x: Float[Array, "B N I"], weights: Float[Array, "I O"], bias: Float[Array, " O"]) -> Float[Array, "B N O"]:
     """x @ weights + bias in float32."""
     x, weights, bias = (each.astype(jnp.float32) for each in (x, weights, bias))

@@ -14,12 +14,15 @@ from clusterkv_jax.methods.expected_attention import ExpectedAttention
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.methods.families.eviction import Eviction, Scoped, Windowed, window_of
 from clusterkv_jax.methods.families.recall import Recall
+from clusterkv_jax.methods.families.scored import Scored
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.gravitykv import GravityKV
 from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.keydiff import KeyDiff
+from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.lagkv import LagKV
+from clusterkv_jax.methods.orbitkv import OrbitKV
 from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
 from clusterkv_jax.methods.snapkv import SnapKV
@@ -43,9 +46,11 @@ __all__ = [
     "Full",
     "GravityKV",
     "InfiniGen",
+    "KVzap",
     "KeyDiff",
     "LagKV",
     "Method",
+    "OrbitKV",
     "Protected",
     "PyramidKV",
     "Quest",
@@ -53,6 +58,7 @@ __all__ = [
     "Rows",
     "Schedule",
     "Scoped",
+    "Scored",
     "SnapKV",
     "StreamingLLM",
     "Windowed",

@@ -37,9 +37,10 @@ Memory = dict[str, Array]
 # rotated to other positions; every token, with an index of them, on the device or in the host's memory.
 Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 
-# What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the queries
-# that it makes of what the layer before it read, or what an earlier layer selected, instead of selecting itself.
-Need = Literal["queries", "hidden", "lookahead", "selection"]
+# What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
+# the model's surrogate predicts from them, the queries that it makes of what the layer before it read, or what an
+# earlier layer selected, instead of selecting itself.
+Need = Literal["queries", "hidden", "scores", "lookahead", "selection"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
@@ -116,6 +117,7 @@ class Rows:
         memory: what `remember` made, as the steps left it.
         queries: of the prompt, padded; None while decoding, and for bare tensors without them.
         hidden: what enters the attention of the layer, as `queries`.
+        scores: what each row of the prompt is worth, as `queries`; of a row beyond the prompt they mean nothing.
         key: PRNG key of the layer, after the prompt.
         selection: what an earlier layer selected, for methods that need it.
         plan: static.
@@ -127,6 +129,7 @@ class Rows:
     memory: Memory
     queries: Float[Array, "B H N D"] | None = None
     hidden: Float[Array, "B N M"] | None = None
+    scores: Float[Array, "B K N"] | None = None
     key: Array | None = None
     selection: Any = None
     plan: GroupPlan = field(default=GroupPlan((), 0), metadata={"static": True})
@@ -147,6 +150,8 @@ class Method(ABC):
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"
+    # Whether heads get the shares of the model's calibration where the budget names none.
+    calibrated: ClassVar[bool] = False
 
     @property
     def forgets(self) -> bool:

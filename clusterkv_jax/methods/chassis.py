@@ -39,13 +39,16 @@ from clusterkv_jax.models.config import Rope
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prompt:
-    """What a layer makes of prompts of unequal length, padded on the right; `hidden` is what enters its attention."""
+    """What a layer makes of prompts of unequal length, padded on the right; `hidden` is what enters its attention,
+    `scores` what each row is worth.
+    """
 
     queries: Float[Array, "B H N D"] | None
     keys: Float[Array, "B K N D"]
     values: Float[Array, "B K N D"]
     lengths: Int[Array, " B"]
     hidden: Float[Array, "B N M"] | None = None
+    scores: Float[Array, "B K N"] | None = None
 
 
 @jax.named_scope("compress")
@@ -71,7 +74,7 @@ def compress_layer(
         the layer, the memory of each group of heads, and what each group selected.
 
     Raises:
-        ValueError: if the method needs queries or hidden states and there are none.
+        ValueError: if the method needs queries, hidden states or scores and there are none.
     """
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[tuple[Any, State, Any]] = []
@@ -101,7 +104,8 @@ def _compress_group(
     queries = prompt.queries
     if queries is not None:
         queries = query_heads(queries, plan.heads, prompt.keys.shape[1], axis=1)
-    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, prompt.hidden, key, selection, plan)
+    scores = None if prompt.scores is None else prompt.scores[:, jnp.asarray(plan.heads)]
+    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, prompt.hidden, scores, key, selection, plan)
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)
     memory = rows.memory if result.memory is None else result.memory
@@ -119,6 +123,8 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
         raise ValueError(f"{name} chooses rows by attention: queries must be [B,H,N,D], got None.")
     if "hidden" in needs and prompt.hidden is None:
         raise ValueError(f"{name} scores rows by the layer's input: hidden must be [B,N,M], got None.")
+    if "scores" in needs and prompt.scores is None:
+        raise ValueError(f"{name} keeps the rows of the highest scores: scores must be [B,K,N], got None.")
 
 
 @jax.named_scope("attention/step")
@@ -187,4 +193,5 @@ def _of_heads(tokens: NewTokens, heads: tuple[int, ...]) -> NewTokens:
     """What enters some of the KV heads."""
     index, kv_heads = jnp.asarray(heads), tokens.k.shape[2]
     q, lookup = (None if x is None else query_heads(x, heads, kv_heads, axis=2) for x in (tokens.q, tokens.lookup))
-    return replace(tokens, q=q, lookup=lookup, k=tokens.k[:, :, index], v=tokens.v[:, :, index])
+    scores = None if tokens.scores is None else tokens.scores[:, :, index]
+    return replace(tokens, q=q, lookup=lookup, k=tokens.k[:, :, index], v=tokens.v[:, :, index], scores=scores)

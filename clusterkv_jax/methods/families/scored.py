@@ -1,0 +1,97 @@
+"""Methods whose rows come with a score of their own, which moves with them while decoding."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from typing_extensions import override
+
+from clusterkv_jax.cache import NewTokens, kept_slots
+from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows, append_and_attend
+from clusterkv_jax.methods.families.eviction import Scoped
+
+
+class Scored(Scoped):
+    """Keeps the first `sinks` rows, the last `recent`, and those between them of the highest scores.
+
+    The dataclasses below it have these fields. While decoding, new tokens come with scores as those of the prompt did.
+    """
+
+    sinks: int
+    recent: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        moves = "None where heads share pages: rows there do not take their scores along"
+        check_fields(
+            self,
+            ("sinks", is_count(self.sinks), "a whole number of at least 0"),
+            ("recent", is_count(self.recent), "a whole number of at least 0"),
+            ("decode_interval", self.decode_interval is None or self.scope == "head", moves),
+        )
+
+    @property
+    @override
+    def protected(self) -> Protected:
+        return Protected(sinks=self.sinks, recent=self.recent)
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"scores"})
+
+    @override
+    def score(self, rows: Rows) -> Float[Array, "B K C"]:
+        return scores_of(rows)
+
+    @override
+    def remember(self, rows: Rows) -> Memory:
+        """The scores, where there is compression while decoding."""
+        return {} if self.decode_interval is None else {"scores": scores_of(rows)}
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
+        """As every eviction does; scores go where their rows go."""
+        result = super().compress(rows)
+        if not rows.memory:
+            return result
+        return replace(result, memory={"scores": take_scores(rows.memory["scores"], result.selection)})
+
+    @override
+    def recompress(self, rows: Rows) -> Compressed:
+        """The same in place."""
+        result = super().recompress(rows)
+        slots = kept_slots(result.selection, rows.plan.capacity)
+        return replace(result, memory={"scores": take_scores(rows.memory["scores"], slots)})
+
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+        """Append, attend, and write the new scores down."""
+        scores = append_scores(memory["scores"], group.length, tokens)
+        attended, group, _ = append_and_attend(group, memory, tokens)
+        return attended, group, memory | {"scores": scores}
+
+
+def scores_of(rows: Rows) -> Float[Array, "B K C"]:
+    """What each row is worth, after the prompt as while decoding."""
+    if "scores" in rows.memory:
+        return rows.memory["scores"]
+    assert rows.scores is not None
+    return rows.scores
+
+
+def take_scores(scores: Float[Array, "B K C"], slots: Int[Array, "B K slots"]) -> Float[Array, "B K slots"]:
+    """The scores of these slots, 0 where a slot is -1: what `cache.take_slots` does with rows."""
+    return jnp.where(slots >= 0, jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=2), 0.0)
+
+
+def append_scores(scores: Float[Array, "B K C"], length: Int[Array, "B K"], tokens: NewTokens) -> Float[Array, "B K C"]:
+    """Scores of the new tokens behind those of the rows there are."""
+    assert tokens.scores is not None
+    new = jnp.swapaxes(tokens.scores, 1, 2)
+    number = ordinals(scores.shape[2], 3) - length[..., None]
+    count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None, None]
+    at = jnp.broadcast_to(jnp.clip(number, 0, new.shape[2] - 1), scores.shape)
+    return jnp.where((number >= 0) & (number < count), jnp.take_along_axis(new, at, axis=2), scores)

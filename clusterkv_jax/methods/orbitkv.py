@@ -1,0 +1,164 @@
+"""OrbitKV: rows that matter stay as they are, the others are drawn together by GravityKV's rule (docs/methods/orbitkv.md).
+
+One head, B = 8 of 16 rows, merged = 0.3:
+
+    rows     s s . . x . . x . . . . . . r r      s sink, r recent, x a high score, . the rest
+    after    s s     x     x     o     o r r      o centroids of the rest, where they stand
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from typing_extensions import override
+
+from clusterkv_jax import soft_matching
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import LayerCache, NewTokens, kept_slots, take_slots
+from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.top_rows import top_rows
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Holding,
+    Memory,
+    Method,
+    Need,
+    Protected,
+    Rows,
+    Schedule,
+    append_and_attend,
+    every,
+)
+from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
+from clusterkv_jax.methods.families.scored import append_scores, scores_of, take_scores
+from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.soft_matching import Edges
+
+# GravityKV's defaults.
+CHUNK, MERGE_RATIO, EDGES = 256, 0.3, Edges(1.0, 0.05)
+
+
+@dataclass(frozen=True)
+class OrbitKV(Method):
+    """Keep the first `sinks` rows, the last `recent` and those of the highest scores; merge the others into the share
+    `merged` of what is left of the budget.
+
+    Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
+    with it. The same happens again every `interval` generated tokens; a centroid then is one of the others.
+    """
+
+    budget: Budget
+    sinks: int = 4
+    recent: int = 8
+    merged: float = 0.15
+    interval: int = 128
+
+    holds: ClassVar[Holding] = "centroids"
+    calibrated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            ("budget", isinstance(self.budget, Budget), "a Budget"),
+            ("sinks", is_count(self.sinks), "a whole number of at least 0"),
+            ("recent", is_count(self.recent), "a whole number of at least 0"),
+            ("merged", is_number(self.merged) and 0 <= self.merged <= 1, "between 0 and 1"),
+            ("interval", is_count(self.interval, 1), "a whole number of at least 1"),
+        )
+
+    @property
+    @override
+    def protected(self) -> Protected:
+        return Protected(sinks=self.sinks, recent=self.recent)
+
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        return every(self.interval)
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"scores"})
+
+    @override
+    def remember(self, rows: Rows) -> Memory:
+        return {"scores": scores_of(rows)}
+
+    @override
+    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+        """Append, attend, and write the new scores down."""
+        scores = append_scores(memory["scores"], group.length, tokens)
+        attended, group, _ = append_and_attend(group, memory, tokens)
+        return attended, group, memory | {"scores": scores}
+
+    @override
+    def compress(self, rows: Rows) -> Compressed:
+        """After the prompt as while decoding."""
+        cache: Any = rows.cache
+        capacity = min(rows.plan.capacity, cache.capacity)
+        rounds = self._expected_rounds(cache.capacity, rows.plan.most_rows)
+
+        def gather(cache: LayerCache, scores: Array, budget: Array) -> tuple[LayerCache, Array]:
+            return self._gathered(cache, scores, budget, capacity, rounds)
+
+        group, scores = over_heads(gather, cache, scores_of(rows), rows.budget)
+        return Compressed(group, {"scores": scores})
+
+    def _gathered(
+        self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], capacity: int, rounds: int
+    ) -> tuple[LayerCache, Float[Array, "B K slots"]]:
+        """`budget` rows of every head in `capacity` slots, and their scores."""
+        centroids = self._centroids(budget, cache.capacity)
+        stay = self._stay(cache, scores, budget, centroids)
+        others = (cache.degree > 0) & ~stay
+        listed = jnp.maximum(kept_slots(others, cache.capacity), 0)
+        apart = replace(cache, length=jnp.sum(others, axis=-1, dtype=jnp.int32))
+        apart, listed, _ = soft_matching.merge_listed(
+            *(apart, listed, centroids, jnp.zeros_like(budget), _schedule(cache.capacity)),
+            chunk=CHUNK,
+            edges=EDGES,
+            expected_rounds=rounds,
+        )
+        slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
+        return take_slots(apart, slots), take_scores(scores, slots)
+
+    def _stay(
+        self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], centroids: Int[Array, " B"]
+    ) -> Array:
+        """The rows that stay single: all of them in sequences that hold no more than their budget."""
+        free = unprotected(scores, cache.length, self.protected)
+        count = budget - centroids - self.sinks - self.recent
+        best = top_rows(jnp.where(free & (cache.degree == 1), scores, -jnp.inf), count)
+        over = cache.length[:, 0] > budget
+        return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
+
+    def _centroids(self, budget: Int[Array, " B"], most: int) -> Int[Array, " B"]:
+        """Rows of the budget that the others are merged into, at least one: where no row is dropped, one must take
+        what is not kept.
+        """
+        return jnp.maximum(1, share_of(self.merged, budget - self.sinks - self.recent, most))
+
+    def _expected_rounds(self, rows: int, budget: int) -> int:
+        """As `Clustering` expects them on a GPU."""
+        if platform() != "gpu" or budget >= rows:
+            return 0
+        centroids = max(1, int(self.merged * (budget - self.sinks - self.recent)))
+        counts = np.asarray([rows - budget + centroids]), np.asarray([centroids])
+        return soft_matching.count_rounds(*counts, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)
+
+
+def _schedule(rows: int) -> np.ndarray:
+    return soft_matching.merge_schedule(rows, CHUNK, (MERGE_RATIO,), "middle")
+
+
+def _mask_of(listed: Int[Array, "B K R"], length: Int[Array, "B K"], slots: int) -> Array:
+    """The first `length` listed slots as a mask."""
+    at = jnp.where(ordinals(listed.shape[2], 3) < length[..., None], listed, slots)
+    put = jnp.zeros((*listed.shape[:2], slots), bool)
+    return put.at[jnp.arange(put.shape[0])[:, None, None], jnp.arange(put.shape[1])[None, :, None], at].set(
+        True, mode="drop"
+    )
