@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,8 @@ LEAST_SHARE = 1 / 16
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
 
+# Arrays of a layer's surrogate, in the order in which they are applied.
+SURROGATES = {"linear": ("weights", "bias"), "mlp": ("inner_weights", "inner_bias", "weights", "bias")}
 # Of a safetensors file's metadata.
 _TEXT, _CHECKSUMS = "calibration", "checksums"
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
@@ -47,8 +49,10 @@ Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
 Rows = Annotated[float, Meta(gt=0, le=2**20)]
 
+AnyMethod = TypeVar("AnyMethod", bound=Any)
 
-def with_shares(calibration: "Calibration | None", method: Any) -> Any:
+
+def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMethod:
     """The method, with the shares of the model's calibration if it takes them and its budget names none."""
     if calibration is None or not method.calibrated or method.budget.shares is not None:
         return method
@@ -128,7 +132,7 @@ class Calibration:
                 f"The calibration is of {self.model}, {mine[0]} layers of {mine[1]} KV heads; "
                 f"this model has {config.num_layers} of {config.num_kv_heads}."
             )
-        widths = {layer["weights"].shape[0] for layer in self.surrogate or () if "inner_weights" not in layer}
+        widths = {next(iter(layer.values())).shape[0] for layer in self.surrogate or ()}
         if widths - {config.hidden_size}:
             raise ValueError(
                 f"The surrogate is of {self.model}, which is {min(widths)} wide; this model is {config.hidden_size}."
@@ -229,28 +233,25 @@ def read(file: str | Path) -> Calibration:
             raise ValueError(f"{file} is no calibration: its metadata lack {name!r}.")
     calibration = _parsed(metadata[_TEXT], str(file))
     checksums = schema.checked(schema.from_json(metadata[_CHECKSUMS], str(file)), dict[str, str], str(file))
-    layers: list[dict[str, np.ndarray]] = [{} for _ in calibration.head_shares]
-    for name in _names(len(layers)):
-        entry = entries.get(name)
-        if entry is None or len(entries) != 2 * len(layers):
-            raise ValueError(f"{file} must hold two arrays for each of {len(layers)} layers, got {len(entries)}.")
-        x = np.array(entry.map())
+    arrays = {name: np.array(entry.map()) for name, entry in entries.items()}
+    for name, x in arrays.items():
         if digest(x) != checksums.get(name) or not all_finite(x):
             raise ValueError(f"{file} is damaged: {name!r} has not the numbers that were written.")
-        layer, _, part = name.partition(".")
-        layers[int(layer)][part] = x
-    heads = len(calibration.head_shares[0])
-    for number, layer in enumerate(layers):
-        shapes = [list(layer[name].shape) for name in ("weights", "bias")]
-        if len(shapes[0]) != 2 or shapes[0][1:] != [heads] or shapes[1] != [heads]:
-            raise ValueError(
-                f"{file}, layer {number}: weights [M,{heads}] and bias [{heads}] are needed, got {shapes}."
-            )
-    return dataclasses.replace(calibration, surrogate=tuple(layers))
-
-
-def _names(layers: int) -> list[str]:
-    return [f"{number}.{part}" for number in range(layers) for part in ("weights", "bias")]
+    if checksums.keys() - arrays:
+        raise ValueError(f"{file} is damaged: it lacks {min(checksums.keys() - arrays)!r}.")
+    layers, heads = len(calibration.head_shares), len(calibration.head_shares[0])
+    parts = "linear" if len(arrays) == 2 * layers else "mlp"
+    if arrays.keys() != {f"{number}.{part}" for number in range(layers) for part in SURROGATES[parts]}:
+        raise ValueError(f"{file} must hold the arrays {', '.join(SURROGATES[parts])} of {layers} layers.")
+    surrogate = tuple({part: arrays[f"{i}.{part}"] for part in SURROGATES[parts]} for i in range(layers))
+    for number, layer in enumerate(surrogate):
+        shapes = [x.shape for x in layer.values()]
+        chain = [shape[0] for shape in shapes[2::2]] + [heads]  # what each array of weights must put out
+        if any(
+            len(w) != 2 or w[1:] != b or b != (n,) for w, b, n in zip(shapes[::2], shapes[1::2], chain, strict=True)
+        ):
+            raise ValueError(f"{file}, layer {number}: The shapes {shapes} make no surrogate of {heads} KV heads.")
+    return dataclasses.replace(calibration, surrogate=surrogate)
 
 
 def _parsed(text: str, file: str) -> Calibration:

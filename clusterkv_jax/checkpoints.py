@@ -69,8 +69,9 @@ def load(
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
-    parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones. `calibration`
-    is a file that `clusterkv calibrate` wrote for the model; by default `calibration.safetensors` of its folder, if any.
+    parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
+    `calibration` is a file that `clusterkv calibrate` wrote for the model, by default `calibration.safetensors` of its
+    folder, if there is one.
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """

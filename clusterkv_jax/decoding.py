@@ -28,7 +28,7 @@ from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.surrogates import predicted_scores
-from clusterkv_jax.methods.base import Method, Need
+from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
@@ -199,7 +199,7 @@ def append_step(
 
 
 def _scores(
-    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], method: Method, needs: frozenset[Need]
+    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], method: Method, needs: frozenset[str]
 ) -> Float[Array, "B K T"] | None:
     """What a layer's surrogate says of tokens, for methods that need it."""
     if "scores" not in needs:

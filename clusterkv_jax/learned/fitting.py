@@ -1,4 +1,4 @@
-"""A surrogate fitted to scores: ridge regression in closed form, of sums that are streamed over texts (KVzap, 2601.07891)."""
+"""A surrogate fitted to scores (KVzap, 2601.07891): ridge regression in closed form, of sums streamed over texts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""KVzap: keep the rows that a surrogate of the model predicts a repetition of the context would look at (Jegou and Jeblick,
+"""KVzap: keep the rows that a repetition of the context would look at, as a surrogate predicts (Jegou and Jeblick,
 "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", 2601.07891).
 """
 

@@ -1,4 +1,4 @@
-"""OrbitKV: rows that matter stay as they are, the others are drawn together by GravityKV's rule (docs/methods/orbitkv.md).
+"""OrbitKV: rows that matter stay as they are, GravityKV's rule draws the others together (docs/methods/orbitkv.md).
 
 One head, B = 8 of 16 rows, merged = 0.3:
 
@@ -9,9 +9,10 @@ One head, B = 8 of 16 rows, merged = 0.3:
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax import soft_matching
@@ -128,7 +129,7 @@ class OrbitKV(Method):
 
     def _stay(
         self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], centroids: Int[Array, " B"]
-    ) -> Array:
+    ) -> Bool[Array, "B K C"]:
         """The rows that stay single: all of them in sequences that hold no more than their budget."""
         free = unprotected(scores, cache.length, self.protected)
         count = budget - centroids - self.sinks - self.recent
@@ -155,10 +156,8 @@ def _schedule(rows: int) -> np.ndarray:
     return soft_matching.merge_schedule(rows, CHUNK, (MERGE_RATIO,), "middle")
 
 
-def _mask_of(listed: Int[Array, "B K R"], length: Int[Array, "B K"], slots: int) -> Array:
+def _mask_of(listed: Int[Array, "B K R"], length: Int[Array, "B K"], slots: int) -> Bool[Array, "B K slots"]:
     """The first `length` listed slots as a mask."""
     at = jnp.where(ordinals(listed.shape[2], 3) < length[..., None], listed, slots)
-    put = jnp.zeros((*listed.shape[:2], slots), bool)
-    return put.at[jnp.arange(put.shape[0])[:, None, None], jnp.arange(put.shape[1])[None, :, None], at].set(
-        True, mode="drop"
-    )
+    put = jax.vmap(jax.vmap(lambda at: jnp.zeros(slots, bool).at[at].set(True, mode="drop")))
+    return put(at)
