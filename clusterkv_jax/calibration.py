@@ -3,8 +3,9 @@
 Outlier heads are those whose keys have no similar neighbours and so lose most by clustering (Chelsea section 5.4).
 Head shares say how unevenly a budget is spread, `Budget(shares=...)`, with the memory really saved: for methods that
 choose rows by attention what AdaKV gives each head on average, for clustering methods more to heads that cluster badly.
-Where the scores of KVzip+ are measured too, shares of all methods follow from them instead: a head gets as many rows as
-it has among the best of all layers and heads. A surrogate then predicts these scores from what enters the attention.
+Where the model can be asked to repeat a text, the scores of KVzip+ are measured too, and a surrogate is fitted that
+predicts them from what enters the attention. Shares of all methods then follow from these scores: a head gets as many
+rows as it has among the best of all layers and heads.
 All come from plain text, and are written as one file: `.yaml` to read and edit, `.safetensors` with the surrogate too.
 """
 
@@ -83,7 +84,7 @@ class Calibration:
         outlier_heads: the pairs (layer, head) chosen for Chelsea.
         head_shares: rows of each head in units of its layer's mean, in steps of 0.25.
         settings: what it was measured with.
-        least_scores: logarithm of the least KVzip+ score among the best `PARTS` of each head's rows.
+        least_scores: logarithm of the least score that the surrogate expects among the best `PARTS` of a head's rows.
         explained: share of these logarithms' variance that the surrogate explains, R^2.
         surrogate: for each layer the arrays that `learned.surrogates.predicted_scores` takes; no part of a YAML file.
     """
@@ -213,7 +214,11 @@ def write(file: str | Path, calibration: Calibration) -> None:
     if file.suffix != ".safetensors":
         write_whole(file, to_yaml(calibration))
         return
-    arrays = {f"{i}.{name}": x for i, layer in enumerate(calibration.surrogate or ()) for name, x in layer.items()}
+    if calibration.surrogate is None:
+        raise ValueError(
+            f"The calibration of {calibration.model} has no surrogate to write to {file}; name a .yaml file."
+        )
+    arrays = {f"{i}.{name}": x for i, layer in enumerate(calibration.surrogate) for name, x in layer.items()}
     arrays = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
     checksums = json.dumps({name: digest(x) for name, x in arrays.items()})
     with replacing(file) as temporary:
@@ -270,10 +275,14 @@ def _parsed(text: str, file: str) -> Calibration:
             raise ValueError(
                 f"{file}, field 'outlier_heads': There are {layers} layers of {heads} heads, got {[layer, head]}."
             )
-    for scores in (scores for layer in calibration.least_scores or () for scores in layer):
-        if len(scores) != len(PARTS) or not all(np.diff(scores) >= 0) or not np.isfinite(scores).all():
-            raise ValueError(f"{file}, field 'least_scores': {len(PARTS)} numbers that rise are needed for each head.")
+    least = calibration.least_scores
+    if least is not None and not all(_rise(numbers) for layer in least for numbers in layer):
+        raise ValueError(f"{file}, field 'least_scores': {len(PARTS)} numbers that rise are needed for each head.")
     return calibration
+
+
+def _rise(numbers: tuple[float, ...]) -> bool:
+    return len(numbers) == len(PARTS) and all(np.isfinite(numbers)) and all(np.diff(numbers) >= 0)
 
 
 def in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:

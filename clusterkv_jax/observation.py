@@ -1,21 +1,27 @@
 """A model on a plain text, layer by layer: what calibration measures and inspection draws."""
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import groups
 from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
 from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.files import replacing
 from clusterkv_jax.learned import reconstruction
-from clusterkv_jax.learned.fitting import products, ridge
+from clusterkv_jax.learned.fitting import Fit, check_rows, products, ridge
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -25,6 +31,9 @@ from clusterkv_jax.tensors import compress
 
 # Rows at the start of a text that take attention whatever they say.
 SINKS = 4
+# Rows of a sequence, evenly spread, whose hidden states are kept until the surrogate is fitted.
+SAMPLE = 512
+SAVE_SECONDS = 60
 # Of a score, so that rows that nothing looks at have a logarithm.
 LEAST_SCORE = 1e-12
 
@@ -79,9 +88,13 @@ def calibrate(
     chunk: int = 256,
     threshold: float = 0.8,
     ratio: float = 0.25,
+    surrogate: Literal["linear", "mlp"] = "linear",
     progress: Callable[[int, int], None] | None = None,
+    resume: Path | None = None,
 ) -> Calibration:
     """Run the statistics over token sequences of equal length, one sequence and layer at a time.
+
+    A model without tokenizer cannot be asked to repeat a text; its calibration has no scores.
 
     Args:
         model: from `load`.
@@ -90,48 +103,123 @@ def calibrate(
         whole_layers: layers all of whose heads are outliers (Chelsea keeps Llama-2's layer 0).
         chunk, threshold: of the outlier statistic.
         ratio: the share of the cache that AdaKV spreads over a layer's heads.
+        surrogate: what predicts the scores: a linear map, or one with an inner layer, which wants many sequences.
         progress: called as progress(layers done, `layers_read` of all sequences).
+        resume: a file that keeps what is measured so far, at most once a minute; a later call with the same arguments
+            goes on from there.
+
+    Raises:
+        ValueError: if the text is too short to fit a surrogate.
     """
-    config = model.config
-    method = AdaKV(Budget(ratio=ratio))
-    total = layers_read(model, sequences)
-    shares, rows = (np.zeros((config.num_layers, config.num_kv_heads)) for _ in range(2))
-    scores, sums = [], [np.zeros(()) for _ in range(config.num_layers)]
-    for i, tokens in enumerate(sequences):
-        done = i * (total // len(sequences))
-        if model.tokenizer is not None:
-            scores.append(repetition_scores(model, tokens))
-            done += config.num_layers
-            if progress is not None:
-                progress(done, total)
-        for number, layer in enumerate(observe_layers(model, tokens)):
-            if scores:
-                sums[number] = sums[number] + np.asarray(_products(layer, scores[-1][number]), np.float64)
-            shares[number] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
-            layer_after = compress(method, layer.queries, layer.keys, layer.values)
-            rows[number] += np.asarray(groups(layer_after)[0].length[0]) / int(ratio * len(tokens))
-            if progress is not None:
-                progress(done + number + 1, total)
-    fits = [ridge(each, config.num_kv_heads) for each in sums] if scores else None
-    shares, rows = shares / len(sequences), rows / len(sequences)
-    return Calibration(
+    config, learns = model.config, model.tokenizer is not None
+    if learns:
+        check_rows(len(sequences) * (len(sequences[0]) - SINKS), config.hidden_size)
+    settings = {
+        "sequences": len(sequences),
+        "tokens": len(sequences[0]),
+        "chunk": chunk,
+        "threshold": threshold,
+        "outliers": outliers,
+        "whole_layers": list(whole_layers),
+        "ratio": ratio,
+    }
+    text = hashlib.sha256(repr((config, settings, [list(map(int, tokens)) for tokens in sequences])).encode())
+    sums = _started(config, len(sequences), resume, text.hexdigest())
+    saved, total = time.monotonic(), layers_read(model, sequences)
+    for i in range(int(sums["sequences"]), len(sequences)):
+        done = lambda layers, i=i: progress and progress(i * (total // len(sequences)) + layers, total)  # noqa: E731
+        _add(model, sequences[i], sums, i, AdaKV(Budget(ratio=ratio)), chunk, threshold, done)
+        if resume is not None and time.monotonic() - saved > SAVE_SECONDS:
+            _keep(resume, sums, text.hexdigest())
+            saved = time.monotonic()
+    shares, rows = sums["outlier_share"] / len(sequences), sums["rows"] / len(sequences)
+    fits = _fits(sums, surrogate) if learns else None
+    result = Calibration(
         model.name,
         as_table(np.round(shares, 4)),
         choose_outliers(shares, outliers, whole_layers),
         in_steps(rows),
-        {
-            "sequences": len(sequences),
-            "tokens": len(sequences[0]),
-            "chunk": chunk,
-            "threshold": threshold,
-            "outliers": outliers,
-            "whole_layers": list(whole_layers),
-            "ratio": ratio,
-        },
-        None if not scores else _rounded(least_scores(np.concatenate(scores, axis=-1))),
-        None if fits is None else as_table(np.round([explained for _, explained in fits], 4)),
-        None if fits is None else tuple(arrays for arrays, _ in fits),
+        settings,
+        None if fits is None else _expected(fits, sums["hidden"]),
+        None if fits is None else as_table(np.round([fit.explained for fit in fits], 4)),
+        None if fits is None else tuple(fit.arrays for fit in fits),
     )
+    if resume is not None:
+        resume.unlink(missing_ok=True)
+    return result
+
+
+def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str) -> dict[str, np.ndarray]:
+    """Sums over the sequences: of nothing, or what a call with the same arguments kept."""
+    if resume is not None and resume.is_file():
+        with safe_open(resume, framework="np") as file:
+            if (file.metadata() or {}).get("text") == text:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    layers, heads, width = config.num_layers, config.num_kv_heads, config.hidden_size
+    return {
+        "sequences": np.zeros((), np.int64),
+        "outlier_share": np.zeros((layers, heads)),
+        "rows": np.zeros((layers, heads)),
+        "products": np.zeros((layers, width + 1 + heads, width + 1 + heads)),
+        "hidden": np.zeros((layers, sequences, SAMPLE, width), np.float32),
+        "scores": np.zeros((layers, sequences, SAMPLE, heads), np.float32),
+    }
+
+
+def _keep(resume: Path, sums: dict[str, np.ndarray], text: str) -> None:
+    with replacing(resume) as temporary:
+        save_file(sums, temporary, metadata={"text": text})
+
+
+def _add(
+    model: Model,
+    tokens: Sequence[int],
+    sums: dict[str, np.ndarray],
+    number: int,
+    method: AdaKV,
+    chunk: int,
+    threshold: float,
+    done: Callable[[int], Any],
+) -> None:
+    """What one sequence adds to the sums, in place."""
+    assert method.budget.ratio is not None
+    read = 0
+    scores = None
+    if model.tokenizer is not None:
+        scores, read = repetition_scores(model, tokens), model.config.num_layers
+        done(read)
+    places = np.linspace(SINKS, len(tokens) - 1, SAMPLE).astype(int)
+    for i, layer in enumerate(observe_layers(model, tokens)):
+        sums["outlier_share"][i] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
+        after = groups(compress(method, layer.queries, layer.keys, layer.values))[0]
+        sums["rows"][i] += np.asarray(after.length[0]) / int(method.budget.ratio * len(tokens))
+        if scores is not None:
+            sums["products"][i] += np.asarray(products(layer.hidden[0, SINKS:], jnp.asarray(scores[i])), np.float64)
+            sums["hidden"][i, number] = np.asarray(layer.hidden[0, places], np.float32)
+            sums["scores"][i, number] = scores[i].T[places - SINKS]
+        done(read + i + 1)
+    sums["sequences"] += 1
+
+
+def _fits(sums: dict[str, np.ndarray], kind: str) -> list[Fit]:
+    """The surrogate of each layer."""
+    heads = sums["scores"].shape[-1]
+    if kind == "linear":
+        return [ridge(each, heads) for each in sums["products"]]
+    try:
+        from clusterkv_jax.learned.network import network
+    except ModuleNotFoundError as error:
+        raise ValueError("A surrogate with an inner layer needs optax: pip install 'clusterkv-jax[train]'.") from error
+    flat = [x.reshape(len(x), -1, x.shape[-1]) for x in (sums["hidden"], sums["scores"])]
+    return [network(hidden, scores) for hidden, scores in zip(*flat, strict=True)]
+
+
+def _expected(fits: list[Fit], hidden: Float[np.ndarray, "L sequences rows M"]) -> tuple[Any, ...]:
+    """`Calibration.least_scores`: heads compete by the scores that are expected of their rows, since by these a method
+    must choose; a score that only the repetition knows is none that it could go by.
+    """
+    scores = [fit.expected(x.reshape(-1, x.shape[-1])) for fit, x in zip(fits, hidden, strict=True)]
+    return tuple(as_table(np.round(layer, 3)) for layer in least_scores(np.stack(scores)))
 
 
 def layers_read(model: Model, sequences: Sequence[Sequence[int]]) -> int:
@@ -147,10 +235,6 @@ def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) ->
     return np.log(np.maximum([np.asarray(layer[0, :, SINKS:]) for layer in scores], LEAST_SCORE))
 
 
-def _products(layer: Observed, scores: Float[np.ndarray, "K R"]) -> Array:
-    return products(layer.hidden[0, SINKS:], jnp.asarray(scores))
-
-
 def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[list[int]]:
     """What asks a model to repeat each piece of a text, as KVzip words it."""
 
@@ -161,7 +245,3 @@ def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[li
     later = encoded("\n\nRepeat the part of the previous context exactly, starting with")
     starts = range(chunk, len(tokens), chunk)
     return first + [[*later, *tokens[start - 8 : start], *encoded("\n")] for start in starts]
-
-
-def _rounded(numbers: Float[np.ndarray, "L K parts"]) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    return tuple(as_table(np.round(layer, 3)) for layer in numbers)

@@ -1,7 +1,7 @@
-"""`clusterkv calibrate`: outlier heads and head shares of a model from plain text, as a YAML file and a map."""
+"""`clusterkv calibrate`: a model's surrogate of scores, shares of heads and outlier heads, as a file and a picture."""
 
-import re
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,22 +16,34 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_co
 
 EXAMPLES = """[bold]What for[/bold]
 
-Some heads have keys without similar neighbours and lose most when they are clustered. Chelsea lets the 4 % worst keep
-everything. Which ones they are is the model's, not the text's, so it is measured once:
+Heads need unequally many rows, and which rows matter can be told from what enters a layer's attention. Both are the
+model's, not the text's, so they are measured once, from plain text:
 
-  clusterkv calibrate ./my-llama --data wiki.test.raw --output my-llama.yaml
+  clusterkv calibrate ./my-llama --data books/ --output my-llama.safetensors
 
-and then given to methods. Chelsea takes the outlier heads; GravityKV and CentroidKV spread their budget over the heads,
-more to those that cluster badly; every other method spreads it as AdaKV would:
+The model repeats each piece of text, rows are worth what that looks at, and a small linear map (the surrogate) learns
+to predict it. Methods then take the file: "auto" and KVzap go by the surrogate, every other method gets its shares of
+the budget, Chelsea its outlier heads:
 
-  clusterkv generate --model ./my-llama --prompt-file book.txt --method chelsea-llama3 \\
-    --cache-ratio 0.2 --calibration my-llama.yaml
+  clusterkv generate --model ./my-llama --prompt-file book.txt --method auto \\
+    --cache-ratio 0.125 --calibration my-llama.safetensors
 
-From the hub (needs the package datasets), with Llama-2's first layer whole as Chelsea has it:
+Named calibration.safetensors and put into the model's folder, the file is loaded with the model.
+
+A .yaml file as --output holds the numbers alone, to read and edit. From the hub (needs the package datasets), with
+Llama-2's first layer whole as Chelsea has it:
 
   clusterkv calibrate meta-llama/Llama-2-7b-hf --whole-layer 0 \\
     --data Salesforce/wikitext:wikitext-2-raw-v1:test
 """
+
+
+class Surrogate(StrEnum):
+    """What predicts the scores."""
+
+    linear = "linear"
+    mlp = "mlp"
+
 
 _statistic = partial(typer.Option, rich_help_panel="Statistic")
 
@@ -42,15 +54,18 @@ def calibrate(
     ],
     model: ModelArgument = None,
     model_option: ModelOption = None,
-    output: Annotated[Path, typer.Option(help="The YAML file; the map goes beside it as .png.")] = Path(
-        "calibration.yaml"
-    ),
+    output: Annotated[
+        Path, typer.Option(help="A .safetensors file, or a .yaml file without the surrogate; a .png goes beside it.")
+    ] = Path("calibration.safetensors"),
     plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
     sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
     tokens: Annotated[
         int, typer.Option(help="Tokens of each piece; --ratio of them are more rows than AdaKV's window of 32.", min=2)
     ] = 4096,
     seed: Annotated[int, typer.Option(help="Of the choice of pieces.", min=0)] = 0,
+    surrogate: Annotated[
+        Surrogate, typer.Option(help="linear, or mlp: one inner layer, which wants hundreds of --sequences and optax.")
+    ] = Surrogate.linear,
     outliers: Annotated[float, _statistic(help="Share of all heads that become outlier heads.", min=0, max=1)] = 0.04,
     whole_layer: Annotated[
         list[int] | None, _statistic(help="A layer whose heads are all outliers; repeatable.", show_default="none")
@@ -61,7 +76,7 @@ def calibrate(
     compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
-    """Measure which heads do not cluster, and how many rows each head needs, from plain text."""
+    """Learn from plain text which rows matter, how many each head needs, and which heads do not cluster."""
     with one_sentence_errors(debug):
         _check(output, plot, threshold, chunk, ratio)
         use_compilation_cache(compilation_cache)
@@ -92,9 +107,13 @@ def calibrate(
                 chunk=chunk,
                 threshold=threshold,
                 ratio=ratio,
+                surrogate=surrogate.value,
                 progress=lambda done, _: on_layers(done),
+                resume=output.with_name(f".{output.name}.started"),
             )
         if plot:
+            from clusterkv_jax.cli.calibration_picture import draw
+
             draw(measures, output.with_suffix(".png"))
         calibration.write(output, measures)
         _report(measures, output, plot)
@@ -124,18 +143,18 @@ def read_texts(data: str) -> list[str]:
 
     place = Path(data)
     if place.exists():
-        return list(map(unwrapped, sources.books(data).values()))
+        return list(map(running, sources.books(data).values()))
     name, _, part = data.partition(":")
     config, _, split = part.partition(":")
     if "/" not in name or data.startswith((".", "/")):
         raise ValueError(f"--data {data} is no file, no folder and no hub data set such as OWNER/NAME:CONFIG:SPLIT.")
     entries = sources.rows(None, name, (name, config or None, split or "train"), sources.TextRow)
-    return [unwrapped("".join(row["text"] for row in entries))]
+    return [running("".join(row["text"] for row in entries))]
 
 
-def unwrapped(text: str) -> str:
-    """Each paragraph in one line: heads that look at line breaks would otherwise seem to need more rows."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+def running(text: str) -> str:
+    """The text in one line: where a printer broke lines says nothing of what a head needs."""
+    return " ".join(text.split())
 
 
 def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int) -> list[list[int]]:
@@ -159,48 +178,21 @@ def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int)
     return [pieces[i] for i in sorted(numbers)]
 
 
-def draw(measures: Any, file: Path) -> None:
-    """The share of rows without a similar neighbour by layer and head, outlier heads framed (Chelsea Figures 6, 7)."""
-    import numpy as np
-
-    from clusterkv_jax.evaluation.report.plots import new_figure
-    from clusterkv_jax.files import replacing
-
-    shares = np.asarray(measures.outlier_share)
-    layers, heads = shares.shape
-    figure, axes = new_figure(2.6 + 0.25 * heads, 2.2 + 0.15 * layers)
-    image = axes.imshow(100 * shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    for layer, head in measures.outlier_heads:
-        axes.add_patch(_frame(head, layer))
-    axes.set_xlabel("KV head")
-    axes.set_ylabel("layer")
-    axes.set_xticks(range(0, heads, max(1, heads // 8)))
-    axes.set_yticks(range(0, layers, max(1, layers // 8)))
-    axes.set_title(measures.model, fontsize=9)
-    figure.colorbar(image, ax=axes, label="keys without a similar neighbour, %")
-    with replacing(file) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-
-
-def _frame(x: int, y: int):
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=1.5)
-
-
 def _report(measures: Any, output: Path, plot: bool) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for name in ("layer", "without neighbours, by head", "rows if clustered", "rows if chosen by attention"):
+    columns = ["layer", "without neighbours, by head", "rows if clustered", "rows if chosen by attention"]
+    tables = [measures.cluster_shares, measures.head_shares]
+    if measures.least_scores is not None:
+        columns += ["rows by scores, of 1/8", "explained"]
+        tables += [measures.kept_shares(1 / 8), measures.explained]
+    for name in columns:
         table.add_column(name, justify="right" if name == "layer" else "left")
-    by_layer = zip(measures.outlier_share, measures.cluster_shares, measures.head_shares, strict=True)
-    for layer, (shares, clustered, budgets) in enumerate(by_layer):
+    for layer, (shares, *others) in enumerate(zip(measures.outlier_share, *tables, strict=True)):
         cells = (
             f"[red]{share:.0%}[/]" if (layer, head) in measures.outlier_heads else f"{share:.0%}"
             for head, share in enumerate(shares)
         )
-        table.add_row(
-            str(layer), " ".join(cells), *(" ".join(f"{row:g}" for row in rows) for rows in (clustered, budgets))
-        )
+        table.add_row(str(layer), " ".join(cells), *(" ".join(f"{row:.2g}" for row in rows) for rows in others))
     console = Console()
     console.print(table)
     sizes = measures.settings

@@ -1,13 +1,37 @@
-"""A surrogate fitted to scores (KVzap, 2601.07891): ridge regression in closed form, of sums streamed over texts."""
+"""Surrogates fitted to scores (KVzap, 2601.07891): ridge regression in closed form, of sums streamed over texts."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from clusterkv_jax.learned.surrogates import predicted_scores
+
 HIGHEST = jax.lax.Precision.HIGHEST
 # Of the mean square of what enters the attention: hidden states of few texts are nearly collinear.
 RIDGE = 1e-3
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A layer's surrogate.
+
+    Attributes:
+        arrays: what `predicted_scores` takes.
+        explained: share of the scores' variance that it explains, R^2, by KV head.
+        variance: of what it leaves unexplained, by KV head.
+    """
+
+    arrays: dict[str, np.ndarray]
+    explained: Float[np.ndarray, " K"]
+    variance: Float[np.ndarray, " K"]
+
+    def expected(self, hidden: Float[np.ndarray, "R M"]) -> Float[np.ndarray, "K R"]:
+        """Logarithm of the score that is expected of rows: of a log-normal number it lies above the mean logarithm."""
+        predicted = predicted_scores(jax.tree.map(jnp.asarray, self.arrays), jnp.asarray(hidden)[None])
+        return np.asarray(predicted[0]) + self.variance[:, None] / 2
 
 
 @jax.jit
@@ -18,26 +42,26 @@ def products(hidden: Float[Array, "N M"], scores: Float[Array, "K N"]) -> Float[
     return jnp.einsum("nz,ny->zy", z, z, precision=HIGHEST)
 
 
-def ridge(
-    sums: Float[np.ndarray, "M+1+K M+1+K"], heads: int, penalty: float = RIDGE
-) -> tuple[dict[str, np.ndarray], Float[np.ndarray, " K"]]:
-    """The linear surrogate of the least squared error plus `penalty` times the mean square of what it reads, solved in
-    double precision; and the share of the scores' variance that it explains, per KV head.
+def ridge(sums: Float[np.ndarray, "M+1+K M+1+K"], heads: int) -> Fit:
+    """The linear surrogate of least squares, with a penalty of `RIDGE` times the mean variance of its inputs; solved in
+    double precision.
 
-    Raises ValueError if fewer rows than inputs were summed.
+    Raises ValueError if no more rows than inputs were summed.
     """
     inputs = len(sums) - heads - 1
-    count = sums[inputs, inputs]
-    if count <= inputs:
-        raise ValueError(f"A surrogate of {inputs} inputs needs more than {inputs} rows of text, got {count:.0f}.")
-    mean, gram = sums[inputs] / count, sums / count
-    gram = np.delete(gram - mean[:, None] * mean[None], inputs, axis=0)
-    gram = np.delete(gram, inputs, axis=1)
+    check_rows(int(sums[inputs, inputs]), inputs)
+    mean, square = sums[inputs] / sums[inputs, inputs], sums / sums[inputs, inputs]
+    spread = np.delete(np.delete(square - mean[:, None] * mean[None], inputs, axis=0), inputs, axis=1)
     mean = np.delete(mean, inputs)
-    own, cross, spread = gram[:inputs, :inputs], gram[:inputs, inputs:], np.diag(gram)[inputs:]
-    pull = penalty * np.trace(own) / inputs
-    weights = np.linalg.solve(own + pull * np.eye(inputs), cross)
-    error = spread - 2 * np.sum(weights * cross, axis=0) + np.sum(weights * (own @ weights), axis=0)
-    explained = 1 - error / np.maximum(spread, np.finfo(np.float64).tiny)
+    own, cross, total = spread[:inputs, :inputs], spread[:inputs, inputs:], np.diag(spread)[inputs:]
+    weights = np.linalg.solve(own + RIDGE * np.trace(own) / inputs * np.eye(inputs), cross)
+    rest = np.maximum(total - 2 * np.sum(weights * cross, axis=0) + np.sum(weights * (own @ weights), axis=0), 0)
     arrays = {"weights": weights, "bias": mean[inputs:] - mean[:inputs] @ weights}
-    return {name: x.astype(np.float32) for name, x in arrays.items()}, explained
+    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+    return Fit(arrays, 1 - rest / np.maximum(total, np.finfo(np.float64).tiny), rest)
+
+
+def check_rows(rows: int, inputs: int) -> None:
+    """Raise ValueError unless there are more rows of text than numbers to fit for a head."""
+    if rows <= inputs:
+        raise ValueError(f"A surrogate of {inputs} inputs needs more than {inputs} rows of text, got {rows}.")
