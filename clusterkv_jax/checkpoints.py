@@ -27,7 +27,7 @@ from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
-from clusterkv_jax.models import llama, registry
+from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
@@ -145,20 +145,23 @@ def save_huggingface(
     tokenizer_json: str | os.PathLike[str] | None = None,
     dtype: Any = "bfloat16",
 ) -> None:
-    """Write a Llama model as a Hugging Face folder: `model.safetensors`, `tokenizer.json` if given, `config.json`.
+    """Write a Hugging Face folder: `model.safetensors`, `tokenizer.json` if given, `config.json`.
 
     `dtype` is the type on disk. Each file is written under a temporary name and then renamed, the configuration last,
     so an interrupted call leaves no half-written file and no loadable half of a new model.
+
+    Raises ValueError for a model of another family than llama or qwen3.
     """
     target = _checked_dtype(dtype)
-    if config.family != "llama":
-        raise ValueError(f"Only models of the llama family can be written, got {config.family!r}.")
-    stored = layout(config, llama.WEIGHTS)
+    writers = {name: family.to_hf for name, family in registry.FAMILIES.items() if family.to_hf is not None}
+    if config.family not in writers:
+        raise ValueError(f"Only models of the families {', '.join(writers)} can be written, got {config.family!r}.")
+    stored = layout(config, registry.FAMILIES[config.family].weights)
     tensors: dict[str, np.ndarray] = {}
     plain = tuple({name: x for name, x in layer.items() if name != "surrogate"} for layer in params["layers"])
     for place, parameter in zip(jax.tree.leaves(stored), jax.tree.leaves({**params, "layers": plain}), strict=True):
         tensors[place.name] = np.ascontiguousarray(place.rows_of(np.asarray(parameter)).astype(target))
-    described = json.dumps(llama.to_hf(replace(config, dtype=target.name)), indent=2) + "\n"
+    described = json.dumps(writers[config.family](replace(config, dtype=target.name)), indent=2) + "\n"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses files that do not say which framework's layout they follow.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, Rope
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.schema import shown
 
 _ACTIVATION_NAMES = {
@@ -104,6 +104,31 @@ def decoder(file: Decoder) -> dict[str, Any]:
     }
 
 
+def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `decoder` and `rope`, in the style of transformers 4, which version 5 reads too."""
+    assert config.rope is not None
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _scaling_to_hf(config.rope.scaling),
+        "attention_bias": config.qkv_bias,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
+        "pad_token_id": config.pad_id,
+        "torch_dtype": config.dtype,
+    }
+
+
 def family_and_tokens(file: Published, vocab_size: int) -> dict[str, Any]:
     """The family, the special token ids and the published type, as ModelConfig fields."""
     return {
@@ -173,6 +198,22 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
     except KeyError as missing:
         raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
     raise ValueError(f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3.")
+
+
+def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
+    match scaling:
+        case None:
+            return None
+        case LinearScaling(factor):
+            return {"rope_type": "linear", "factor": factor}
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
 
 
 def reject_sliding_window(window: int | None, positions: int) -> None:

@@ -5,8 +5,8 @@ Touvron et al., 2023 (arXiv:2307.09288); Grattafiori et al., 2024 (arXiv:2407.21
 
 from typing import Any
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Positions, decoder, rope
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import Decoder, Positions, decoder, decoder_to_hf, rope
 from clusterkv_jax.schema import checked
 
 WEIGHTS = {
@@ -53,44 +53,10 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `from_hf`, in the style of transformers 4, which version 5 reads too."""
-    assert config.rope is not None
+    """The inverse of `from_hf`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _scaling_to_hf(config.rope.scaling),
-        "attention_bias": config.qkv_bias,
+        **decoder_to_hf(config),
         "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
-        "pad_token_id": config.pad_id,
-        "torch_dtype": config.dtype,
     }
-
-
-def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
-    match scaling:
-        case None:
-            return None
-        case LinearScaling(factor):
-            return {"rope_type": "linear", "factor": factor}
-        case Llama3Scaling():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }

@@ -6,7 +6,16 @@ Yang et al., 2024 (arXiv:2407.10671) and 2025 (arXiv:2505.09388).
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Heads, Positions, Size, decoder, reject_sliding_window, rope
+from clusterkv_jax.models.hf_config import (
+    Decoder,
+    Heads,
+    Positions,
+    Size,
+    decoder,
+    decoder_to_hf,
+    reject_sliding_window,
+    rope,
+)
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
 from clusterkv_jax.schema import checked
 
@@ -33,3 +42,14 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
         return ModelConfig(**fields, rope=rotations, qkv_bias=True)
     bias = file.attention_bias
     return ModelConfig(**fields, rope=rotations, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `from_hf` for `model_type: qwen3`."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **decoder_to_hf(config),
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }

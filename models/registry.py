@@ -13,21 +13,25 @@ from clusterkv_jax.schema import checked, shown
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's configuration is translated, what its tensors are called, and which older names they had."""
+    """How a family's configuration is translated, what its tensors are called, and which older names they had.
+
+    `to_hf` is None for a family that is read only.
+    """
 
     from_hf: Callable[[dict[str, Any], str], ModelConfig]
     weights: Mapping[str, str]
     rename: Callable[[str], str] = lambda name: name
+    to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
 
 
 FAMILIES = {
     "chatglm": Family(glm.from_chatglm, glm.CHATGLM_WEIGHTS),
     "glm": Family(glm.from_hf, glm.HF_WEIGHTS),
-    "llama": Family(llama.from_hf, llama.WEIGHTS),
+    "llama": Family(llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
     "mistral": Family(mistral.from_hf, mistral.WEIGHTS),
     "opt": Family(opt.from_hf, opt.WEIGHTS, opt.rename),
     "qwen2": Family(qwen.from_hf, qwen.WEIGHTS),
-    "qwen3": Family(qwen.from_hf, qwen.WEIGHTS),
+    "qwen3": Family(qwen.from_hf, qwen.WEIGHTS, to_hf=qwen.to_hf),
 }
 
 

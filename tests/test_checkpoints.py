@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from clusterkv_jax import checkpoints
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_huggingface
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.models.transformer import abstract, forward
 from clusterkv_jax.texts import encode
 from tests.support.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
 from tests.support.processes import python
@@ -309,8 +309,34 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_only_llama_is_written(tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_qwen3_is_read_again_and_computes_the_same(tmp_path, tied):
+    published = {**OTHERS["qwen3"], "tie_word_embeddings": tied, "rope_theta": 1e6, "eos_token_id": 1}
+    model = load(write(tmp_path / "m", published, random_tensors(published)))
+    save_huggingface(tmp_path / "new", model.params, model.config, dtype="float32")
+    again = load(tmp_path / "new")
+    assert again.config == replace(model.config, dtype="float32")
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 40), dtype=np.int32)
+    logits, others = (jax.jit(forward, static_argnums=1)(m.params, m.config, tokens) for m in (model, again))
+    np.testing.assert_array_equal(logits, others)
+
+
+def test_what_transformers_reads_of_a_qwen3(tmp_path):
+    from transformers import AutoConfig
+
+    published = {**OTHERS["qwen3"], "rope_theta": 1e6}
+    config = replace(registry.from_hf(published), dtype="float32")
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
+    save_huggingface(tmp_path, params, config, dtype="float32")
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.model_type, theirs.architectures) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert (theirs.head_dim, theirs.num_key_value_heads) == (config.head_dim, config.num_kv_heads)
+    assert theirs.layer_types == ["full_attention"] * config.num_layers
+    assert theirs.rope_parameters["rope_theta"] == 1e6
+
+
+def test_only_llama_and_qwen3_are_written(tmp_path):
     config = registry.from_hf(OTHERS["qwen2"])
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
-    with pytest.raises(ValueError, match="Only models of the llama family can be written, got 'qwen2'"):
+    with pytest.raises(ValueError, match="Only models of the families llama, qwen3 can be written, got 'qwen2'"):
         save_huggingface(tmp_path, params, config)

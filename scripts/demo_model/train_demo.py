@@ -1,11 +1,13 @@
-"""Trains the packaged demo model: a small Llama that retrieves, tracks and counts in contexts of up to 8,192 tokens."""
+"""Trains small models that retrieve, track and count in contexts of up to 8,192 tokens: the packaged demo model, a
+Llama, and by `--recipe qwen3` a second one of another architecture that the package does not hold.
+"""
 
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,83 +20,19 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import typer
+from demo_recipes import RECIPES, Recipe, flops_per_token, tiny
 from jaxtyping import Array, Float, Int, UInt8, UInt16
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clusterkv_jax.checkpoints import save_huggingface
-from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, forward_hidden, init, unembed
 
 LOG_EVERY = 100
 LOGITS_AT_ONCE = 2**15  # tokens whose V-wide float32 logits exist at a time: 1 GiB
 
 State = dict[str, Any]  # params, opt_state: all float32
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that determines a run. `phases` are (tokens a row, rows, steps)."""
-
-    phases: tuple[tuple[int, int, int], ...] = ((1024, 128, 1700), (4096, 32, 1100), (8192, 16, 250))
-    vocab_size: int = 8192
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_layers: int = 6
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 128
-    learning_rate: float = 2e-3
-    warmup: int = 200
-    weight_decay: float = 0.1
-    compute_dtype: str = "bfloat16"
-    seed: int = 0
-    checkpoint_every: int = 1000
-
-    @property
-    def steps(self) -> int:
-        """Steps of all phases."""
-        return sum(steps for _, _, steps in self.phases)
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens) of every step; a row has one token more than the model sees, for the targets."""
-        return [(rows, length + 1) for length, rows, steps in self.phases for _ in range(steps)]
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model, Llama's architecture with tied embeddings."""
-        return ModelConfig(
-            family="llama",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_positions=max(length for length, _, _ in self.phases),
-            rope=Rope(theta=5e5, dim=self.head_dim),
-            tie_embeddings=True,
-            bos_id=0,
-            eos_ids=(1,),
-            pad_id=2,
-        )
-
-
-TINY = Recipe(
-    phases=((384, 4, 24), (768, 2, 8)),
-    vocab_size=512,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    warmup=4,
-    compute_dtype="float32",
-    checkpoint_every=10,
-)
 
 
 # --- one step ---
@@ -264,15 +202,6 @@ def export(state: State, recipe: Recipe, corpus: Path, folder: Path) -> None:
     demo_data.save_tokenizer(demo_data.load_corpus(corpus).tokenizer, folder, recipe.config.max_positions)
 
 
-def _flops_per_token(recipe: Recipe, length: int) -> float:
-    """Forward and backward: six per weight, and the causal half of the attention products."""
-    attention = recipe.num_heads * recipe.head_dim
-    kv = 2 * recipe.num_kv_heads * recipe.head_dim
-    layer = recipe.hidden_size * (2 * attention + kv + 3 * recipe.intermediate_size)
-    weights = recipe.num_layers * layer + recipe.vocab_size * recipe.hidden_size
-    return 6 * weights + 6 * recipe.num_layers * attention * length
-
-
 app = typer.Typer(add_completion=False)
 
 
@@ -281,56 +210,67 @@ def main(
     data: Annotated[
         Path, typer.Option(help="Folder with gutenberg_train.jsonl.gz (or a `corpus` folder with it).")
     ] = Path("../shared/data"),
+    recipe: Annotated[str, typer.Option(help=f"What is trained: {', '.join(RECIPES)}.")] = "demo",
     work: Annotated[
-        Path, typer.Option(help="Checkpoints and the tokenised corpus; a run continues what it finds.")
-    ] = Path("runs/demo"),
-    out: Annotated[Path, typer.Option(help="Where the finished model goes, in Hugging Face layout.")] = Path(
-        "models/demo"
-    ),
+        Path | None,
+        typer.Option(
+            help="Checkpoints and the tokenised corpus; a run continues what it finds.", show_default="runs/RECIPE"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the finished model goes, in Hugging Face layout.",
+            show_default="models/demo, or WORK/model for another recipe",
+        ),
+    ] = None,
     minutes: Annotated[
         float, typer.Option(help="Stop cleanly after this time; the same command continues.")
     ] = math.inf,
     workers: Annotated[int, typer.Option(help="Processes that make the data; 0 makes it in this one.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of parameters and data.")] = 0,
     scale: Annotated[float, typer.Option(help="Multiplies the steps of every phase.")] = 1.0,
-    tiny: Annotated[
-        bool, typer.Option(help="A toy model for a few steps: tries the whole path in seconds on a CPU.")
+    toy: Annotated[
+        bool, typer.Option("--tiny", help="A toy model for a few steps: tries the whole path in seconds on a CPU.")
     ] = False,
     evaluate: Annotated[
         bool, typer.Option(help="Only measure the model in --out, on held-out books and keys.")
     ] = False,
     cases: Annotated[int, typer.Option(help="Cases per task and length of the evaluation.")] = 64,
 ) -> None:
-    """Train the packaged demo model (8 M parameters), or measure it with --evaluate.
+    """Train the packaged demo model (8 M parameters) or a Qwen3 of 61 M, or measure it with --evaluate.
 
     The model reads public-domain books with facts, variables and word counts hidden in them and answers questions in
     RULER's wording. Rows of 1,024 tokens teach it to retrieve, rows of 4,096 and 8,192 to do so over long texts. A row
     depends on the seed and the step alone: kill the run at any time, start it again, and it ends with the same model.
 
-    One H200 takes about 5 minutes with --workers 14. Try the path first:
+    One H200 takes about 5 minutes for the demo model with --workers 14. Try the path first:
     python scripts/demo_model/train_demo.py --tiny --work runs/tiny --out runs/tiny/model
     """
+    if recipe not in RECIPES:
+        raise typer.BadParameter(f"{recipe!r} is no recipe; allowed: {', '.join(RECIPES)}", param_hint="--recipe")
+    work = work or Path("runs") / recipe
+    out = out or (Path("models/demo") if recipe == "demo" else work / "model")
     console = Console()
     if evaluate:
         demo_evaluation.run(out, data, cases, console)
         return
-    recipe = _recipe(tiny, seed, scale)
+    plan = _scaled(tiny(RECIPES[recipe]) if toy else RECIPES[recipe], seed, scale)
     try:
-        corpus = prepare(data, work, recipe)
+        corpus = prepare(data, work, plan)
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
-    for length, rows, steps in recipe.phases:
-        total = _flops_per_token(recipe, length) * length * rows * steps
+    for length, rows, steps in plan.phases:
+        total = flops_per_token(plan, length) * length * rows * steps
         console.print(f"{steps} steps of {rows} x {length} tokens, {total / 1e15:.2f} PFLOP")
-    state, step = train(recipe, work, corpus, workers=workers, seconds=60 * minutes, console=console)
-    export(state, recipe, corpus, out)
-    console.print(f"{step} of {recipe.steps} steps done, model in {out}")
+    state, step = train(plan, work, corpus, workers=workers, seconds=60 * minutes, console=console)
+    export(state, plan, corpus, out)
+    console.print(f"{step} of {plan.steps} steps done, model in {out}")
 
 
-def _recipe(tiny: bool, seed: int, scale: float) -> Recipe:
-    base = TINY if tiny else Recipe()
-    phases = tuple((length, rows, max(1, round(steps * scale))) for length, rows, steps in base.phases)
-    return replace(base, seed=seed, phases=phases)
+def _scaled(recipe: Recipe, seed: int, scale: float) -> Recipe:
+    phases = tuple((length, rows, max(1, round(steps * scale))) for length, rows, steps in recipe.phases)
+    return replace(recipe, seed=seed, phases=phases)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo model's recipe in its tiny setting: learns, survives a kill, exports; and the shipped model answers."""
+"""Both recipes in their tiny setting: they learn, survive a kill, export; and the shipped model answers."""
 
 import dataclasses
 import gzip
@@ -11,10 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.haystack import book
+from clusterkv_jax.models.transformer import init
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
@@ -33,26 +35,32 @@ def demo_data(recipe_module):
     return importlib.import_module("demo_data")
 
 
+@pytest.fixture(scope="module", params=["demo", "qwen3"])
+def recipe(recipe_module, request):
+    return recipe_module.tiny(recipe_module.RECIPES[request.param])
+
+
 @pytest.fixture(scope="module")
 def corpus(recipe_module, tmp_path_factory) -> Path:
-    """Books made up of the packaged words, prepared for the tiny recipe."""
+    """Books made up of the packaged words, prepared for the tiny recipes, which share a tokenizer."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     listed = synthetic.words("nouns", "train")
     texts = ["\n".join(" ".join(rng.choice(listed, 12)).capitalize() + "." for _ in range(300)) for _ in range(4)]
     with gzip.open(folder / "gutenberg_train.jsonl.gz", "wt", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return recipe_module.prepare(folder, tmp_path_factory.mktemp("work"), recipe_module.TINY)
+    demo = recipe_module.tiny(recipe_module.RECIPES["demo"])
+    return recipe_module.prepare(folder, tmp_path_factory.mktemp("work"), demo)
 
 
 @pytest.fixture(scope="module")
-def unbroken(recipe_module, corpus, tmp_path_factory):
-    state, step = recipe_module.train(recipe_module.TINY, tmp_path_factory.mktemp("unbroken"), corpus)
-    assert step == recipe_module.TINY.steps
+def unbroken(recipe_module, recipe, corpus, tmp_path_factory):
+    state, step = recipe_module.train(recipe, tmp_path_factory.mktemp("unbroken"), corpus)
+    assert step == recipe.steps
     return state
 
 
-def test_a_killed_run_ends_like_an_unbroken_one(recipe_module, corpus, unbroken, tmp_path):
+def test_a_killed_run_ends_like_an_unbroken_one(recipe_module, recipe, corpus, unbroken, tmp_path):
     class Killed(Exception):
         pass
 
@@ -61,15 +69,14 @@ def test_a_killed_run_ends_like_an_unbroken_one(recipe_module, corpus, unbroken,
             raise Killed
 
     with pytest.raises(Killed):
-        recipe_module.train(recipe_module.TINY, tmp_path, corpus, after_step=kill)
+        recipe_module.train(recipe, tmp_path, corpus, after_step=kill)
     steps: list[int] = []
-    state, _ = recipe_module.train(recipe_module.TINY, tmp_path, corpus, after_step=steps.append)
+    state, _ = recipe_module.train(recipe, tmp_path, corpus, after_step=steps.append)
     assert steps[0] == 11
     jax.tree.map(np.testing.assert_array_equal, state["params"], unbroken["params"])
 
 
-def test_training_lowers_the_loss(recipe_module, demo_data, corpus, unbroken):
-    recipe = recipe_module.TINY
+def test_training_lowers_the_loss(recipe_module, recipe, demo_data, corpus, unbroken):
     prepared = demo_data.load_corpus(corpus)
     tokens, weights = demo_data.make_batch(prepared, demo_data.counter(prepared.tokenizer), 385, 4, seed=99, step=0)
 
@@ -81,9 +88,10 @@ def test_training_lowers_the_loss(recipe_module, demo_data, corpus, unbroken):
 
 
 def test_stops_when_its_time_is_over_and_refuses_another_recipes_folder(recipe_module, corpus, tmp_path):
-    _, step = recipe_module.train(recipe_module.TINY, tmp_path, corpus, seconds=0.0)
+    recipe = recipe_module.tiny(recipe_module.RECIPES["demo"])
+    _, step = recipe_module.train(recipe, tmp_path, corpus, seconds=0.0)
     assert step == 1
-    other = dataclasses.replace(recipe_module.TINY, seed=1)
+    other = dataclasses.replace(recipe, seed=1)
     with pytest.raises(ValueError, match=r"recipe.json describes another recipe"):
         recipe_module.train(other, tmp_path, corpus)
 
@@ -108,19 +116,36 @@ def test_rows_weigh_answers_most_and_padding_nothing(demo_data, corpus):
     assert (weights[tokens == pad] == 0).mean() > 0.9
 
 
-def test_export_is_a_model_that_loads(recipe_module, corpus, unbroken, tmp_path):
-    recipe_module.export(unbroken, recipe_module.TINY, corpus, tmp_path / "model")
+def test_export_is_a_model_that_loads(recipe_module, recipe, corpus, unbroken, tmp_path):
+    recipe_module.export(unbroken, recipe, corpus, tmp_path / "model")
     model = ckv.load(tmp_path / "model")
     assert model.config.max_positions == 768
     assert model.config.eos_ids == (1,)
     np.testing.assert_allclose(
         np.asarray(model.params["embed"]), np.asarray(unbroken["params"]["embed"]), rtol=2**-8, atol=1e-6
     )
+    assert (model.config.family, model.config.qk_norm) == (recipe.family, recipe.family == "qwen3")
+    assert len(ckv.generate(model, ["Call me Ishmael."], max_new_tokens=4).tokens[0]) <= 4
+
+
+def test_recipes_are_what_the_pages_say(recipe_module):
+    """The demo's is the one that the packaged model was trained by; the second has 60 M parameters and 8k positions."""
+    demo, second = (recipe_module.RECIPES[name] for name in ("demo", "qwen3"))
+    assert dataclasses.replace(demo.config, dtype="bfloat16") == ckv.load("demo").config
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), second.config))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 60_833_280
+    assert second.config.max_positions == 8192
+
+
+def test_an_unknown_recipe_is_refused(recipe_module):
+    result = CliRunner().invoke(recipe_module.app, ["--recipe", "qwen4"])
+    assert result.exit_code == 2
+    assert "'qwen4' is no recipe; allowed: demo, qwen3" in result.stderr
 
 
 def test_missing_data_is_named(recipe_module, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no gutenberg_train.jsonl.gz in .*: name the data folder with --data"):
-        recipe_module.prepare(tmp_path, tmp_path / "work", recipe_module.TINY)
+        recipe_module.prepare(tmp_path, tmp_path / "work", recipe_module.RECIPES["demo"])
 
 
 # --- the shipped model ---

@@ -256,7 +256,7 @@ def test_our_folders_load_in_transformers(checkpoint, tmp_path):
     """Save with ours, load with theirs: the way the demo model is published."""
     from clusterkv_jax.checkpoints import save_huggingface
 
-    for name in ("llama3.1", "llama-biases", "smollm2"):
+    for name in ("llama3.1", "llama-biases", "smollm2", "qwen3"):
         reference, folder = checkpoint(name)
         model = ckv.load(folder)
         save_huggingface(tmp_path / name, model.params, model.config, dtype="float32")
