@@ -54,8 +54,8 @@ AnyMethod = TypeVar("AnyMethod", bound=Any)
 
 
 def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMethod:
-    """The method, with the shares of the model's calibration if it takes them and its budget names none."""
-    if calibration is None or not method.calibrated or method.budget.shares is not None:
+    """A method that goes by learned scores, with the shares that were measured with them if its budget names none."""
+    if calibration is None or "scores" not in method.needs(0) or method.budget.shares is not None:
         return method
     return calibration.applied(method)
 

@@ -87,7 +87,7 @@ def compress(
     if scores is not None:
         check_array("scores", scores, "B,K,N")
         if scores.shape != keys.shape[:3]:
-            raise ValueError(f"scores must have the shape {list(keys.shape[:3])}, got {scores.shape}.")
+            raise ValueError(f"scores must have the shape [{batch},{kv_heads},{tokens}], got {scores.shape}.")
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
     check_counts(1, MOST_LAYERS, num_layers=num_layers)
     check_key(key)

@@ -208,7 +208,7 @@ def test_every_method_keeps_its_budget_at_every_step(method):
             layer = unpaged(layer, layer.degree[0].size) if isinstance(layer, ckv.PagedHeads) else layer
             degree, length = np.asarray(layer.degree), np.asarray(layer.length)
             assert ((degree > 0) == (np.arange(layer.capacity) < length[..., None])).all()
-            if isinstance(method, ckv.GravityKV):
+            if isinstance(method, ckv.GravityKV | ckv.OrbitKV):
                 assert (degree.sum(-1) == np.asarray(cache.position)[:, None]).all()
 
 

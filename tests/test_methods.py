@@ -40,6 +40,11 @@ def tensors(seed=0, batch=2, heads=2, tokens=96, dim=8, dtype=jnp.float32):
     return tuple(jnp.asarray(rng.normal(size=(batch, heads, tokens, dim)), dtype) for _ in range(2))
 
 
+def scores_of(values):
+    """Something that each row of a head is worth."""
+    return jnp.sum(jnp.sin(3 * values.astype(jnp.float32)), axis=-1) + ordinals(values.shape[1], 2)[..., None]
+
+
 def rows(layer, b, head):
     """Keys, values, degrees and positions that batch row b holds for a KV head of any kind of layer."""
     for group, heads in zip(groups(layer), group_heads(layer), strict=True):
@@ -93,7 +98,7 @@ def test_the_budget_is_met_exactly_and_every_token_is_counted(seed, ratio, lengt
 def test_no_compression_is_the_full_cache_bit_for_bit(method):
     keys, values = tensors(3, dtype=jnp.bfloat16)
     queries = tensors(4, heads=4, dtype=jnp.bfloat16)[0]
-    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 50]))
+    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 50]), scores=scores_of(values))
     for b, n in enumerate((96, 50)):
         k, v, degree, positions = rows(layer, b, 1)
         np.testing.assert_array_equal(k, np.asarray(keys)[b, 1, :n])
@@ -103,7 +108,14 @@ def test_no_compression_is_the_full_cache_bit_for_bit(method):
 
 
 @pytest.mark.parametrize(
-    "method", [ckv.Full(), chelsea(ratio=0.4, outlier_heads=((0, 1),)), *every_method(ckv.Budget(ratio=0.3))], ids=named
+    "method",
+    [
+        ckv.Full(),
+        chelsea(ratio=0.4, outlier_heads=((0, 1),)),
+        ckv.KVzap(ckv.Budget(ratio=0.3), sinks=2, recent=4, scope="layer"),
+        *every_method(ckv.Budget(ratio=0.3)),
+    ],
+    ids=named,
 )
 def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
     keys, values = tensors(5)
@@ -111,9 +123,12 @@ def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
     lengths = jnp.asarray([96, 70])
     padding = (ordinals(96, 2) >= lengths[:, None])[:, None, :, None]
     poisoned = (jnp.where(padding, jnp.nan, x) for x in (queries, keys, values))
-    dirty = ckv.compress(method, *poisoned, lengths, num_layers=4)
+    scores = scores_of(values)
+    dirty_scores = jnp.where(padding[..., 0], jnp.nan, scores)
+    dirty = ckv.compress(method, *poisoned, lengths, num_layers=4, scores=dirty_scores)
     for b, n in enumerate((96, 70)):
-        alone = ckv.compress(method, *(x[b : b + 1, :, :n] for x in (queries, keys, values)), num_layers=4)
+        own = (x[b : b + 1, :, :n] for x in (queries, keys, values))
+        alone = ckv.compress(method, *own, num_layers=4, scores=scores[b : b + 1, :, :n])
         for head in range(2):
             for result, expected in zip(rows(dirty, b, head), rows(alone, 0, head), strict=True):
                 np.testing.assert_allclose(result, expected, atol=1e-6)
@@ -126,7 +141,7 @@ def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
 def test_every_budget_is_met_and_attention_ignores_the_order_of_slots(method):
     keys, values = tensors(11)
     queries = tensors(12, heads=4)[0]
-    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 80]), num_layers=2)
+    layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 80]), num_layers=2, scores=scores_of(values))
     first = 5 / 3 if isinstance(method, ckv.PyramidKV) else 1
     if method.holds == "pages":
         assert layer.length.sum(-1).tolist() == [48, 40]
@@ -135,7 +150,7 @@ def test_every_budget_is_met_and_attention_ignores_the_order_of_slots(method):
     else:
         assert layer.length.tolist() == [[round(first * n / 4)] * 2 for n in (96, 80)]
         assert layer.capacity == int(layer.length.max())
-    if not isinstance(method, ckv.CentroidKV | ckv.GravityKV):
+    if method.holds != "centroids":
         np.testing.assert_array_equal(layer.degree > 0, ordinals(layer.capacity, 3) < layer.length[..., None])
     order = np.random.default_rng(0).permutation(layer.capacity)
     shuffled = jax.tree.map(lambda x: x[:, :, order] if x.ndim > 2 else x, layer)
@@ -297,6 +312,11 @@ def test_a_full_cache_says_so():
             lambda: ckv.compress(ckv.Full(), None, *tensors(), hidden=jnp.ones((2, 95, 4))),
             r"hidden must have the shape \[2,96,M\], got \(2, 95, 4\)",
         ),
+        (
+            lambda: ckv.compress(ckv.Full(), None, *tensors(), scores=jnp.ones((2, 2, 95))),
+            r"scores must have the shape \[2,2,96\], got \(2, 2, 95\)",
+        ),
+        (lambda: ckv.compress(ckv.KVzap(ckv.Budget(tokens=20)), None, *tensors()), r"must be \[B,K,N\], got None"),
         (
             lambda: ckv.compress(chelsea(ratio=0.3, outlier_heads=((0, 0),)), None, *tensors()),
             "a prompt of 96 tokens has a budget below what its 1 outlier heads keep",

@@ -64,6 +64,7 @@ def evaluate(
             return
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
+        from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.evaluation import manifest, records, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
@@ -75,8 +76,7 @@ def evaluate(
         entries = parse_entries(split(methods), split(budgets), measured)
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         network = ckv.load(model, dtype=dtype)
-        if measured is not None:
-            measured.check(network.config)
+        network = network if measured is None else calibrated(network, measured)
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         positions = network.config.max_positions

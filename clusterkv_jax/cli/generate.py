@@ -94,6 +94,7 @@ def generate(
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
+        from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.generation import compile_ahead
         from clusterkv_jax.sampling import check_seed
 
@@ -103,8 +104,7 @@ def generate(
 
         sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
-        if measured is not None:
-            measured.check(network.config)
+        network = network if measured is None else calibrated(network, measured)
         prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}

@@ -35,14 +35,14 @@ class Fit:
 
 
 @jax.jit
-def products(hidden: Float[Array, "N M"], scores: Float[Array, "K N"]) -> Float[Array, "M+1+K M+1+K"]:
+def products(hidden: Float[Array, "N M"], scores: Float[Array, "K N"]) -> Float[Array, "columns columns"]:
     """Sums over rows of the products of hidden states, 1 and scores with each other; add them up over texts."""
     one = jnp.ones((hidden.shape[0], 1), jnp.float32)
     z = jnp.concatenate([hidden.astype(jnp.float32), one, scores.astype(jnp.float32).T], axis=1)
     return jnp.einsum("nz,ny->zy", z, z, precision=HIGHEST)
 
 
-def ridge(sums: Float[np.ndarray, "M+1+K M+1+K"], heads: int) -> Fit:
+def ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> Fit:
     """The linear surrogate of least squares, with a penalty of `RIDGE` times the mean variance of its inputs; solved in
     double precision.
 

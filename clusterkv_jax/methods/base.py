@@ -150,8 +150,6 @@ class Method(ABC):
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"
-    # Whether heads get the shares of the model's calibration where the budget names none.
-    calibrated: ClassVar[bool] = False
 
     @property
     def forgets(self) -> bool:

@@ -111,7 +111,8 @@ def _compress_group(
     memory = rows.memory if result.memory is None else result.memory
     if method.schedule.kind != "append":
         memory = {"budget": budgets[:, -1]} | memory
-    if method.schedule.kind == "interval" and method.forgets:
+    # What can never be due need not be compiled: the last token of the reserve has none behind it.
+    if method.schedule.kind == "interval" and method.forgets and plan.reserve > method.schedule.interval:
         memory = memory | {"due": budgets[:, -1] + method.schedule.interval}
     return result.cache, memory or None, result.selection
 

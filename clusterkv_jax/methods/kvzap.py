@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from clusterkv_jax.methods.families.scored import Scored
 
@@ -20,5 +20,3 @@ class KVzap(Scored):
     recent: int = 8
     scope: Literal["head", "layer"] = "head"
     decode_interval: int | None = None
-
-    calibrated: ClassVar[bool] = True

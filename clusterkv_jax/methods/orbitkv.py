@@ -59,7 +59,6 @@ class OrbitKV(Method):
     interval: int = 128
 
     holds: ClassVar[Holding] = "centroids"
-    calibrated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(
@@ -100,11 +99,10 @@ class OrbitKV(Method):
     def compress(self, rows: Rows) -> Compressed:
         """After the prompt as while decoding."""
         cache: Any = rows.cache
-        capacity = min(rows.plan.capacity, cache.capacity)
         rounds = self._expected_rounds(cache.capacity, rows.plan.most_rows)
 
         def gather(cache: LayerCache, scores: Array, budget: Array) -> tuple[LayerCache, Array]:
-            return self._gathered(cache, scores, budget, capacity, rounds)
+            return self._gathered(cache, scores, budget, rows.plan.capacity, rounds)
 
         group, scores = over_heads(gather, cache, scores_of(rows), rows.budget)
         return Compressed(group, {"scores": scores})

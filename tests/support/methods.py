@@ -55,6 +55,8 @@ def every_method(budget: ckv.Budget, interval: int = 4) -> list[Any]:
         ckv.KeyDiff(budget, decode_interval=interval),
         ckv.LagKV(budget, sinks=2, lag=8, decode_interval=interval),
         ckv.DropKV(budget, window=4, kernel=3, decode_interval=interval),
+        ckv.KVzap(budget, sinks=2, recent=4, decode_interval=interval),
+        ckv.OrbitKV(budget, sinks=2, recent=4, interval=interval),
         ckv.StreamingLLM(budget),
         ckv.H2O(budget),
         ckv.CaM(budget, merge_budget=8),

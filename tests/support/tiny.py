@@ -28,9 +28,18 @@ def random_params(config: ModelConfig) -> dict[str, Any]:
 
 @functools.cache
 def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.Model:
-    """Two layers, four query heads, 256 positions."""
+    """Two layers, four query heads, 256 positions, and a random surrogate of scores."""
     config = ModelConfig("llama", VOCAB, 32, 64, layers, 4, kv_heads, 8, 256, Rope(1e4, 8), eos_ids=eos)
-    return ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="tiny")
+    params, rng = random_params(config), np.random.default_rng(1)
+    shapes = {"weights": (config.hidden_size, kv_heads), "bias": (kv_heads,)}
+    surrogates = [
+        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+        for _ in range(layers)
+    ]
+    params["layers"] = tuple(
+        {**layer, "surrogate": each} for layer, each in zip(params["layers"], surrogates, strict=True)
+    )
+    return ckv.Model(params=params, config=config, tokenizer=None, mesh=None, name="tiny")
 
 
 def prompt(seed: int, length: int) -> list[int]:
