@@ -38,6 +38,8 @@ SHARE_STEP = 0.25
 PARTS = tuple(2.0 ** (-i / 2) for i in range(17))
 # Shares from scores are powers of the fourth root of 2, and no less than this of the mean.
 LEAST_SHARE = 1 / 16
+# The least part of a head's rows that counts as all of them.
+NEARLY_WHOLE = 0.9
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
 
@@ -99,7 +101,8 @@ class Calibration:
     surrogate: Any = field(default=None, compare=False, repr=False)
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
-        """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept, in steps.
+        """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept, in steps; a
+        head that would lose less than a tenth keeps everything.
 
         Raises ValueError where no scores were measured, or for a ratio below what was.
         """
@@ -114,8 +117,13 @@ class Calibration:
         for _ in range(64):  # the score that `ratio` of all rows exceed
             middle = (low + high) / 2
             low, high = (middle, high) if _kept(scores, middle).mean() > ratio else (low, middle)
-        relative = np.maximum(_kept(scores, low) / ratio, LEAST_SHARE)
-        return as_table(2 ** (np.rint(4 * np.log2(relative)) / 4))
+        parts = _kept(scores, low)
+        shares = 2 ** (np.rint(4 * np.log2(np.maximum(parts / ratio, LEAST_SHARE))) / 4)
+        whole = parts >= NEARLY_WHOLE
+        rest = shares.size - whole.sum() / ratio
+        if 0 < rest < shares.size:
+            shares = np.where(whole, 1 / ratio, shares * rest / shares[~whole].sum())
+        return as_table(shares)
 
     @property
     def cluster_shares(self) -> tuple[tuple[float, ...], ...]:
