@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         InfiniGen,
         KeyDiff,
         LagKV,
+        Matched,
         PyramidKV,
         Quest,
         SnapKV,
@@ -64,6 +65,7 @@ __all__ = [
     "KeyDiff",
     "LagKV",
     "LayerCache",
+    "Matched",
     "Model",
     "PagedHeads",
     "PyramidKV",
@@ -88,7 +90,7 @@ __all__ = [
 
 _METHODS = (
     "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KeyDiff LagKV PyramidKV Quest SnapKV StreamingLLM"
+    "InfiniGen KeyDiff LagKV Matched PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

@@ -20,6 +20,7 @@ from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.keydiff import KeyDiff
 from clusterkv_jax.methods.lagkv import LagKV
+from clusterkv_jax.methods.matched import Matched
 from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
 from clusterkv_jax.methods.snapkv import SnapKV
@@ -45,6 +46,7 @@ __all__ = [
     "InfiniGen",
     "KeyDiff",
     "LagKV",
+    "Matched",
     "Method",
     "Protected",
     "PyramidKV",
