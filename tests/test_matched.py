@@ -193,7 +193,7 @@ def test_reference_queries_are_the_prompts_own_behind_the_prompt():
 
 
 def test_squared_errors_are_those_of_attention():
-    q, k, v = tensors(2)
+    _, k, v = tensors(2)
     rows, full = ckv.compress(MERGED, None, k, v), ckv.compress(ckv.Full(), None, k, v)
     queries = unseen(2, 96, 50)
     head = functools.partial(squared_errors, block=16)

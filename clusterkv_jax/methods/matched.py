@@ -1,5 +1,5 @@
-"""Rows of any method with biases and values fitted to what the whole prompt answers (Zweiger et al., "Fast KV Compaction
-via Attention Matching").
+"""Rows of any method, with biases and values fitted to what the whole prompt answers (Zweiger et al., "Fast KV
+Compaction via Attention Matching").
 """
 
 from dataclasses import dataclass, replace
@@ -73,7 +73,8 @@ class Matched(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return self.method.needs(layer) | {"queries"}
+        own: frozenset[Need] = frozenset({"queries"})
+        return self.method.needs(layer) | own
 
     @override
     def remember(self, rows: Rows) -> Memory:

@@ -70,7 +70,7 @@ class Texts:
         reserve = self.follow.shape[1]
         cache, logits = ckv.prefill(model.params, model.config, method, self.contexts, self.lengths, reserve=reserve)
         loss, said = map(np.asarray, predictions(model.params, model.config, cache, logits, jnp.asarray(self.follow)))
-        return (loss * self.counts).sum(1) / self.counts.sum(1), (said | ~self.counts).all(1)
+        return (loss * self.counts).sum(1) / self.counts.sum(1), np.all(said | ~self.counts, axis=1)
 
 
 def plain(first: list[int], book: list[int], passages: int, seed: int) -> Texts:
@@ -91,7 +91,7 @@ def needles(task: str, cases: int, encode: Any, hay: haystack.Book, seed: int) -
     said = [encode(example.reply) for example in examples]
     contexts = [encode(example.context, add_special_tokens=True) for example in examples]
     follow = [a + b for a, b in zip(asked, said, strict=True)]
-    counts = [[False] * len(a) + [True] * len(b) for a, b in zip(asked, said, strict=True)]
+    counts = [[0] * len(a) + [1] * len(b) for a, b in zip(asked, said, strict=True)]
     lengths = np.asarray([len(context) for context in contexts], np.int32)
     return Texts(_padded(contexts), lengths, _padded(follow), _padded(counts).astype(bool))
 
