@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         InfiniGen,
         KeyDiff,
         LagKV,
+        Matched,
         PyramidKV,
         Quest,
         SnapKV,
@@ -65,6 +66,7 @@ __all__ = [
     "KeyDiff",
     "LagKV",
     "LayerCache",
+    "Matched",
     "Model",
     "OrbitKV",
     "PagedHeads",
@@ -90,7 +92,7 @@ __all__ = [
 
 _METHODS = (
     "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KVzap KeyDiff LagKV OrbitKV PyramidKV Quest SnapKV StreamingLLM"
+    "InfiniGen KVzap KeyDiff LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

@@ -29,7 +29,7 @@ from clusterkv_jax.calibration import read as read_calibration
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
 MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
 _KEYS = ("method", "description", "source", "settings", "budget", "calibration")
-# In the order of the documentation; pairs of methods (`Composed`) are made in Python.
+# In the order of the documentation; methods of methods (`Composed`, `Matched`) are made in Python.
 _METHODS = {
     cls.__name__: cls
     for cls in (

@@ -15,7 +15,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
-from tests.support.methods import SHAPE, every_method, named
+from tests.support.methods import SHAPE, every_method, fitted_method, named
 
 
 def append_layer(layer, keys, values, positions, real):
@@ -92,6 +92,7 @@ def test_the_budget_is_met_exactly_and_every_token_is_counted(seed, ratio, lengt
         ckv.Full(),
         *every_method(ckv.Budget(ratio=1.0)),
         *every_method(ckv.Budget(tokens=96)),
+        fitted_method(ckv.Budget(ratio=1.0)),
     ],
     ids=named,
 )
@@ -137,7 +138,9 @@ def test_padding_never_matters_and_a_row_does_not_depend_on_its_batch(method):
         assert bool(jnp.isfinite(leaf).all())
 
 
-@pytest.mark.parametrize("method", every_method(ckv.Budget(ratio=0.25)), ids=named)
+@pytest.mark.parametrize(
+    "method", [*every_method(ckv.Budget(ratio=0.25)), fitted_method(ckv.Budget(ratio=0.25))], ids=named
+)
 def test_every_budget_is_met_and_attention_ignores_the_order_of_slots(method):
     keys, values = tensors(11)
     queries = tensors(12, heads=4)[0]

@@ -5,6 +5,8 @@ fit goes from what they were: everything that is solved is a Gram matrix, summed
 is O(t^2 + block N) and heads and sequences may be mapped over. The ridge pulls towards what was there.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,3 +149,31 @@ def _in_blocks(queries: Float[Array, "n D"], used: Bool[Array, " n"], block: int
     size = -(-queries.shape[0] // block) * block - queries.shape[0]
     queries, used = jnp.pad(queries, ((0, size), (0, 0))), jnp.pad(used, (0, size))
     return queries.reshape(-1, block, queries.shape[1]), used.reshape(-1, block)
+
+
+def squared_errors(
+    queries: Float[Array, "n D"],
+    keys: Float[Array, "N D"],
+    values: Float[Array, "N D"],
+    row_keys: Float[Array, "t D"],
+    fits: Sequence[tuple[Float[Array, " t"], Float[Array, "t D"]]],
+    *,
+    block: int = 256,
+    real: Bool[Array, " N"] | None = None,
+) -> Float[Array, " fits"]:
+    """Sum over the queries of |what t rows answer - what all N rows answer|^2, for each pair of biases and values."""
+    real = jnp.ones(keys.shape[0], bool) if real is None else real
+    keys, values, row_keys = (x.astype(jnp.float32) for x in (keys, values, row_keys))
+    blocks = _in_blocks(queries.astype(jnp.float32) * queries.shape[1] ** -0.5, jnp.ones(len(queries), bool), block)
+
+    def answer(query: Array, keys: Array, values: Array, bias: Array) -> Float[Array, "T D"]:
+        score = jnp.matmul(query, keys.T, precision=HIGHEST) + bias[None]
+        return jnp.matmul(jax.nn.softmax(score, axis=1), values.astype(jnp.float32), precision=HIGHEST)
+
+    def add(sums: Array, part: Block) -> tuple[Array, None]:
+        query, counts = part
+        whole = answer(query, keys, values, jnp.where(real, 0.0, -jnp.inf))
+        apart = jnp.stack([answer(query, row_keys, row_values, bias) - whole for bias, row_values in fits])
+        return sums + jnp.sum(jnp.where(counts[None, :, None], apart, 0.0) ** 2, axis=(1, 2)), None
+
+    return jax.lax.scan(add, jnp.zeros(len(fits), jnp.float32), blocks)[0]

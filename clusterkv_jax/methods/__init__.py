@@ -22,6 +22,7 @@ from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.keydiff import KeyDiff
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.lagkv import LagKV
+from clusterkv_jax.methods.matched import Matched
 from clusterkv_jax.methods.orbitkv import OrbitKV
 from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
@@ -49,6 +50,7 @@ __all__ = [
     "KVzap",
     "KeyDiff",
     "LagKV",
+    "Matched",
     "Method",
     "OrbitKV",
     "Protected",

@@ -169,6 +169,8 @@ def test_settings(cls, data):
     needed = {"budget": ROWS} if "budget" in [field.name for field in fields] else {}
     if cls is ckv.Composed:
         needed = {"prefill": ckv.SnapKV(ROWS, window=8), "decode": ckv.H2O(ROWS)}
+    if cls is ckv.Matched:
+        needed = {"method": ckv.SnapKV(ROWS, window=8)}
     made, _ = refused(lambda: cls(**needed | given_values))
     assert made is None or isinstance(hash(made), int)
 
