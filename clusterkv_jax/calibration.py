@@ -101,8 +101,9 @@ class Calibration:
     surrogate: Any = field(default=None, compare=False, repr=False)
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
-        """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept: in steps, and
-        a head that would lose less than a tenth keeps everything.
+        """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept.
+
+        They come in steps, and a head that would lose less than a tenth keeps everything.
 
         Raises ValueError where no scores were measured, or for a ratio below what was.
         """

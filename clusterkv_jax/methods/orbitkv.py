@@ -36,6 +36,7 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
 from clusterkv_jax.methods.families.scored import append_scores, scores_of, take_scores
+from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
@@ -46,7 +47,7 @@ CHUNK, MERGE_RATIO, EDGES = 256, 0.3, Edges(1.0, 0.05)
 @dataclass(frozen=True)
 class OrbitKV(Method):
     """Keep the first `sinks` rows, the last `recent` and those of the highest scores; merge the others into the share
-    `merged` of what is left of the budget.
+    `merged` of what is left of the budget. A head with less than the mean share of the budget merges everything.
 
     Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
     with it. The same happens again every `interval` generated tokens; a centroid then is one of the others.
@@ -86,7 +87,7 @@ class OrbitKV(Method):
 
     @override
     def remember(self, rows: Rows) -> Memory:
-        return {"scores": scores_of(rows)}
+        return {"scores": scores_of(rows), "centroids": self._centroids(rows)}
 
     @override
     def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
@@ -99,19 +100,26 @@ class OrbitKV(Method):
     def compress(self, rows: Rows) -> Compressed:
         """After the prompt as while decoding."""
         cache: Any = rows.cache
-        rounds = self._expected_rounds(cache.capacity, rows.plan.most_rows)
+        rounds = self._expected_rounds(cache.capacity, rows.plan)
 
-        def gather(cache: LayerCache, scores: Array, budget: Array) -> tuple[LayerCache, Array]:
-            return self._gathered(cache, scores, budget, rows.plan.capacity, rounds)
+        def gather(cache: LayerCache, scores: Array, budget: Array, centroids: Array) -> tuple[LayerCache, Array]:
+            return self._gathered(cache, scores, budget, centroids, rows.plan.capacity, rounds)
 
-        group, scores = over_heads(gather, cache, scores_of(rows), rows.budget)
-        return Compressed(group, {"scores": scores})
+        memory = rows.memory
+        group, scores = over_heads(gather, cache, memory["scores"], rows.budget, memory["centroids"])
+        return Compressed(group, memory | {"scores": scores})
 
     def _gathered(
-        self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], capacity: int, rounds: int
+        self,
+        cache: LayerCache,
+        scores: Float[Array, "B K C"],
+        budget: Int[Array, " B"],
+        centroids: Int[Array, " B"],
+        capacity: int,
+        rounds: int,
     ) -> tuple[LayerCache, Float[Array, "B K slots"]]:
         """`budget` rows of every head in `capacity` slots, and their scores."""
-        centroids = self._centroids(budget, cache.capacity)
+        centroids = jnp.where(cache.length[:, 0] > budget, centroids, 0)
         stay = self._stay(cache, scores, budget, centroids)
         others = (cache.degree > 0) & ~stay
         listed = jnp.maximum(kept_slots(others, cache.capacity), 0)
@@ -135,17 +143,23 @@ class OrbitKV(Method):
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 
-    def _centroids(self, budget: Int[Array, " B"], most: int) -> Int[Array, " B"]:
-        """Rows of the budget that the others are merged into, at least one: where no row is dropped, one must take
-        what is not kept.
+    def _part(self, plan: GroupPlan) -> float:
+        """Which part of the free rows of a budget are centroids: all in heads that mix what they read; heads that look
+        single rows up are those with at least the mean share.
         """
-        return jnp.maximum(1, share_of(self.merged, budget - self.sinks - self.recent, most))
+        return self.merged if plan.share >= 1 else 1.0
 
-    def _expected_rounds(self, rows: int, budget: int) -> int:
+    def _centroids(self, rows: Rows) -> Int[Array, " B"]:
+        """Rows of the budget that the others are merged into, at least one: nothing is dropped."""
+        free = rows.budget - self.sinks - self.recent
+        return jnp.maximum(1, share_of(self._part(rows.plan), free, rows.plan.most_rows))
+
+    def _expected_rounds(self, rows: int, plan: GroupPlan) -> int:
         """As `Clustering` expects them on a GPU."""
+        budget = plan.most_rows
         if platform() != "gpu" or budget >= rows:
             return 0
-        centroids = max(1, int(self.merged * (budget - self.sinks - self.recent)))
+        centroids = max(1, int(self._part(plan) * (budget - self.sinks - self.recent)))
         counts = np.asarray([rows - budget + centroids]), np.asarray([centroids])
         return soft_matching.count_rounds(*counts, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.budget import MOST_ROWS, look_up
+from clusterkv_jax.budget import MOST_ROWS, look_up, share_table
 from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Method, Schedule
@@ -25,6 +25,8 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
     lengths = np.asarray(request.lengths)
     most = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=request.reserve)))
     least = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=0)))[..., 0]
+    budget = getattr(method, "budget", None)  # a pair of methods has two
+    table = None if budget is None else share_table(budget, request.num_layers, request.num_kv_heads)[layer]
     groups = []
     for heads in _equal_heads(most):
         rows = np.maximum(most[:, heads[0]], method.protected.fewest)
@@ -39,6 +41,7 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
                 reserve=request.reserve,
                 step_tokens=request.step_tokens,
                 rope=request.rope,
+                share=1.0 if table is None else float(table[heads[0]]),
             )
         )
     return LayerPlan(tuple(groups), method.needs(layer))

@@ -54,6 +54,7 @@ class GroupPlan:
         reserve: tokens that will be appended after the prompt.
         step_tokens: the most of them that are appended at once.
         rope: the model's rotations.
+        share: the group's part of the budget in units of the mean over all layers and heads.
     """
 
     heads: tuple[int, ...]
@@ -63,6 +64,7 @@ class GroupPlan:
     reserve: int = 0
     step_tokens: int = 1
     rope: Rope | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ BUDGET = ckv.Budget(ratio=0.2)
 METHODS = {
     "CentroidKV, 20 %": ckv.CentroidKV(BUDGET),
     "CentroidKV, 20 %, prompt only": ckv.Composed(ckv.CentroidKV(BUDGET), ckv.Full()),
+    "OrbitKV, 20 %": ckv.OrbitKV(BUDGET),
     "full": ckv.Full(),
 }
 
@@ -34,6 +35,9 @@ def main() -> None:
     parser.add_argument("tokens", type=int, nargs="?", default=65536)
     tokens = parser.parse_args().tokens
     params = init(jax.random.key(0), LLAMA, jnp.bfloat16)
+    shape = LLAMA.hidden_size, LLAMA.num_kv_heads
+    surrogate = {"weights": jax.random.normal(jax.random.key(1), shape), "bias": jnp.zeros(shape[1])}
+    params["layers"] = tuple({**layer, "surrogate": surrogate} for layer in params["layers"])
     model = ckv.Model(params, LLAMA, None, None, "random")
     prompt = np.random.default_rng(0).integers(0, LLAMA.vocab_size, tokens).tolist()
     print(f"{environment()}, prompt of {tokens} tokens\n")
