@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    answer a question from a book chapter with the full cache and with a quarter of it"
+	@echo "make demo    answer a question from a book chapter with the full cache and with an eighth of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
@@ -37,7 +37,7 @@ help:
 demo: $(STAMPS)/base
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/clusterkv generate --prompt-file configs/demo/mast_head.txt \
 		--question "What is the special magic number for amber-lantern mentioned in the provided text?" \
-		--method full --method centroidkv --cache-ratio 0.25 --max-new-tokens 32
+		--method full --method auto --cache-ratio 0.125 --max-new-tokens 32
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
