@@ -31,7 +31,10 @@ if TYPE_CHECKING:
         GravityKV,
         InfiniGen,
         KeyDiff,
+        KVzap,
+        KVzip,
         LagKV,
+        OrbitKV,
         PyramidKV,
         Quest,
         SnapKV,
@@ -62,6 +65,7 @@ __all__ = [
     "InfiniGen",
     "KVCache",
     "KVzap",
+    "KVzip",
     "KeyDiff",
     "LagKV",
     "LayerCache",
@@ -90,7 +94,7 @@ __all__ = [
 
 _METHODS = (
     "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KVzap KeyDiff LagKV OrbitKV PyramidKV Quest SnapKV StreamingLLM"
+    "InfiniGen KVzap KVzip KeyDiff LagKV OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

@@ -28,6 +28,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
+from clusterkv_jax.learned.repetition import Instruction, Repetition
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
@@ -38,9 +39,9 @@ Memory = dict[str, Array]
 Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 
 # What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
-# the model's surrogate predicts from them, the queries that it makes of what the layer before it read, or what an
-# earlier layer selected, instead of selecting itself.
-Need = Literal["queries", "hidden", "scores", "lookahead", "selection"]
+# the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
+# layer before it read, or what an earlier layer selected, instead of selecting itself.
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
@@ -169,6 +170,16 @@ class Method(ABC):
     def schedule(self) -> Schedule:
         """When a cache returns to its budget while decoding."""
         return Schedule()
+
+    @property
+    def repetition(self) -> Repetition:
+        """How a prompt is repeated, for methods that need "repetition"; of all layers then."""
+        return Repetition()
+
+    def with_words(self, words: Instruction) -> "Method":
+        """The method with what asks a model to repeat a prompt, where it needs that and has no words of its own."""
+        del words
+        return self
 
     # --- on the host ---
 

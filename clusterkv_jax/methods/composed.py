@@ -10,6 +10,7 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.cache import NewTokens, resize
 from clusterkv_jax.errors import check_fields
+from clusterkv_jax.learned.repetition import Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
     Holding,
@@ -76,6 +77,16 @@ class Composed(Method):
         """While decoding that of `decode`; the prompt's slack is that of `prefill`."""
         first, then = self.prefill.schedule, self.decode.schedule
         return replace(then, slack=first.slack, rounding=max(first.rounding, then.rounding))
+
+    @property
+    @override
+    def repetition(self) -> Repetition:
+        """The prompt is what `prefill` compresses."""
+        return self.prefill.repetition
+
+    @override
+    def with_words(self, words: Instruction) -> "Composed":
+        return replace(self, prefill=self.prefill.with_words(words))
 
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
