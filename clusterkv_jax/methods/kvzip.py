@@ -5,11 +5,13 @@ Compression with Context Reconstruction", 2505.23416), and KVzip+ (2601.07891).
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.learned.repetition import Instruction, Repetition
 from clusterkv_jax.methods.base import Need
+from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.families.scored import Scored
 
 
@@ -45,6 +47,15 @@ class KVzip(Scored):
     @override
     def needs(self, layer: int) -> frozenset[Need]:
         return frozenset({"repetition"})
+
+    @override
+    def choose(
+        self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
+    ) -> Bool[Array, "B #K C"]:
+        """As every eviction does, but heads that share a layer's rows have none that are safe."""
+        if self.holds == "pages":
+            return best_of_layer(scores, length, budget, self.protected, capacity, safeguard=0.0)
+        return super().choose(scores, length, budget, capacity)
 
     @property
     @override
