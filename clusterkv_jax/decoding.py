@@ -145,11 +145,11 @@ def _read_and_repeat(
     how: repetition.Repetition,
     tokens: Int[Array | np.ndarray, "B N"],
     chunk: int | None,
-    hidden: Float[Array, "B N M"],
-    lengths: Int[Array, " B"],
+    hidden: Float[Any, "B N M"],
+    lengths: Int[Any, " B"],
     on_layer: Callable[[int, Array], None] | None,
     run: Callable[..., Any],
-) -> tuple[list[tuple[Array, Array, Array]], Float[Array, "B V"]]:
+) -> tuple[list[tuple[Any, Any, Any]], Float[Any, "B V"]]:
     """Keys, values and scores of every layer, after the model has repeated the prompts; and the prompts' logits."""
     assert how.words is not None
     rows = []

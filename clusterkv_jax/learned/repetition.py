@@ -135,9 +135,9 @@ def reconstruction(
 def repeated(
     params: Params,
     config: ModelConfig,
-    rows: Sequence[Sequence[Array]],
+    rows: Sequence[Sequence[Any]],
     tokens: Int[Array, "B N"],
-    lengths: Int[Array, " B"],
+    lengths: Int[Any, " B"],
     *,
     chunk: int,
     prompts: Sequence[Any],
@@ -145,7 +145,7 @@ def repeated(
     normalize: bool,
     prefix: int = 0,
     run: Callable[..., Any] = lambda program, *args: program(*args),
-) -> list[Float[Array, "B K N"]]:
+) -> list[Float[Any, "B K N"]]:
     """`reconstruction` behind the keys and values [B,K,N,D] of each layer, which must be finite beyond `lengths` too.
 
     `run` calls the programs of which the passes consist.

@@ -74,13 +74,13 @@ PAIRS = {
         lambda budget: ckv.Composed(ckv.H2O(budget, 0, normalize=True), ckv.Full()),
     ),
     "KVzip": Pair(
-        lambda drop: kvpress.KVzipPress(drop, layerwise=True),
-        lambda budget: ckv.KVzip(budget, scope="layer"),
+        lambda drop: kvpress.KVzipPress(drop, layerwise=True, chunk_size=512),
+        lambda budget: ckv.KVzip(budget, scope="layer", chunk=512),
         share=True,
     ),
     "KVzip+": Pair(
-        lambda drop: kvpress.KVzipPress(drop, layerwise=True, kvzip_plus_normalization=True),
-        lambda budget: ckv.KVzip(budget, plus=True, scope="layer"),
+        lambda drop: kvpress.KVzipPress(drop, layerwise=True, kvzip_plus_normalization=True, chunk_size=512),
+        lambda budget: ckv.KVzip(budget, plus=True, scope="layer", chunk=512),
         share=True,
     ),
     "Expected Attention": Pair(
