@@ -275,6 +275,10 @@ def test_scores_stay_with_their_rows_and_new_tokens_are_scored(width):
         (lambda: ckv.KVzip(BUDGET, instruction=(1, 2)), r"KVzip instruction must be None or 3 tuples of ids"),
         (lambda: ckv.KVzip(BUDGET, scope="all"), "KVzip scope must be"),
         (lambda: ckv.KVzap(BUDGET, scope="layer", decode_interval=4), "KVzap decode_interval must be None where heads"),
+        (
+            lambda: ckv.Composed(ckv.SnapKV(BUDGET, window=4), ckv.KVzap(BUDGET, decode_interval=4)),
+            "Composed decode must be one that needs no scores of rows",
+        ),
         (lambda: compressed(None), r"KVzip keeps the rows of the highest scores: scores must be \[B,K,N\], got None"),
         (lambda: compressed(jnp.zeros((1, 2, 29))), r"scores must have the shape \[1, 2, 30\], got \(1, 2, 29\)"),
         (lambda: compressed(jnp.zeros((1, 2, 30), jnp.int32)), "scores"),

@@ -47,6 +47,7 @@ class Composed(Method):
         stays = then != "moved" and (appends or first != "moved")
         dropping = "a method that drops or merges what it does not keep"
         unequal = "Full() after AdaKV: other methods know no heads of unequal lengths"
+        unscored = "one that needs no scores of rows: those of the prompt do not follow what prefill keeps"
         rerotated = "Full() where keys are rerotated: no other method knows how they were moved"
         check_fields(
             self,
@@ -56,6 +57,7 @@ class Composed(Method):
             ("decode", self.decode.forgets, dropping),
             ("decode", returns, "Full() or one that compresses while decoding"),
             ("decode", stays, rerotated),
+            ("decode", "scores" not in self.decode.needs(0), unscored),
         )
 
     @property

@@ -5,6 +5,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
+from clusterkv_jax.methods.base import Need
 from clusterkv_jax.methods.families.scored import Scored
 
 
@@ -22,3 +25,7 @@ class KVzap(Scored):
     decode_interval: int | None = None
 
     calibrated: ClassVar[bool] = True
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"scores"})
