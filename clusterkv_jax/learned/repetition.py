@@ -281,7 +281,7 @@ def _attend(
     block = max(16, min(LARGEST_BLOCK, at_once))
 
     def one(arrays: Any) -> tuple[Array, Array]:
-        return _attend_one(*arrays, start, size, sinks, block)
+        return _attend_one(*arrays, start=start, size=size, sinks=sinks, block=block)
 
     q = q.reshape(batch, fed, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     arrays = q, *rows, below, counts

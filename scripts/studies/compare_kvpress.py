@@ -35,13 +35,14 @@ TIE = 1e-4
 @dataclass(frozen=True)
 class Pair:
     """A press and the method that does the same; `group` rows are kept or dropped together, and heads of a layer
-    `share` its rows.
+    `share` its rows. Where scores are ranks, rows that tie may have them the other way round, a `step` apart.
     """
 
     press: Callable[[float], Any]
     method: Callable[[ckv.Budget], Any]
     group: int = 1
     share: bool = False
+    step: float = 0.0
 
 
 # kvpress compresses prompts only, so what is decoded is appended. KVzip's cut over all layers has no counterpart here,
@@ -93,7 +94,7 @@ PAIRS = {
         share=True,
     ),
     "KeyDiff": Pair(lambda drop: kvpress.KeyDiffPress(drop), lambda budget: ckv.KeyDiff(budget)),
-    "LagKV": Pair(lambda drop: kvpress.LagKVPress(drop), lambda budget: ckv.LagKV(budget)),
+    "LagKV": Pair(lambda drop: kvpress.LagKVPress(drop), lambda budget: ckv.LagKV(budget), step=1 / 128),
     "LagKV (cross_scoring)": Pair(
         lambda drop: kvpress.LagKVPress(drop, cross_scoring=True),
         lambda budget: ckv.LagKV(budget, cross_scoring=True),
@@ -233,7 +234,7 @@ def compare(theirs: Run, ours: Run, pair: Pair) -> tuple[int, int, int]:
                 continue
             group, values = pair.group, _grouped(score, pair.group)[0 if pair.group > 1 else head]
             cut = _cut(score, a) if pair.share else min(values[p // group] for p in x)
-            unexplained += sum(abs(values[p // group] - cut) > TIE * abs(cut) for p in x ^ y)
+            unexplained += sum(abs(values[p // group] - cut) > TIE * abs(cut) + pair.step for p in x ^ y)
     return different, unexplained, heads
 
 
