@@ -31,8 +31,11 @@ if TYPE_CHECKING:
         GravityKV,
         InfiniGen,
         KeyDiff,
+        KVzap,
+        KVzip,
         LagKV,
         Matched,
+        OrbitKV,
         PyramidKV,
         Quest,
         SnapKV,
@@ -63,6 +66,7 @@ __all__ = [
     "InfiniGen",
     "KVCache",
     "KVzap",
+    "KVzip",
     "KeyDiff",
     "LagKV",
     "LayerCache",
@@ -92,7 +96,7 @@ __all__ = [
 
 _METHODS = (
     "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KVzap KeyDiff LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
+    "InfiniGen KVzap KVzip KeyDiff LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

@@ -57,7 +57,8 @@ AnyMethod = TypeVar("AnyMethod", bound=Any)
 
 def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMethod:
     """A method that goes by learned scores, with the shares that were measured with them if its budget names none."""
-    if calibration is None or "scores" not in method.needs(0) or method.budget.shares is not None:
+    learns = bool({"scores", "repetition"} & method.needs(0))
+    if calibration is None or not learns or method.budget.shares is not None:
         return method
     return calibration.applied(method)
 

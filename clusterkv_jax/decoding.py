@@ -19,30 +19,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, NewTokens, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, sample
 from clusterkv_jax.sharding import constrain, constrain_cache
-
-# Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
-# activations of 14,336 columns in bf16 stay below a GB each.
-TOKENS_AT_ONCE = 32768
 
 # In place of a token; -1 is none.
 NOT_FINITE = -2
@@ -106,29 +103,91 @@ def prefill(
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
     request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
     method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
+    if "repetition" in method.needs(0):
+        _check_repetition(method, config, width if numbers is None else int(numbers.max()))
     in_host_memory = method.holds == "host"
     key = jax.random.key(0) if key is None else key
     position = jnp.array(lengths, jnp.int32)  # a copy, since a cache is donated
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
-        hidden, position = run(_embed, params, config, tokens, position)
+        hidden, position = run(reading.embed, params, config, tokens, position)
         if in_host_memory:
             hidden, position = commit((hidden, position))
+        rows, logits = None, None
+        if "repetition" in method.needs(0):
+            args = params, config, _repetition(method), tokens, prefill_chunk, hidden, position
+            rows, logits = _read_and_repeat(*args, on_layer, run)
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
             plan = plan_layer(method, number, request)
             budgets = rows_of_request(method, plan, lengths, number, request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
-            args = weights, config, method, plan, prefill_chunk, hidden, position, budgets, draw, before
-            hidden, layer, memory, selection_here = run(_prefill_layer, *args)
+            rest = position, budgets, draw, before
+            if rows is None:
+                args = weights, config, method, plan, prefill_chunk, hidden, *rest
+                hidden, layer, memory, selection_here = run(_prefill_layer, *args)
+                if on_layer is not None:
+                    on_layer(number, hidden)
+            else:  # a layer's rows go as soon as it is compressed
+                layer, memory, selection_here = run(_compress_read, method, plan, *rows.pop(0), *rest)
             selection = selection_here if plan.selects else selection
             layers.append(layer)
             state.append(memory)
-            if on_layer is not None:
-                on_layer(number, hidden)
-        logits = run(_last_logits, params, config, hidden, position)
+        if logits is None:
+            logits = run(reading.last_logits, params, config, hidden, position)
         return KVCache(tuple(layers), tuple(state), position), logits
+
+
+def _read_and_repeat(
+    params: Params,
+    config: ModelConfig,
+    how: repetition.Repetition,
+    tokens: Int[Array | np.ndarray, "B N"],
+    chunk: int | None,
+    hidden: Float[Any, "B N M"],
+    lengths: Int[Any, " B"],
+    on_layer: Callable[[int, Array], None] | None,
+    run: Callable[..., Any],
+) -> tuple[list[tuple[Any, Any, Any]], Float[Any, "B V"]]:
+    """Keys, values and scores of every layer, after the model has repeated the prompts; and the prompts' logits."""
+    assert how.words is not None
+    rows = []
+    for number, weights in enumerate(params["layers"]):
+        hidden, keys, values = run(reading.read_layer, weights, config, chunk, hidden)
+        rows.append((keys, values))
+        if on_layer is not None:
+            on_layer(number, hidden)
+    logits = run(reading.last_logits, params, config, hidden, lengths)
+    del hidden
+    asked = repetition.prompts(how.words, tokens, how.chunk)
+    options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "run": run}
+    scores = repetition.repeated(params, config, rows, jnp.asarray(tokens), lengths, prompts=asked, **options)
+    return [(*layer, score) for layer, score in zip(rows, scores, strict=True)], logits
+
+
+def _repetition(method: Any) -> repetition.Repetition:
+    """How a method that needs "repetition" has a prompt repeated."""
+    return method.repetition
+
+
+def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:
+    """Raise ValueError if the method has no words that the model knows, or the model no positions for what is fed."""
+    how, name = _repetition(method), type(method).__name__
+    if how.words is None:
+        raise ValueError(
+            f"{name} has the model repeat its prompts and needs an instruction for that: use generate with a model "
+            "that has a tokenizer, or give it instruction=learned.instruction(tokenizer)."
+        )
+    ids = sorted({id for part in how.words for id in part})
+    if ids and ids[-1] >= config.vocab_size:
+        raise ValueError(f"{name} instruction holds id {ids[-1]}; allowed are 0 to {config.vocab_size - 1}.")
+    fed = repetition.most_fed(how, longest)
+    if longest + fed > config.max_positions:
+        raise ValueError(
+            f"{name} feeds up to {fed} tokens after a prompt of {longest}, more than the model's "
+            f"{config.max_positions} positions; a smaller chunk feeds fewer."
+        )
 
 
 def decode_step(
@@ -301,27 +360,6 @@ def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) 
     return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
-def _positions(batch: int, width: int) -> Int[Array, "B N"]:
-    return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-
-
-@jit(static_argnames=("config",))
-def _embed(
-    params: Params, config: ModelConfig, tokens: Int[Array, "B N"], lengths: Int[Array, " B"]
-) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
-    """Hidden states, and the lengths on the same devices."""
-    hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
-    return constrain(hidden, "batch", None, None), lengths
-
-
-@jit(static_argnames=("config",))
-def _last_logits(
-    params: Params, config: ModelConfig, hidden: Float[Array, "B N M"], lengths: Int[Array, " B"]
-) -> Float[Array, "B V"]:
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return transformer.unembed(params, config, last)
-
-
 @jit(static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
 def _prefill_layer(
     weights: Params,
@@ -336,50 +374,27 @@ def _prefill_layer(
     selection: Any,
 ):
     """One layer over the whole prompt, then its compression."""
-    batch, width, _ = hidden.shape
-    positions = _positions(batch, width)
-    chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
     entering = transformer.attention_input(weights, config, hidden)  # dropped by the compiler where no method reads it
     scores = _scores(weights, config, hidden, method, plan.needs)
-    if chunk >= width:
-        q, k, v = transformer.qkv(weights, config, hidden, positions)
-        hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
-    else:
-        hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
     prompt = Prompt(q, k, v, lengths, entering, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
     return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selection
 
 
-def _layer_in_chunks(
-    weights: Params, config: ModelConfig, chunk: int, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
+@jit(static_argnames=("method", "plan"))
+def _compress_read(
+    method: Method,
+    plan: LayerPlan,
+    keys: Float[Array, "B K N D"],
+    values: Float[Array, "B K N D"],
+    scores: Float[Array, "B K N"],
+    lengths: Int[Array, " B"],
+    budgets: Int[Array, "B groups stages"],
+    key: Key[Array, ""],
+    selection: Any,
 ):
-    """The same layer, its projections and its MLP `chunk` tokens at a time."""
-    project = partial(transformer.qkv, weights, config)
-    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
-    q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
-    attended = causal_attention(q, k, v)
-    return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
-
-
-def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:
-    """Arrays `into` [B, N, ...], chunk by chunk overwritten with what `function` makes of it and of `read`."""
-    width = read[0].shape[1]
-    count = -(-width // chunk)
-    size = -(-width // count)
-
-    def body(number: Array, into: Any) -> Any:
-        start = jnp.minimum(number * size, width - size)
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
-        # The last chunk begins within the one before it, whose tokens stay.
-        fresh = start + jnp.arange(size) >= number * size
-
-        def put(x: Array, old: Array, new: Array) -> Array:
-            new = jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 2)), new, old)
-            return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=1)
-
-        old = jax.tree.map(cut, into)
-        return jax.tree.map(put, into, old, function(old, *map(cut, read)))
-
-    return jax.lax.fori_loop(0, count, body, into)
+    """What is left of a layer that was read before."""
+    prompt = Prompt(None, keys, values, lengths, None, scores)
+    layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
+    return constrain_cache(layer), constrain_cache(state), selection

@@ -31,6 +31,7 @@ from clusterkv_jax.decoding import (
 )
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import host_bytes, traffic
+from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.models.transformer import embed
@@ -140,7 +141,7 @@ def generate(
             f"{shown(sampling)}."
         )
     check_seed(seed)
-    method = with_shares(model.calibration, method)
+    method = completed(model, method)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
     batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
@@ -188,7 +189,7 @@ def compile_ahead(
     `prefill_chunk`. `on_program` is called with each program's name. A method with a host store is left to compile as
     it runs.
     """
-    method, sampling = with_shares(model.calibration, method or Full()), sampling or Sampling()
+    method, sampling = completed(model, method or Full()), sampling or Sampling()
     batch = make_batch(model, prompts, **sizes)
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as total, _mesh(model), explained:
@@ -210,6 +211,14 @@ def compile_ahead(
             args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
+
+
+def completed(model: Model, method: Method) -> Method:
+    """The method with what only a model knows: its calibration's shares, and words of its tokenizer."""
+    result: Any = with_shares(model.calibration, method)
+    if model.tokenizer is None or "repetition" not in method.needs(0):
+        return result
+    return result.with_words(instruction(model.tokenizer))
 
 
 # --- the stages ---

@@ -22,6 +22,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.files import replacing
 from clusterkv_jax.learned import reconstruction
 from clusterkv_jax.learned.fitting import Fit, check_rows, products, ridge
+from clusterkv_jax.learned.repetition import instruction, prompts
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -235,13 +236,6 @@ def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) ->
     return np.log(np.maximum([np.asarray(layer[0, :, SINKS:]) for layer in scores], LEAST_SCORE))
 
 
-def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[list[int]]:
+def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[Int[Array, "1 n"]]:
     """What asks a model to repeat each piece of a text, as KVzip words it."""
-
-    def encoded(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = [encoded("\n\nRepeat the previous context exactly.") + encoded("\n")]
-    later = encoded("\n\nRepeat the part of the previous context exactly, starting with")
-    starts = range(chunk, len(tokens), chunk)
-    return first + [[*later, *tokens[start - 8 : start], *encoded("\n")] for start in starts]
+    return prompts(instruction(tokenizer), jnp.asarray([tokens]), chunk)

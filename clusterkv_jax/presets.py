@@ -43,6 +43,7 @@ _METHODS = {
         methods.PyramidKV,
         methods.AdaKV,
         methods.KVzap,
+        methods.KVzip,
         methods.ExpectedAttention,
         methods.KeyDiff,
         methods.LagKV,

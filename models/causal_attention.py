@@ -86,7 +86,7 @@ def _in_parts(
     if platform() == "cpu" and ambient_mesh() is None:
         rows = min(batch, max(1, at_once // LARGEST_BLOCK))
     block = min(LARGEST_BLOCK, max(16, at_once // rows))
-    edges = _segment_edges(length)
+    edges = segment_edges(length)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         parts = [_in_blocks(q[:, :, a:b], k[:, :b], v[:, :b], a, block) for a, b in pairwise(edges)]
@@ -102,7 +102,8 @@ def _in_parts(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-def _segment_edges(length: int) -> list[int]:
+def segment_edges(length: int) -> list[int]:
+    """Where segments of the queries begin and end."""
     segments = max(1, min(SEGMENTS[platform()], length // LARGEST_BLOCK))
     return [length * i // segments for i in range(segments + 1)]
 

@@ -124,7 +124,7 @@ def test_the_command_answers_with_it(file):
         (["--data", TEXT, "--whole-layer", 9], "no layer 9 to keep whole: the model has 6"),
         (["--data", TEXT, "--chunk", 7], "--chunk must be an even number of rows, got 7"),
         (["--data", TEXT, "--ratio", 1.5], "--ratio must be between 0 and 1, got 1.5"),
-        (["--data", TEXT, "--output", "here.txt"], "--output must be a .yaml file, got here.txt"),
+        (["--data", TEXT, "--output", "here.txt"], "--output must be a .safetensors or a .yaml file, got here.txt"),
         (["--data", TEXT, "--output", "no/such/folder.yaml"], "The folder no/such does not exist"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_model_is_named_once(model, text):
     ("arguments", "sentence"),
     [
         (["--budget", "0.5", "--cache-ratio", "0.5"], "Give --budget, --cache-ratio or --cache-tokens, not several"),
-        (["--method", "centroid"], "Unknown method or preset 'centroid'; known: adakv, adakv-kvpress, cam,"),
+        (["--method", "centroid"], "Unknown method or preset 'centroid'; known: adakv, adakv-kvpress, auto, cam,"),
         (["--method", "centroidkv"], "--method centroidkv needs --cache-ratio or --cache-tokens."),
         (["--cache-ratio", "0.5"], "--method full keeps the whole cache and takes no --cache-ratio or --cache-tokens."),
         (["--method", "centroidkv", "--cache-ratio", "0.5", "--cache-tokens", "9"], "not both (got 0.5 and 9)"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding
+from clusterkv_jax import decoding, reading
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due
@@ -109,7 +109,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
         lowered = decoding._prefill_layer.lower(weights, config, method, plan_layer(method, 0, facts), None, *operands)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
-    most = decoding.TOKENS_AT_ONCE // batch
+    most = reading.TOKENS_AT_ONCE // batch
     assert inner(most) == {most}
     assert inner(most + 64) == {most // 2 + 32}
 

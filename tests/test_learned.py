@@ -3,6 +3,7 @@ the methods that are such a score.
 """
 
 import functools
+from collections import OrderedDict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax import learned
+from clusterkv_jax import learned, programs
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected, repetition
@@ -210,10 +211,11 @@ def test_reconstruction_does_not_depend_on_blocks_of_queries():
     score = functools.partial(learned.reconstruction, small.params, small.config, prompts=[[3, 5]], normalize=True)
     tokens = jnp.asarray([prompt(1, 53)])
     whole = score(tokens)
-    with mock.patch("clusterkv_jax.learned.repetition.LOGITS_AT_ONCE", 16 * 4 * 108):
-        repetition._repeat_layer.clear_cache()
+    with (
+        mock.patch.dict(repetition.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
+        mock.patch.object(programs, "_kept", OrderedDict()),
+    ):
         blocks = score(tokens)
-    repetition._repeat_layer.clear_cache()
     close(np.stack(blocks), np.stack(whole), 5e-5)
 
 

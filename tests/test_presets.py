@@ -140,7 +140,9 @@ def test_mistakes_in_a_file_are_named(tmp_path, content, sentence):
 
 
 def test_mistakes_in_a_call_are_named():
-    with pytest.raises(ValueError, match=r"Unknown method or preset 'chelsea-gpt'; known: adakv, adakv-kvpress, cam, "):
+    with pytest.raises(
+        ValueError, match=r"Unknown method or preset 'chelsea-gpt'; known: adakv, adakv-kvpress, auto, cam, "
+    ):
         preset("chelsea-gpt", HALF)
     with pytest.raises(ValueError, match=r"CentroidKV needs a budget and preset 'centroidkv' leaves it open"):
         preset("centroidkv")

@@ -12,12 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
-from clusterkv_jax.calibration import with_shares
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.generation import generate
+from clusterkv_jax.generation import completed, generate
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
@@ -57,7 +56,7 @@ def responder(model: Model) -> Respond:
 
 def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
     """Whether the method's budget is possible for a prompt; of short ones too few rows may remain."""
-    method = with_shares(model.calibration, method)
+    method = completed(model, method)
     config, tokens = model.config, len(prompt.context)
     reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
     counts = {"max_new_tokens": max_new_tokens, "reserve": reserve, "step_tokens": QUESTION_STEP}
@@ -85,7 +84,7 @@ def generations(
 
 def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
     """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts."""
-    method = with_shares(model.calibration, method)
+    method = completed(model, method)
     begin = time.perf_counter()
     unique = list(dict.fromkeys(prompt.context for prompt in prompts))
     width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)

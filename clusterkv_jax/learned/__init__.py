@@ -18,7 +18,7 @@ from clusterkv_jax.learned.leverage import compactor, draw_sketch
 from clusterkv_jax.learned.matching import match
 from clusterkv_jax.learned.output import criticalkv, dropkv, projected_norms
 from clusterkv_jax.learned.refitting import refit
-from clusterkv_jax.learned.repetition import reconstruction
+from clusterkv_jax.learned.repetition import instruction, reconstruction
 from clusterkv_jax.learned.statistics import keydiff, lagkv
 from clusterkv_jax.learned.surrogates import surrogate, surrogate_mlp
 
@@ -28,6 +28,7 @@ __all__ = [
     "draw_sketch",
     "dropkv",
     "expected_attention",
+    "instruction",
     "keydiff",
     "lagkv",
     "match",

@@ -2,10 +2,17 @@
 
 The context is read once, then piece by piece again behind its full cache, each piece after an instruction to repeat it.
 Every pass starts at position N again; what it makes of its own tokens is thrown away.
+
+    instruction      the words that ask for it, as ids of a tokenizer
+    Repetition       how a method has it done
+    prompts          what is fed before each piece
+    repeated         the passes, behind keys and values that are there
+    reconstruction   reading and passes
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,17 +20,66 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax import reading
 from clusterkv_jax.checks import check_counts
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import causal_attention
+from clusterkv_jax.models.causal_attention import LARGEST_BLOCK, segment_edges
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.programs import jit
+from clusterkv_jax.sharding import ambient_mesh, constrain, constrain_cache
 
 Params = dict[str, Any]
-# Logits of one block of queries, in elements (f32): 256 MiB.
-LOGITS_AT_ONCE = 2**26
+# Ids that ask for the first piece, for a later one whose beginning follows them, and what stands before the answer.
+Instruction = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# Tokens of the piece before that a later instruction ends with.
+TAIL = 8
+# Logits of one block of queries, in elements (f32): 128 MiB on accelerators, what a CPU's last cache may hold there.
+LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**25, "tpu": 2**25}
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """`words` as ids, None where a tokenizer is still to give them; the others are arguments of `reconstruction`."""
+
+    words: Instruction | None = None
+    chunk: int = 2048
+    sinks: int = 4
+    normalize: bool = False
+
+
+def instruction(tokenizer: Any) -> Instruction:
+    """What asks a model to repeat a text, in KVzip's words; a line break stands before the answer."""
+    texts = (
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with",
+        "\n",
+    )
+    first, later, suffix = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return first, later, suffix
+
+
+def prompts(words: Instruction, tokens: Int[Array | np.ndarray, "B N"], chunk: int) -> list[Any]:
+    """What is fed before each piece of `chunk` tokens: the words, for later pieces with the end of the one before."""
+    first, later, suffix = words
+    batch, count = tokens.shape
+
+    def wide(ids: tuple[int, ...]) -> Int[Array, "B n"]:
+        return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), (batch, len(ids)))
+
+    tails = [tokens[:, max(0, start - TAIL) : start] for start in range(chunk, count, chunk)]
+    rest = [jnp.concatenate([wide(later), jnp.asarray(tail, jnp.int32), wide(suffix)], axis=1) for tail in tails]
+    return [wide(first + suffix), *rest]
+
+
+def most_fed(how: Repetition, count: int) -> int:
+    """The most tokens that a pass over a context of `count` feeds."""
+    assert how.words is not None
+    first, later, suffix = map(len, how.words)
+    before = first if count <= how.chunk else max(first, later + TAIL)
+    return before + suffix + min(how.chunk, count)
 
 
 def reconstruction(
@@ -65,24 +121,48 @@ def reconstruction(
         ValueError: if there are not as many prompts as pieces, or a number is impossible.
     """
     batch, count = tokens.shape
-    starts = _check(count, chunk, prompts, sinks, prefix)
+    _check(count, chunk, prompts, sinks, prefix)
     counts = jnp.full(batch, count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    real = ordinals(count, 2) < counts[:, None]
-    rows = _read(params, config, jnp.where(real, tokens, 0))
+    hidden, counts = reading.embed(params, config, tokens, counts)
+    rows = []
+    for layer in params["layers"]:
+        hidden, *keys_and_values = reading.read_layer(layer, config, None, hidden)
+        rows.append(keys_and_values)
+    options = {"chunk": chunk, "prompts": prompts, "sinks": sinks, "normalize": normalize, "prefix": prefix}
+    return repeated(params, config, rows, tokens, counts, **options)
 
+
+def repeated(
+    params: Params,
+    config: ModelConfig,
+    rows: Sequence[Sequence[Any]],
+    tokens: Int[Array, "B N"],
+    lengths: Int[Any, " B"],
+    *,
+    chunk: int,
+    prompts: Sequence[Any],
+    sinks: int,
+    normalize: bool,
+    prefix: int = 0,
+    run: Callable[..., Any] = lambda program, *args: program(*args),
+) -> list[Float[Any, "B K N"]]:
+    """`reconstruction` behind the keys and values [B,K,N,D] of each layer, which must be finite beyond `lengths` too.
+
+    `run` calls the programs of which the passes consist.
+    """
+    count = tokens.shape[1]
+    starts = _check(count, chunk, prompts, sinks, prefix)
     pieces = []
     for start, ids in zip(starts, prompts, strict=True):
-        piece = tokens[:, start : start + chunk]
-        fed = jnp.asarray(ids, jnp.int32)
-        fed = jnp.concatenate([jnp.broadcast_to(fed, (batch, fed.shape[-1])), piece.astype(jnp.int32)], axis=1)
-        pieces.append(
-            _repeat(params, config, rows, fed, jnp.int32(start), counts, piece.shape[1], min(sinks, start), normalize)
-        )
-    unmeasured = jnp.zeros((batch, config.num_kv_heads, prefix), jnp.float32)
-    scores = [jnp.concatenate([unmeasured, *layer], axis=2) for layer in zip(*pieces, strict=True)]
-    best = jnp.max(jnp.stack([jnp.max(jnp.where(real[:, None], x, 0.0), axis=(1, 2)) for x in scores]), axis=0)
-    first = ordinals(count, 3) < sinks
-    return [jnp.where(real[:, None], jnp.where(first, best[:, None, None] + 1, x), -jnp.inf) for x in scores]
+        size, here = min(chunk, count - start), jnp.int32(start)
+        hidden, positions, real = run(_feed, params, config, tokens, jnp.asarray(ids, jnp.int32), lengths, here, size)
+        scores = []
+        for number, (layer, (keys, values)) in enumerate(zip(params["layers"], rows, strict=True)):
+            places = keys, values, here, lengths, size, min(sinks, start), normalize, number + 1 == len(rows)
+            hidden, score = run(_repeat_layer, layer, config, hidden, positions, real, *places)
+            scores.append(score)
+        pieces.append(scores)
+    return run(_whole, pieces, lengths, prefix, sinks)
 
 
 def _check(count: int, chunk: int, prompts: Sequence[Any], sinks: int, prefix: int) -> range:
@@ -100,52 +180,32 @@ def _check(count: int, chunk: int, prompts: Sequence[Any], sinks: int, prefix: i
     return starts
 
 
-def _read(params: Params, config: ModelConfig, tokens: Int[Array, "B N"]) -> list[tuple[Array, Array]]:
-    """Keys and values [B,K,N,D] of every layer."""
-    positions = jnp.broadcast_to(ordinals(tokens.shape[1], 2), tokens.shape)
-    hidden, rows = transformer.embed(params, config, tokens, positions), []
-    for layer in params["layers"]:
-        hidden, keys, values = _read_layer(layer, config, hidden, positions)
-        rows.append((keys, values))
-    return rows
-
-
-@partial(jax.jit, static_argnames=("config",))
-def _read_layer(
-    layer: Params, config: ModelConfig, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
-) -> tuple[Float[Array, "B N M"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-    q, k, v = transformer.qkv(layer, config, hidden, positions)
-    hidden = transformer.finish(layer, config, hidden, causal_attention(q, k, v))
-    return hidden, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-
-
-def _repeat(
+@jit(static_argnames=("config", "size"))
+def _feed(
     params: Params,
     config: ModelConfig,
-    rows: list[tuple[Array, Array]],
-    fed: Int[Array, "B n"],
-    start: Int[Array, ""],
+    tokens: Int[Array, "B N"],
+    ids: Int[Array, "... n"],
     counts: Int[Array, " B"],
+    start: Int[Array, ""],
     size: int,
-    sinks: int,
-    normalize: bool,
-) -> list[Float[Array, "B K size"]]:
-    """Scores of the piece of `size` rows from `start` on, which stands at the end of what is fed, in every layer."""
-    before = fed.shape[1] - size
-    # Of a sequence that ends in the piece only its own tokens are fed; of one that ended before, none.
+) -> tuple[Float[Array, "B T M"], Int[Array, "B T"], Bool[Array, "B T"]]:
+    """Ids and then `size` tokens from `start` on: hidden states, positions, and which of them are real.
+
+    Of a sequence that ends in the piece only its own tokens are fed; of one that ended before, none.
+    """
+    piece = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1).astype(jnp.int32)
+    before = jnp.broadcast_to(ids, (len(tokens), ids.shape[-1]))
+    fed = jnp.concatenate([before, piece], axis=1)
     number = ordinals(fed.shape[1], 2)
-    real = (number < before + jnp.clip(counts - start, 0, size)[:, None]) & (counts > start)[:, None]
-    fed, positions = jnp.where(real, fed, 0), counts[:, None] + number
-    hidden, scores = transformer.embed(params, config, fed, positions), []
-    for layer, (keys, values) in zip(params["layers"], rows, strict=True):
-        hidden, score = _repeat_layer(
-            layer, config, hidden, positions, real, keys, values, start, counts, size, sinks, normalize
-        )
-        scores.append(score)
-    return scores
+    mine = before.shape[1] + jnp.clip(counts - start, 0, size)
+    real = (number < mine[:, None]) & (counts > start)[:, None]
+    positions = counts[:, None] + number
+    hidden = transformer.embed(params, config, jnp.where(real, fed, 0), positions)
+    return constrain(hidden, "batch", None, None), positions, real
 
 
-@partial(jax.jit, static_argnames=("config", "size", "sinks", "normalize"))
+@jit(static_argnames=("config", "size", "sinks", "normalize", "last"))
 def _repeat_layer(
     layer: Params,
     config: ModelConfig,
@@ -159,84 +219,135 @@ def _repeat_layer(
     size: int,
     sinks: int,
     normalize: bool,
-) -> tuple[Float[Array, "B n M"], Float[Array, "B K size"]]:
-    """One layer of a pass: its hidden states, and the scores of the piece."""
+    last: bool,
+) -> tuple[Float[Array, "B n M"] | None, Float[Array, "B K size"]]:
+    """One layer of a pass: its hidden states, and the scores of the piece of `size` rows from `start` on.
+
+    Nothing reads the hidden states of the last layer: there the rows of the softmax that is cut out are enough.
+    """
     q, k, v = transformer.qkv(layer, config, hidden, positions)
-    new = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    weight = input_norm = None
+    if last:
+        cut = [jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (keys, values)]
+        keys, values = (jnp.concatenate([x[:, :, :sinks], y], axis=2) for x, y in zip((keys, values), cut, strict=True))
+        start, counts = jnp.int32(sinks), sinks + jnp.maximum(counts - start, 0)
+    rows = keys, values, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    below = jnp.zeros(real.shape, jnp.float32)
+    if normalize:
+        norm = jnp.linalg.norm(transformer.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
+        below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    # A token that is padding says nothing.
+    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, size, sinks)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
-        weight = projected_norms(piece, layer["attention"]["o"])
-        inputs = transformer.attention_input(layer, config, hidden).astype(jnp.float32)
-        input_norm = jnp.maximum(jnp.linalg.norm(inputs, axis=-1), jnp.finfo(jnp.float32).tiny)
-    attended, score = _attend(q, (keys, values), new, real, counts, start, size, sinks, weight, input_norm)
-    return transformer.finish(layer, config, hidden, attended), score
+        best = best + jnp.log(projected_norms(piece, layer["attention"]["o"])).reshape(best.shape)
+    score = constrain_cache(jnp.exp(jnp.max(best, axis=2)))
+    if last:
+        return None, score
+    return constrain(transformer.finish(layer, config, hidden, attended), "batch", None, None), score
+
+
+@jit(static_argnames=("prefix", "sinks"))
+def _whole(pieces: list[list[Array]], counts: Int[Array, " B"], prefix: int, sinks: int) -> list[Float[Array, "B K N"]]:
+    """Scores of each layer from those of its pieces [B,K,size], the sinks above all."""
+    unmeasured = jnp.zeros((*pieces[0][0].shape[:2], prefix), jnp.float32)
+    scores = [jnp.concatenate([unmeasured, *layer], axis=2) for layer in zip(*pieces, strict=True)]
+    row = ordinals(scores[0].shape[2], 3)
+    real = row < counts[:, None, None]
+    best = jnp.max(jnp.stack([jnp.max(jnp.where(real, x, 0.0), axis=(1, 2)) for x in scores]), axis=0)
+    return [jnp.where(real, jnp.where(row < sinks, best[:, None, None] + 1, x), -jnp.inf) for x in scores]
+
+
+# --- attention of a pass ---
 
 
 def _attend(
     q: Float[Array, "B n H D"],
-    rows: tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]],
-    new: tuple[Float[Array, "B K n D"], Float[Array, "B K n D"]],
-    real: Bool[Array, "B n"],
+    rows: tuple[Array, Array, Array, Array],
+    below: Float[Array, "B n"],
     counts: Int[Array, " B"],
     start: Int[Array, ""],
     size: int,
     sinks: int,
-    weight: Float[Array, "B H size"] | None,
-    input_norm: Float[Array, "B n"] | None,
-) -> tuple[Float[Array, "B n H D"], Float[Array, "B K size"]]:
+) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
     """Attention of the fed tokens to context and themselves, and the maxima of the softmax that is cut out of it.
 
-    Queries go block after block, so that logits are never n x N for all of them.
+    The maxima are logarithms, less `below`, which each fed token has. `rows` are keys and values of the context, and of
+    the fed tokens. On a CPU one sequence goes after the other.
     """
     batch, fed, heads, dim = q.shape
     kv_heads, count = rows[0].shape[1:3]
-    keys, values = (jnp.concatenate(pair, axis=2) for pair in zip(rows, new, strict=True))
-    column = ordinals(count + fed, 2)
-    there = jnp.concatenate([ordinals(count, 2) < counts[:, None], real], axis=1)
-    inside = (column < sinks) | ((column >= start) & (column < start + size)) | (column >= count)
-    group = heads // kv_heads
-    per_head = None if weight is None else weight.reshape(batch, kv_heads, group, 1, size)
+    alone = platform() == "cpu" and ambient_mesh() is None
+    at_once = LOGITS_AT_ONCE[platform()] // (heads * (count + fed) * (1 if alone else batch))
+    block = max(16, min(LARGEST_BLOCK, at_once))
 
-    def block(best: Float[Array, "B K size"], part: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, number, queries, norm = part
-        q = q.reshape(batch, -1, kv_heads, group, dim)
-        logits = jnp.einsum(
-            "btkgd,bknd->bkgtn",
-            *matmul_operands(q, keys),
-            precision=matmul_precision(q.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        visible = there[:, None] & (column <= count + number[:, None])[None]
-        # A token that is padding may see nothing but itself, which is no number but must be one.
-        visible = (visible | (column == count + number[:, None])[None])[:, None, None]
-        logits = jnp.where(visible, logits * dim**-0.5, -jnp.inf)
-        attended = jnp.einsum(
-            "bkgtn,bknd->btkgd",
-            *matmul_operands(jax.nn.softmax(logits, axis=-1).astype(values.dtype), values),
-            precision=matmul_precision(values.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        total = jax.nn.logsumexp(jnp.where(inside[None, None, None], logits, -jnp.inf), axis=-1, keepdims=True)
-        share = jnp.exp(jax.lax.dynamic_slice_in_dim(logits, start, size, axis=4) - total)
-        if per_head is not None:
-            share = share * per_head / norm[:, None, None, :, None]
-        share = jnp.where(queries[:, None, None, :, None], share, 0.0)
-        return jnp.maximum(best, jnp.max(share, axis=(2, 3))), attended.astype(q.dtype)
+    def one(arrays: Any) -> tuple[Array, Array]:
+        return _attend_one(*arrays, start=start, size=size, sinks=sinks, block=block)
 
-    length = max(16, min(fed, LOGITS_AT_ONCE // (batch * heads * (count + fed))))
-    blocks = -(-fed // length)
-    norm = jnp.ones((batch, fed), jnp.float32) if input_norm is None else input_norm
-    parts = _in_blocks(q, blocks, length), _in_blocks(real, blocks, length), _in_blocks(norm, blocks, length, 1.0)
-    # What fills the last block up asks as the last token does, for nothing.
-    numbers = jnp.minimum(jnp.arange(blocks * length, dtype=jnp.int32), fed - 1).reshape(blocks, length)
-    first = jnp.zeros((batch, kv_heads, size), jnp.float32)
-    best, attended = jax.lax.scan(block, first, (parts[0], numbers, *parts[1:]))
-    return jnp.moveaxis(attended, 0, 1).reshape(batch, blocks * length, heads, dim)[:, :fed], best
+    q = q.reshape(batch, fed, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+    arrays = q, *rows, below, counts
+    attended, best = jax.lax.map(one, arrays) if alone else jax.vmap(one)(arrays)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, dim), best
 
 
-def _in_blocks(x: Float[Array, "B n ..."] | Bool[Array, "B n"], blocks: int, length: int, fill: float = 0.0) -> Array:
-    """Blocks of tokens first."""
-    padding = [(0, 0), (0, blocks * length - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, padding, constant_values=fill if x.dtype != jnp.bool else False)
-    return jnp.moveaxis(x.reshape(x.shape[0], blocks, length, *x.shape[2:]), 1, 0)
+def _attend_one(
+    q: Float[Array, "K G n D"],
+    keys: Float[Array, "K N D"],
+    values: Float[Array, "K N D"],
+    new_keys: Float[Array, "K n D"],
+    new_values: Float[Array, "K n D"],
+    below: Float[Array, " n"],
+    count: Int[Array, ""],
+    start: Int[Array, ""],
+    size: int,
+    sinks: int,
+    block: int,
+) -> tuple[Float[Array, "K G n D"], Float[Array, "K G size"]]:
+    """A sequence: `block` queries after the other, so that logits are never n x N for all of them.
+
+    Later queries see more of the fed tokens, so those come in segments, as in `causal_attention`.
+    """
+    there = ordinals(keys.shape[1], 1) < count
+
+    def attend(end: int, best: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        q, number, below = part
+        context = jnp.where(there[None, None, None], _logits(q, keys), -jnp.inf)
+        own = jnp.where((ordinals(end, 2) <= number[:, None])[None, None], _logits(q, new_keys[:, :end]), -jnp.inf)
+        peak = jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1))[..., None]
+        weights = jnp.exp(context - peak), jnp.exp(own - peak)
+        total = jnp.sum(weights[0], axis=-1) + jnp.sum(weights[1], axis=-1)
+        attended = _weighted(weights[0], values) + _weighted(weights[1], new_values[:, :end])
+        piece = jax.lax.dynamic_slice_in_dim(context, start, size, axis=3)
+        inside = [jax.nn.logsumexp(x, axis=-1) for x in (context[..., :sinks], piece, own) if x.shape[-1]]
+        less = jax.nn.logsumexp(jnp.stack(inside), axis=0) + below[None, None]
+        best = jnp.maximum(best, jnp.max(piece - less[..., None], axis=2))
+        return best, (attended / total[..., None]).astype(q.dtype)
+
+    best, outputs = jnp.full((*q.shape[:2], size), -jnp.inf), []
+    for begin, end in pairwise(segment_edges(q.shape[2])):
+        blocks = -(-(end - begin) // block)
+        length = -(-(end - begin) // blocks)
+        # What fills the last block up asks as the last token does, for nothing.
+        at = jnp.minimum(begin + jnp.arange(blocks * length, dtype=jnp.int32), end - 1).reshape(blocks, length)
+        parts = jnp.moveaxis(q[:, :, at], 2, 0), at, below[at]
+        best, out = jax.lax.scan(lambda best, part, end=end: attend(end, best, part), best, parts)
+        outputs.append(jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], -1, q.shape[3])[:, :, : end - begin])
+    return jnp.concatenate(outputs, axis=2), best
+
+
+def _logits(q: Float[Array, "K G t D"], keys: Float[Array, "K N D"]) -> Float[Array, "K G t N"]:
+    product = jnp.einsum(
+        "kgtd,knd->kgtn",
+        *matmul_operands(q, keys),
+        precision=matmul_precision(q.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return product * q.shape[-1] ** -0.5
+
+
+def _weighted(weights: Float[Array, "K G t N"], values: Float[Array, "K N D"]) -> Float[Array, "K G t D"]:
+    return jnp.einsum(
+        "kgtn,knd->kgtd",
+        *matmul_operands(weights.astype(values.dtype), values),
+        precision=matmul_precision(values.dtype),
+        preferred_element_type=jnp.float32,
+    )

@@ -21,6 +21,7 @@ from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.keydiff import KeyDiff
 from clusterkv_jax.methods.kvzap import KVzap
+from clusterkv_jax.methods.kvzip import KVzip
 from clusterkv_jax.methods.lagkv import LagKV
 from clusterkv_jax.methods.matched import Matched
 from clusterkv_jax.methods.orbitkv import OrbitKV
@@ -48,6 +49,7 @@ __all__ = [
     "GravityKV",
     "InfiniGen",
     "KVzap",
+    "KVzip",
     "KeyDiff",
     "LagKV",
     "Matched",

@@ -38,9 +38,9 @@ Memory = dict[str, Array]
 Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 
 # What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
-# the model's surrogate predicts from them, the queries that it makes of what the layer before it read, or what an
-# earlier layer selected, instead of selecting itself.
-Need = Literal["queries", "hidden", "scores", "lookahead", "selection"]
+# the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
+# layer before it read, or what an earlier layer selected, instead of selecting itself.
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 

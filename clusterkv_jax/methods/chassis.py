@@ -124,7 +124,7 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
         raise ValueError(f"{name} chooses rows by attention: queries must be [B,H,N,D], got None.")
     if "hidden" in needs and prompt.hidden is None:
         raise ValueError(f"{name} scores rows by the layer's input: hidden must be [B,N,M], got None.")
-    if "scores" in needs and prompt.scores is None:
+    if needs & {"scores", "repetition"} and prompt.scores is None:
         raise ValueError(f"{name} keeps the rows of the highest scores: scores must be [B,K,N], got None.")
 
 

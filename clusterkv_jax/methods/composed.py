@@ -10,6 +10,7 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.cache import NewTokens, resize
 from clusterkv_jax.errors import check_fields
+from clusterkv_jax.learned.repetition import Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
     Holding,
@@ -46,6 +47,7 @@ class Composed(Method):
         stays = then != "moved" and (appends or first != "moved")
         dropping = "a method that drops or merges what it does not keep"
         unequal = "Full() after AdaKV: other methods know no heads of unequal lengths"
+        unscored = "one that needs no scores of rows: those of the prompt do not follow what prefill keeps"
         rerotated = "Full() where keys are rerotated: no other method knows how they were moved"
         check_fields(
             self,
@@ -55,6 +57,7 @@ class Composed(Method):
             ("decode", self.decode.forgets, dropping),
             ("decode", returns, "Full() or one that compresses while decoding"),
             ("decode", stays, rerotated),
+            ("decode", "scores" not in self.decode.needs(0), unscored),
         )
 
     @property
@@ -76,6 +79,17 @@ class Composed(Method):
         """While decoding that of `decode`; the prompt's slack is that of `prefill`."""
         first, then = self.prefill.schedule, self.decode.schedule
         return replace(then, slack=first.slack, rounding=max(first.rounding, then.rounding))
+
+    @property
+    def repetition(self) -> Repetition:
+        """The prompt is what `prefill` compresses."""
+        prefill: Any = self.prefill  # one that needs "repetition"
+        return prefill.repetition
+
+    def with_words(self, words: Instruction) -> "Composed":
+        """As the prefill method."""
+        prefill: Any = self.prefill
+        return replace(self, prefill=prefill.with_words(words))
 
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:

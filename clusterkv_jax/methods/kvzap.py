@@ -5,6 +5,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from typing_extensions import override
+
+from clusterkv_jax.methods.base import Need
 from clusterkv_jax.methods.families.scored import Scored
 
 
@@ -20,3 +23,7 @@ class KVzap(Scored):
     recent: int = 8
     scope: Literal["head", "layer"] = "head"
     decode_interval: int | None = None
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"scores"})

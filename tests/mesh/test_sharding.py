@@ -14,6 +14,7 @@ from tests.support.methods import LargeValuesInPages, page_method
 from tests.support.tiny import prompt, tiny
 
 HALF = ckv.Budget(ratio=0.5)
+WORDS = ((3, 5), (7, 1, 4), (2,))
 CENTROID = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4)
 CHELSEA = ckv.Chelsea(
     ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4, outlier_heads=((1, 0), (1, 2), (1, 3))
@@ -44,6 +45,8 @@ def placed(model, mesh):
         ((2, 4), ckv.ExpectedAttention(HALF, future=16, scope="layer", decode_interval=4)),
         ((2, 4), ckv.Compactor(HALF, sinks=2, recent=2, chunk=16)),
         ((8,), ckv.DropKV(HALF, window=4, kernel=3, scope="layer", decode_interval=4)),
+        ((2, 4), ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS)),
+        ((8,), ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS)),
         ((2, 4), page_method(HALF)),
         ((2, 4), page_method(HALF, kind=LargeValuesInPages)),
     ],

@@ -1,5 +1,6 @@
 """Methods whose rows come with a score of their own, which moves with them while decoding."""
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from clusterkv_jax.methods.families.eviction import Scoped
 class Scored(Scoped):
     """Keeps the first `sinks` rows, the last `recent`, and those between them of the highest scores.
 
-    The dataclasses below it have these fields. While decoding, new tokens come with scores as those of the prompt did.
+    The dataclasses below it have these fields. With a `decode_interval` new tokens come with scores too.
     """
 
     sinks: int
@@ -38,9 +39,10 @@ class Scored(Scoped):
     def protected(self) -> Protected:
         return Protected(sinks=self.sinks, recent=self.recent)
 
+    @abstractmethod
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"scores"})
+        """Where the scores come from: "scores" of a surrogate, or a "repetition" of the prompt."""
 
     @override
     def score(self, rows: Rows) -> Float[Array, "B K C"]:

@@ -1,0 +1,73 @@
+"""KVzip: keep the rows that the model looks at when it repeats its context (Kim et al., "KVzip: Query-Agnostic KV Cache
+Compression with Context Reconstruction", 2505.23416), and KVzip+ (2601.07891).
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
+
+from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.learned.repetition import Instruction, Repetition
+from clusterkv_jax.methods.base import Need
+from clusterkv_jax.methods.families.eviction import best_of_layer
+from clusterkv_jax.methods.families.scored import Scored
+
+
+@dataclass(frozen=True)
+class KVzip(Scored):
+    """Keep the first `sinks` rows, the last `recent`, and those between them that a repetition of the prompt looks at.
+
+    The model reads the prompt, then repeats it in pieces of `chunk` tokens behind its full cache; a row is worth the
+    greatest attention that it gets (`learned.reconstruction`). With `plus` attention counts by what it writes. Heads
+    get the shares of the model's calibration, where there is one; with `scope` "layer" those of a layer share pages.
+    `instruction` asks for the repetition: `generate` takes KVzip's words, `prefill` needs `learned.instruction`. Tokens
+    are appended while decoding.
+    """
+
+    sinks: int = 4
+    recent: int = 0
+    plus: bool = False
+    scope: Literal["head", "layer"] = "head"
+    chunk: int = 2048
+    instruction: Instruction | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(
+            self,
+            ("plus", isinstance(self.plus, bool), "True or False"),
+            ("chunk", is_count(self.chunk, 1), "a whole number of at least 1"),
+            ("instruction", self.instruction is None or _is_instruction(self.instruction), "None or 3 tuples of ids"),
+        )
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"repetition"})
+
+    @override
+    def choose(
+        self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
+    ) -> Bool[Array, "B #K C"]:
+        """As every eviction does, but heads that share a layer's rows have none that are safe."""
+        if self.holds == "pages":
+            return best_of_layer(scores, length, budget, self.protected, capacity, safeguard=0.0)
+        return super().choose(scores, length, budget, capacity)
+
+    @property
+    def repetition(self) -> Repetition:
+        """How a prompt is repeated."""
+        return Repetition(self.instruction, self.chunk, self.sinks, self.plus)
+
+    def with_words(self, words: Instruction) -> "KVzip":
+        """The method with what asks a model to repeat a prompt, unless it has words of its own."""
+        return self if self.instruction is not None else replace(self, instruction=words)
+
+
+def _is_instruction(words: Any) -> bool:
+    return (
+        isinstance(words, tuple)
+        and len(words) == 3
+        and all(isinstance(part, tuple) and all(map(is_count, part)) for part in words)
+    )
