@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 from jaxtyping import Array, Float
-from msgspec import Meta
+from msgspec import Meta, Struct
 from safetensors.numpy import save_file
 
 from clusterkv_jax import schema
@@ -46,7 +46,7 @@ CLUSTER_FLOOR = 0.1
 # Arrays of a layer's surrogate, in the order in which they are applied.
 SURROGATES = {"linear": ("weights", "bias"), "mlp": ("inner_weights", "inner_bias", "weights", "bias")}
 # Of a safetensors file's metadata.
-_TEXT, _CHECKSUMS = "calibration", "checksums"
+_ENTRY = "calibration"
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
@@ -230,9 +230,10 @@ def write(file: str | Path, calibration: Calibration) -> None:
         )
     arrays = {f"{i}.{name}": x for i, layer in enumerate(calibration.surrogate) for name, x in layer.items()}
     arrays = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
-    checksums = json.dumps({name: digest(x) for name, x in arrays.items()})
+    # One entry: the library writes several in any order, and the same calibration is the same file.
+    about = {"numbers": to_yaml(calibration), "checksums": {name: digest(x) for name, x in arrays.items()}}
     with replacing(file) as temporary:
-        save_file(arrays, temporary, metadata={_TEXT: to_yaml(calibration), _CHECKSUMS: checksums})
+        save_file(arrays, temporary, metadata={_ENTRY: json.dumps(about)})
 
 
 def read(file: str | Path) -> Calibration:
@@ -243,11 +244,10 @@ def read(file: str | Path) -> Calibration:
     if Path(file).suffix != ".safetensors":
         return _parsed(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
     entries, metadata = header(Path(file))
-    for name in (_TEXT, _CHECKSUMS):
-        if name not in metadata:
-            raise ValueError(f"{file} is no calibration: its metadata lack {name!r}.")
-    calibration = _parsed(metadata[_TEXT], str(file))
-    checksums = schema.checked(schema.from_json(metadata[_CHECKSUMS], str(file)), dict[str, str], str(file))
+    if _ENTRY not in metadata:
+        raise ValueError(f"{file} is no calibration: its metadata lack {_ENTRY!r}.")
+    about = schema.checked(schema.from_json(metadata[_ENTRY], str(file)), _About, str(file))
+    calibration, checksums = _parsed(about.numbers, str(file)), about.checksums
     arrays = {name: np.array(entry.map()) for name, entry in entries.items()}
     for name, x in arrays.items():
         if digest(x) != checksums.get(name) or not all_finite(x):
@@ -267,6 +267,13 @@ def read(file: str | Path) -> Calibration:
         ):
             raise ValueError(f"{file}, layer {number}: The shapes {shapes} make no surrogate of {heads} KV heads.")
     return dataclasses.replace(calibration, surrogate=surrogate)
+
+
+class _About(Struct):
+    """A safetensors file's metadata: the text of a YAML file, and digests of its arrays."""
+
+    numbers: str
+    checksums: dict[str, str]
 
 
 def _parsed(text: str, file: str) -> Calibration:

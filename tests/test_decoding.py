@@ -19,7 +19,7 @@ from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.methods import every_method, fitted_method, named
-from tests.support.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import VOCAB, prompt, taught, tiny
 
 # One interval, step count and set of prompts, so that tests share their programs. The interval is short enough to
 # cluster several times and too long for a question of 7 tokens to end it.
@@ -43,7 +43,7 @@ def padded(*prompts, width=48):
 
 
 def prefill(method, *prompts, model=None, **options):
-    model = model or tiny()
+    model = model or taught()
     options = {"max_new_tokens": STEPS, "step_tokens": 8, **options}
     return ckv.prefill(model.params, model.config, method, *padded(*prompts), **options)
 
@@ -53,7 +53,7 @@ FORWARD = jax.jit(transformer.forward, static_argnums=1)
 
 
 def step(method, cache, token):
-    return STEP(tiny().params, tiny().config, method, cache, jnp.asarray(token))
+    return STEP(taught().params, taught().config, method, cache, jnp.asarray(token))
 
 
 def forward(tokens):
@@ -232,7 +232,7 @@ def test_dropping_at_every_token_does_not_depend_on_how_many_come_at_once(method
 
 
 def loop_arguments(method, limit, model=None):
-    model = model or tiny()
+    model = model or taught()
     cache, _ = prefill(method, prompt(1, 48), prompt(2, 33), model=model)
     return (
         (model.params, model.config, method, DecodeState(cache, jnp.asarray([1, 2]), jnp.asarray([False, False]))),

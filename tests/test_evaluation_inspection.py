@@ -24,7 +24,7 @@ def circling(turn, tokens=80):
     """Keys that turn by the same angle from token to token: the cosine at distance s is cos(turn * s)."""
     angles = turn * np.arange(tokens)
     keys = np.stack([np.cos(angles), np.sin(angles)], -1)[None, None].astype(np.float32)
-    return Observed(*[jnp.asarray(keys)] * 3)
+    return Observed(*[jnp.asarray(keys)] * 3, hidden=jnp.zeros((1, 1, 1)))
 
 
 def test_similarity_is_that_of_known_keys():

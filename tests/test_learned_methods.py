@@ -280,7 +280,7 @@ def test_scores_stay_with_their_rows_and_new_tokens_are_scored(width):
             "Composed decode must be one that needs no scores of rows",
         ),
         (lambda: compressed(None), r"KVzip keeps the rows of the highest scores: scores must be \[B,K,N\], got None"),
-        (lambda: compressed(jnp.zeros((1, 2, 29))), r"scores must have the shape \[1, 2, 30\], got \(1, 2, 29\)"),
+        (lambda: compressed(jnp.zeros((1, 2, 29))), r"scores must have the shape \[1,2,30\], got \(1, 2, 29\)"),
         (lambda: compressed(jnp.zeros((1, 2, 30), jnp.int32)), "scores"),
         (lambda: compressed(jnp.full((1, 2, 30), jnp.nan)), "scores"),
     ],

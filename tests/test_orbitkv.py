@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups, take_slots
 from clusterkv_jax.decoding import extend_step
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prompt, taught, tiny
 
 
 def tensors(seed, rows=120, heads=2, batch=1, dim=8):
@@ -65,7 +65,7 @@ def test_no_token_is_forgotten_and_the_budget_is_met(lengths, choice, seed):
 
 
 def run(method, tokens, steps):
-    model = tiny()
+    model = taught()
     ids, lengths = jnp.asarray([tokens], jnp.int32), jnp.asarray([len(tokens)])
     cache, _ = ckv.prefill(model.params, model.config, method, ids, lengths, max_new_tokens=len(steps))
     step = jax.jit(extend_step, static_argnums=(1, 2))
@@ -77,7 +77,7 @@ def run(method, tokens, steps):
 @pytest.mark.parametrize("kind", [ckv.KVzap, ckv.OrbitKV])
 def test_rows_take_their_scores_along(kind):
     """Single rows have the score of their position, of the prompt as of what was appended, in whatever slot."""
-    model, text = tiny(), prompt(1, 60)
+    model, text = taught(), prompt(1, 60)
     more = prompt(2, 11)
     interval = {"decode_interval": 4} if kind is ckv.KVzap else {"interval": 4}
     whole = run(kind(ckv.Budget(tokens=200), sinks=2, recent=4, **interval), text, more)
@@ -113,12 +113,9 @@ def test_while_decoding_the_best_of_all_that_was_read_stay():
 
 def test_a_model_without_a_surrogate_is_one_sentence():
     model = tiny()
-    plain = {**model.params, "layers": tuple({**x} for x in model.params["layers"])}
-    for layer in plain["layers"]:
-        del layer["surrogate"]
     ids, lengths = jnp.asarray([prompt(1, 40)], jnp.int32), jnp.asarray([40])
     with pytest.raises(ValueError, match="OrbitKV keeps rows by learned scores, and the model has none: give load"):
-        ckv.prefill(plain, model.config, ckv.OrbitKV(ckv.Budget(tokens=20)), ids, lengths)
+        ckv.prefill(model.params, model.config, ckv.OrbitKV(ckv.Budget(tokens=20)), ids, lengths)
     keys, values, _ = tensors(1)
     with pytest.raises(ValueError, match=r"scores must be \[B,K,N\], got None"):
         ckv.compress(ckv.OrbitKV(ckv.Budget(tokens=20)), None, keys, values)

@@ -34,6 +34,7 @@ def draw(measures: Any, file: Path) -> None:
         axes[2].set_xlim(min(0, float(explained.min())), 1)
         axes[2].invert_yaxis()
         axes[2].set_xlabel("$R^2$ of the surrogate")
+        axes[2].set_ylabel("layer")
     with replacing(file) as temporary:
         figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
 

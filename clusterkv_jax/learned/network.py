@@ -43,7 +43,9 @@ def network(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], 
         return (optax.apply_updates(parameters, update), memory), None
 
     keys = jax.random.split(jax.random.key(seed + 1), steps)
-    (fit, _), _ = jax.jit(lambda start: jax.lax.scan(step, (start, optimizer.init(start)), keys))(start)
+    # optax divides whole numbers, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        (fit, _), _ = jax.jit(lambda start: jax.lax.scan(step, (start, optimizer.init(start)), keys))(start)
     rest = np.asarray(jnp.mean((predicted_scores(fit, x[None, train:])[0].T - y[train:]) ** 2, axis=0))
     arrays = {name: np.array(value) for name, value in fit.items()}
     arrays["inner_weights"] /= scale[:, None].astype(np.float32)

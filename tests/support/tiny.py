@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,18 +29,22 @@ def random_params(config: ModelConfig) -> dict[str, Any]:
 
 @functools.cache
 def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.Model:
-    """Two layers, four query heads, 256 positions, and a random surrogate of scores."""
+    """Two layers, four query heads, 256 positions."""
     config = ModelConfig("llama", VOCAB, 32, 64, layers, 4, kv_heads, 8, 256, Rope(1e4, 8), eos_ids=eos)
-    params, rng = random_params(config), np.random.default_rng(1)
-    shapes = {"weights": (config.hidden_size, kv_heads), "bias": (kv_heads,)}
-    surrogates = [
-        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-        for _ in range(layers)
-    ]
-    params["layers"] = tuple(
-        {**layer, "surrogate": each} for layer, each in zip(params["layers"], surrogates, strict=True)
-    )
-    return ckv.Model(params=params, config=config, tokenizer=None, mesh=None, name="tiny")
+    return ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="tiny")
+
+
+@functools.cache
+def taught() -> ckv.Model:
+    """The same with a random surrogate of scores."""
+    model, rng = tiny(), np.random.default_rng(1)
+    shapes = {"weights": (model.config.hidden_size, 2), "bias": (2,)}
+
+    def surrogate() -> dict[str, jax.Array]:
+        return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+    layers = tuple({**layer, "surrogate": surrogate()} for layer in model.params["layers"])
+    return replace(model, params={**model.params, "layers": layers})
 
 
 def prompt(seed: int, length: int) -> list[int]:
