@@ -51,6 +51,8 @@ _ENTRY = "calibration"
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
 Rows = Annotated[float, Meta(gt=0, le=2**20)]
+Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
+Explained = Annotated[float, Meta(ge=-(2**20), le=1)]
 
 AnyMethod = TypeVar("AnyMethod", bound=Any)
 
@@ -97,8 +99,8 @@ class Calibration:
     outlier_heads: tuple[tuple[Number, Number], ...]
     head_shares: tuple[tuple[Rows, ...], ...]
     settings: Mapping[str, Any]
-    least_scores: tuple[tuple[tuple[float, ...], ...], ...] | None = None
-    explained: tuple[tuple[float, ...], ...] | None = None
+    least_scores: tuple[tuple[tuple[Log, ...], ...], ...] | None = None
+    explained: tuple[tuple[Explained, ...], ...] | None = None
     surrogate: Any = field(default=None, compare=False, repr=False)
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
@@ -260,7 +262,7 @@ def read(file: str | Path) -> Calibration:
         raise ValueError(f"{file} must hold the arrays {', '.join(SURROGATES[parts])} of {layers} layers.")
     surrogate = tuple({part: arrays[f"{i}.{part}"] for part in SURROGATES[parts]} for i in range(layers))
     for number, layer in enumerate(surrogate):
-        shapes = [x.shape for x in layer.values()]
+        shapes = [x.shape or (0,) for x in layer.values()]
         chain = [shape[0] for shape in shapes[2::2]] + [heads]  # what each array of weights must put out
         if any(
             len(w) != 2 or w[1:] != b or b != (n,) for w, b, n in zip(shapes[::2], shapes[1::2], chain, strict=True)
@@ -299,7 +301,7 @@ def _parsed(text: str, file: str) -> Calibration:
 
 
 def _rise(numbers: tuple[float, ...]) -> bool:
-    return len(numbers) == len(PARTS) and all(np.isfinite(numbers)) and all(np.diff(numbers) >= 0)
+    return len(numbers) == len(PARTS) and all(np.diff(numbers) >= 0)
 
 
 def in_steps(shares: Float[np.ndarray, "L K"]) -> tuple[tuple[float, ...], ...]:

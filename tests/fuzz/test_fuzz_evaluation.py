@@ -7,13 +7,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration
+from clusterkv_jax.arrays import digest
 from clusterkv_jax.evaluation import records, runner
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.tasks import documents, sources, suites
@@ -68,6 +72,46 @@ def test_calibrations(data, folder):
     if (measured := read_or_refused(lambda: calibration.read(file))) is not None:
         for method in (ckv.GravityKV, ckv.SnapKV, ckv.Chelsea):
             measured.applied(method(HALF))
+
+
+MEASURED = Path(str(resources.files("clusterkv_jax.models"))) / "demo" / "calibration.safetensors"
+
+
+@given(data=st.data())
+def test_calibrations_with_a_surrogate(data, folder):
+    """A change is noticed or changes nothing that a method asks."""
+    (file := folder / "measured.safetensors").write_bytes(data.draw(mutated(MEASURED.read_bytes(), "safetensors")))
+    applied_or_refused(file)
+
+
+@given(data=st.data())
+def test_calibrations_with_right_checksums(data, folder):
+    """Numbers and arrays that someone else wrote."""
+    file = folder / "signed.safetensors"
+    with safe_open(MEASURED, framework="np") as opened:
+        arrays, text = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()["calibration"]  # noqa: SIM118
+    about = json.loads(text)
+    if data.draw(st.booleans()):
+        name = data.draw(st.sampled_from([*sorted(arrays), "0.inner_weights", "9.weights", "extra"]))
+        shape = data.draw(st.sampled_from([(), (0,), (2,), (3,), (256, 2), (2, 256), (255, 2), (1, 2, 3)]))
+        kind = data.draw(st.sampled_from(["float32", "float16", "float64", "int32", "bool"]))
+        arrays[name] = np.full(shape, data.draw(st.sampled_from([0, 1, 100])), kind)
+        about["checksums"] = {name: digest(x) for name, x in arrays.items()}
+        text = json.dumps(about)
+    elif data.draw(st.booleans()):
+        about["numbers"] = data.draw(mutated(about["numbers"], "yaml")).decode("utf-8", "replace")
+        text = json.dumps(about)
+    else:
+        text = data.draw(mutated(text, "json")).decode("utf-8", "replace")
+    save_file(arrays, file, metadata={"calibration": text})
+    applied_or_refused(file)
+
+
+def applied_or_refused(file):
+    """What is read serves methods, or has too little for their budget."""
+    if (measured := read_or_refused(lambda: calibration.read(file))) is not None:
+        for method in (ckv.OrbitKV, ckv.SnapKV, ckv.Chelsea):
+            one_sentence(lambda method=method: measured.applied(method(HALF)))
 
 
 # --- runs and their results ---
