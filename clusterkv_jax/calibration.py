@@ -249,6 +249,8 @@ def read(file: str | Path) -> Calibration:
     if _ENTRY not in metadata:
         raise ValueError(f"{file} is no calibration: its metadata lack {_ENTRY!r}.")
     about = schema.checked(schema.from_json(metadata[_ENTRY], str(file)), _About, str(file))
+    if len(about.numbers) > schema.MOST_YAML:
+        raise ValueError(f"{file} is no calibration: its numbers are larger than {schema.size(schema.MOST_YAML)}.")
     calibration, checksums = _parsed(about.numbers, str(file)), about.checksums
     arrays = {name: np.array(entry.map()) for name, entry in entries.items()}
     for name, x in arrays.items():

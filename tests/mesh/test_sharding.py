@@ -3,15 +3,16 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import abstract
-from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, whole_axes
+from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, replicated, whole_axes
 from tests.support.methods import LargeValuesInPages, page_method
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prompt, taught, tiny
 
 HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))
@@ -28,7 +29,17 @@ def mesh(*shape):
 def placed(model, mesh):
     """The model as `load(..., mesh=)` lays it out."""
     shardings = param_shardings(abstract(model.config), mesh)
+    scored = zip(shardings["layers"], model.params["layers"], strict=True)
+    layers = tuple(each | ({"surrogate": replicated(mesh)} if "surrogate" in x else {}) for each, x in scored)
+    shardings = shardings | {"layers": layers}
     return dataclasses.replace(model, params=jax.device_put(model.params, shardings), mesh=mesh)
+
+
+def untied(model):
+    """In the first layer equal tokens have equal scores but for rounding, which a mesh changes: there all are equal."""
+    first, *others = model.params["layers"]
+    first = first | {"surrogate": jax.tree.map(jnp.zeros_like, first["surrogate"])}
+    return dataclasses.replace(model, params=model.params | {"layers": (first, *others)})
 
 
 @pytest.mark.parametrize(
@@ -47,12 +58,14 @@ def placed(model, mesh):
         ((8,), ckv.DropKV(HALF, window=4, kernel=3, scope="layer", decode_interval=4)),
         ((2, 4), ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS)),
         ((8,), ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS)),
+        ((2, 4), ckv.OrbitKV(HALF, sinks=2, recent=4, interval=4)),
+        ((2, 4), ckv.KVzap(HALF, sinks=2, recent=4, decode_interval=4)),
         ((2, 4), page_method(HALF)),
         ((2, 4), page_method(HALF, kind=LargeValuesInPages)),
     ],
 )
 def test_tokens_are_those_of_one_device(shape, method):
-    model, prompts = tiny(kv_heads=4), [prompt(1, 48), prompt(2, 33)]
+    model, prompts = untied(taught(kv_heads=4)), [prompt(1, 48), prompt(2, 33)]
     alone = ckv.generate(model, prompts, method=method, questions=[prompt(3, 5), prompt(4, 3)], max_new_tokens=12)
     many = placed(model, mesh(*shape))
     result = ckv.generate(many, prompts, method=method, questions=[prompt(3, 5), prompt(4, 3)], max_new_tokens=12)

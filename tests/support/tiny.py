@@ -35,10 +35,10 @@ def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.M
 
 
 @functools.cache
-def taught() -> ckv.Model:
+def taught(kv_heads: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
-    model, rng = tiny(), np.random.default_rng(1)
-    shapes = {"weights": (model.config.hidden_size, 2), "bias": (2,)}
+    model, rng = tiny(kv_heads), np.random.default_rng(1)
+    shapes = {"weights": (model.config.hidden_size, kv_heads), "bias": (kv_heads,)}
 
     def surrogate() -> dict[str, jax.Array]:
         return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
