@@ -31,11 +31,10 @@ from clusterkv_jax.methods.base import (
     Protected,
     Rows,
     Schedule,
-    append_and_attend,
     every,
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
-from clusterkv_jax.methods.families.scored import append_scores, scores_of, take_scores
+from clusterkv_jax.methods.families.scored import append_with_scores, scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
@@ -91,10 +90,7 @@ class OrbitKV(Method):
 
     @override
     def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        """Append, attend, and write the new scores down."""
-        scores = append_scores(memory["scores"], group.length, tokens)
-        attended, group, _ = append_and_attend(group, memory, tokens)
-        return attended, group, memory | {"scores": scores}
+        return append_with_scores(group, memory, tokens)
 
     @override
     def compress(self, rows: Rows) -> Compressed:

@@ -70,10 +70,7 @@ class Scored(Scoped):
 
     @override
     def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        """Append, attend, and write the new scores down."""
-        scores = append_scores(memory["scores"], group.length, tokens)
-        attended, group, _ = append_and_attend(group, memory, tokens)
-        return attended, group, memory | {"scores": scores}
+        return append_with_scores(group, memory, tokens)
 
 
 def scores_of(rows: Rows) -> Float[Array, "B K C"]:
@@ -87,6 +84,13 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
 def take_scores(scores: Float[Array, "B K C"], slots: Int[Array, "B K slots"]) -> Float[Array, "B K slots"]:
     """The scores of these slots, 0 where a slot is -1: what `cache.take_slots` does with rows."""
     return jnp.where(slots >= 0, jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=2), 0.0)
+
+
+def append_with_scores(group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    """The step of methods whose rows have scores: append, attend, and write the new scores down."""
+    scores = append_scores(memory["scores"], group.length, tokens)
+    attended, group, _ = append_and_attend(group, memory, tokens)
+    return attended, group, memory | {"scores": scores}
 
 
 def append_scores(scores: Float[Array, "B K C"], length: Int[Array, "B K"], tokens: NewTokens) -> Float[Array, "B K C"]:
