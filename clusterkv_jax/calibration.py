@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from clusterkv_jax import schema
 from clusterkv_jax.arrays import all_finite, digest
 from clusterkv_jax.budget import Budget
+from clusterkv_jax.errors import is_count
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
@@ -58,7 +59,17 @@ AnyMethod = TypeVar("AnyMethod", bound=Any)
 
 
 def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMethod:
-    """A method that goes by learned scores, with the shares that were measured with them if its budget names none."""
+    """A method that goes by learned scores, with the shares that were measured with them if its budget names none.
+
+    Of a pair of methods both get the shares, since no head may have fewer rows for decoding than for the prompt.
+    """
+    if hasattr(method, "method"):
+        return dataclasses.replace(method, method=with_shares(calibration, method.method))
+    if hasattr(method, "prefill"):
+        first, then = with_shares(calibration, method.prefill), method.decode
+        if first != method.prefill and hasattr(then, "budget") and then.budget.shares is None:
+            then = dataclasses.replace(then, budget=dataclasses.replace(then.budget, shares=first.budget.shares))
+        return dataclasses.replace(method, prefill=first, decode=then)
     learns = bool({"scores", "repetition"} & method.needs(0))
     if calibration is None or not learns or method.budget.shares is not None:
         return method
@@ -173,7 +184,15 @@ class Calibration:
         """The share of a text as long as those measured."""
         if budget.bytes is not None:
             raise ValueError("Shares from scores need a budget of a ratio or of tokens, got bytes.")
-        return budget.ratio or min(1.0, (budget.tokens or 1) / self.settings["tokens"])
+        if budget.ratio is not None:
+            return budget.ratio
+        tokens: Any = self.settings.get("tokens")
+        if not is_count(tokens, 1):
+            raise ValueError(
+                f"The calibration of {self.model} does not say of how many tokens its texts are, got {tokens!r}; "
+                "a budget of tokens needs that."
+            )
+        return min(1.0, (budget.tokens or 1) / int(tokens))
 
 
 def least_scores(scores: Float[np.ndarray, "L K R"]) -> Float[np.ndarray, "L K parts"]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from clusterkv_jax.budget import Budget
@@ -152,10 +152,9 @@ def calibrate(
 
 def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str) -> dict[str, np.ndarray]:
     """Sums over the sequences: of nothing, or what a call with the same arguments kept."""
-    if resume is not None and resume.is_file():
-        with safe_open(resume, framework="np") as file:
-            if (file.metadata() or {}).get("text") == text:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    before = None if resume is None else _kept(resume, text)
+    if before is not None:
+        return before
     layers, heads, width = config.num_layers, config.num_kv_heads, config.hidden_size
     return {
         "sequences": np.zeros((), np.int64),
@@ -165,6 +164,17 @@ def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str
         "hidden": np.zeros((layers, sequences, SAMPLE, width), np.float32),
         "scores": np.zeros((layers, sequences, SAMPLE, heads), np.float32),
     }
+
+
+def _kept(resume: Path, text: str) -> dict[str, np.ndarray] | None:
+    """What `_keep` left of the same call; None where there is nothing, or another file."""
+    try:
+        with safe_open(resume, framework="np") as file:
+            if (file.metadata() or {}).get("text") == text:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (FileNotFoundError, SafetensorError):
+        return None
+    return None
 
 
 def _keep(resume: Path, sums: dict[str, np.ndarray], text: str) -> None:

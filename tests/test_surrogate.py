@@ -164,6 +164,28 @@ def test_the_demo_model_brings_its_own():
     assert 0.12 < sum(rows) / 12 / tokens <= 0.125
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        ckv.Composed(ckv.KVzap(ckv.Budget(ratio=0.25)), ckv.Full()),
+        ckv.Composed(ckv.OrbitKV(ckv.Budget(ratio=0.25)), ckv.H2O(ckv.Budget(ratio=0.5))),
+        ckv.Matched(ckv.OrbitKV(ckv.Budget(ratio=0.25)), queries=64),
+    ],
+    ids=["full", "h2o", "matched"],
+)
+def test_methods_of_methods_get_the_shares_too(method):
+    result = ckv.generate(ckv.load("demo"), [TEXT.read_text()[:2000]], method=method, max_new_tokens=2)
+    rows = [heads for layer in result.stats.kept_rows for heads in layer[0]]
+    assert max(rows) > 8 * min(rows)
+    assert sum(rows) <= 0.25 * 12 * result.stats.prompt_tokens[0]
+
+
+def test_a_budget_of_tokens_needs_the_length_of_the_texts():
+    logs = tuple((tuple((-np.log(PARTS)).tolist()),) for _ in range(2))
+    with pytest.raises(ValueError, match="of mine does not say of how many tokens its texts are, got None"):
+        dataclasses.replace(scored(logs), settings={}).applied(ckv.SnapKV(ckv.Budget(tokens=100)))
+
+
 def scored(least):
     shape = np.shape(least)[:2]
     ones = tuple((1.0,) * shape[1] for _ in range(shape[0]))
@@ -219,6 +241,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert min(done for done, _ in seen) > seen[0][1] // 2
     assert again == whole
     assert not file.exists()
+    file.write_bytes(b"no such file")
+    assert observation.calibrate(model, pieces, resume=file) == whole
     # What another call left is not taken.
     with pytest.raises(KeyboardInterrupt):
         observation.calibrate(model, pieces, resume=file, progress=stop)

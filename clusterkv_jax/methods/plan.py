@@ -4,12 +4,13 @@ All of it is arithmetic on the host, in double precision where a budget is a rat
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.budget import MOST_ROWS, look_up, share_table
+from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods.base import Method, Schedule
@@ -25,7 +26,7 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
     lengths = np.asarray(request.lengths)
     most = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=request.reserve)))
     least = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=0)))[..., 0]
-    budget = getattr(method, "budget", None)  # a pair of methods has two
+    budget = _budget_of(method)
     table = None if budget is None else share_table(budget, request.num_layers, request.num_kv_heads)[layer]
     groups = []
     for heads in _equal_heads(most):
@@ -45,6 +46,12 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
             )
         )
     return LayerPlan(tuple(groups), method.needs(layer))
+
+
+def _budget_of(method: Any) -> Budget | None:
+    """The budget that a prompt is compressed to; None of methods that keep everything."""
+    inner = getattr(method, "method", getattr(method, "prefill", None))
+    return getattr(method, "budget", None) if inner is None else _budget_of(inner)
 
 
 def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:

@@ -25,6 +25,7 @@ from clusterkv_jax.presets import preset
 from clusterkv_jax.sharding import CACHE_AXES, param_shardings, partition
 
 DEVICES = 8
+NEW_TOKENS = 512  # several times the interval after which clustering methods compress again
 
 
 def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, float]:
@@ -46,7 +47,7 @@ def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, f
             param_shardings(specs, mesh),
         )
         cache, _ = jax.eval_shape(
-            lambda p, t, n: ckv.prefill(p, config, method, t, n, max_new_tokens=128),
+            lambda p, t, n: ckv.prefill(p, config, method, t, n, max_new_tokens=NEW_TOKENS),
             params,
             whole((batch, tokens), jnp.int32),
             whole((batch,), jnp.int32),
