@@ -6,7 +6,8 @@ devices are replicated, as is usual for GQA), and `whole_axes` names what stayed
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,41 @@ CACHE_AXES: dict[int, tuple[str | None, ...]] = {
     2: ("batch", "kv_heads"),  # length [B, K]
     1: ("batch",),  # state and position [B]
 }
+
+
+_SIZE = re.compile(r"(data|sequence|model)=([1-9][0-9]{0,4})")
+AXES = ("data", "sequence", "model")
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """ "data=2,model=4" as sizes of all of AXES, in their order; an axis that is not named has size 1.
+
+    Raises ValueError that quotes the part which is none.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = _SIZE.fullmatch(part.strip())
+        if found is None or found[1] in sizes:
+            allowed = f"each of {', '.join(AXES)} once, with a whole number from 1 to 99999"
+            raise ValueError(f"A mesh is such as data=2,model=4, {allowed}, got {part!r} in {text!r}.")
+        sizes[found[1]] = int(found[2])
+    return {name: sizes.get(name, 1) for name in AXES}
+
+
+def named_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over these devices (all of JAX's by default), such as "data=2,model=4"; axes of size 1 are left out.
+
+    Neighbouring devices share a model, so that its collectives take the shortest links.
+
+    Raises ValueError for a text that is none (`mesh_sizes`), and unless the sizes' product is the number of devices.
+    """
+    sizes = mesh_sizes(text)
+    devices = jax.devices() if devices is None else devices
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(f"The mesh {text} is for {math.prod(sizes.values())} devices, and there are {len(devices)}.")
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "model")
+    shape = tuple(sizes[name] for name in names)
+    return auto_mesh(jax.make_mesh(shape, names, devices=devices, axis_types=(AxisType.Auto,) * len(names)))
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import abstract
-from clusterkv_jax.sharding import auto_mesh, param_shardings, partition, replicated, whole_axes
+from clusterkv_jax.sharding import auto_mesh, named_mesh, param_shardings, partition, replicated, whole_axes
 from tests.support.methods import LargeValuesInPages, page_method
 from tests.support.tiny import prompt, taught, tiny
 
@@ -110,3 +110,24 @@ def test_what_does_not_divide_stays_whole_and_is_named():
 def test_one_mesh_axis_cannot_split_two_dimensions():
     with pytest.raises(ValueError, match="two dimensions over one axis"):
         partition(("heads", "mlp"), (8, 8), mesh(8))
+
+
+def test_a_mesh_by_names():
+    assert dict(named_mesh("data=2,model=4").shape) == {"data": 2, "model": 4}
+    assert named_mesh("sequence=4, data=2").axis_names == ("data", "sequence", "model")
+    assert named_mesh("model=2", jax.devices()[:2]).devices.tolist() == jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model=3", "The mesh model=3 is for 3 devices, and there are 8."),
+        ("heads=8", "each of data, sequence, model once, .*, got 'heads=8' in 'heads=8'"),
+        ("model=4,model=2", "got 'model=2' in 'model=4,model=2'"),
+        ("model=0", "got 'model=0'"),
+        ("", "got ''"),
+    ],
+)
+def test_what_is_no_mesh(text, message):
+    with pytest.raises(ValueError, match=message):
+        named_mesh(text)
