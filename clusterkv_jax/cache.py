@@ -25,7 +25,7 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.sharding import fetch, over_heads
 
 
 @jax.tree_util.register_dataclass
@@ -301,7 +301,7 @@ def slot_bytes(cache: KVCache) -> int:
 def occupancy(cache: KVCache) -> list[list[list[int]]]:
     """Rows held by each KV head, as nested lists [layer][sequence][KV head]."""
     # The lengths alone: a cache of gigabytes must not travel to the host for them.
-    counts = jax.device_get([[group.length for group in groups(layer)] for layer in cache.layers])
+    counts = fetch([[group.length for group in groups(layer)] for layer in cache.layers])
     return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(cache.layers, counts, strict=True)]
 
 

@@ -111,7 +111,12 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
     calibration.check(model.config)
     layers = model.params["layers"]
     if calibration.surrogate is not None:
-        place = partial(jax.device_put, device=None if model.mesh is None else replicated(model.mesh))
+        def place(x: Any) -> jax.Array:
+            if model.mesh is None:
+                return jax.device_put(x)
+            # Other processes may hold a part of the mesh; they call this too.
+            return jax.make_array_from_callback(x.shape, replicated(model.mesh), lambda index: np.asarray(x)[index])
+
         layers = tuple(
             {**layer, "surrogate": jax.tree.map(place, dict(arrays))}
             for layer, arrays in zip(layers, calibration.surrogate, strict=True)

@@ -37,6 +37,7 @@ from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.models.transformer import embed
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.sampling import Sampling, check_seed
+from clusterkv_jax.sharding import fetch
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
 
 Progress = Callable[[str, int, int], None]
@@ -289,7 +290,7 @@ def _append_questions(
         part = jnp.asarray(tokens[:, start : start + step])
         cache, latest = append_step_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
         # The host looks: most questions leave room, and clustering is then not even compiled here.
-        if due_jit(method, cache):
+        if fetch(due_jit(method, cache)):
             cache = recompress_jit(method, cache, model.config.rope)
         logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
     assert logits is not None
@@ -314,7 +315,7 @@ def _decode(
     Returns the cache as it is then, the tokens, and the number of steps.
     """
     ends, max_new_tokens = model.config.eos_ids, batch.max_new_tokens
-    sequences = [[int(t)] for t in np.asarray(token)]
+    sequences = [[int(t)] for t in fetch(token)]
     on_screen = ["" for _ in sequences]
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     steps = 0
@@ -342,7 +343,8 @@ def _decode(
             steps=SEGMENT,
         )
         cache, token = state.cache, state.token
-        for i, tokens in enumerate(np.asarray(new)):
+        new, count = fetch((new, count))
+        for i, tokens in enumerate(new):
             sequences[i].extend(int(t) for t in tokens[: int(count)] if t != -1)
             ended[i] |= sequences[i][-1] in ends
         steps += int(count)

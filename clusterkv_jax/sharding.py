@@ -97,6 +97,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def fetch(tree: Any) -> Any:
+    """Arrays as NumPy's, those too of which other processes hold a part: all that hold one must call this alike."""
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.jit(lambda x: x, out_shardings=replicated(mesh))(x)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
 def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:
     """Logical axes that this mesh would split but does not divide, sorted; they stay whole on every device."""
     whole = set()

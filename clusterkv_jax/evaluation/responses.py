@@ -22,6 +22,7 @@ from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import compilation, jit
+from clusterkv_jax.sharding import fetch
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256
@@ -108,7 +109,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
             cache, logits = take_sequences((cache, logits), numbers)
         tokens = jnp.asarray(padded([prompt.continuation for prompt in prompts], steps))
         _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
-        scores, hits = jax.device_get((scores, hits))
+        scores, hits = fetch((scores, hits))
     seconds = (time.perf_counter() - begin - compiled.seconds) / len(prompts)
     return [
         Answer(

@@ -38,7 +38,7 @@ from clusterkv_jax.methods.base import (
     one_by_one,
 )
 from clusterkv_jax.methods.request import Request, all_heads
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.sharding import fetch, over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.
 SHORT_ANSWER = 320
@@ -192,7 +192,7 @@ def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list
         ]
         for layer, state in zip(cache.layers, cache.state, strict=True)
     ]
-    for both in jax.device_get(named):
+    for both in fetch(named):
         # Before a prompt has filled its sinks they hold nothing.
         tokens = [np.where(x < length[:, :, None, None], x, -1) for x, length in both]
         rows.append(_per_row([(x >= 0).sum(-1) for x in tokens]))
