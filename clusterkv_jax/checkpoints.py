@@ -111,6 +111,7 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
     calibration.check(model.config)
     layers = model.params["layers"]
     if calibration.surrogate is not None:
+
         def place(x: Any) -> jax.Array:
             if model.mesh is None:
                 return jax.device_put(x)

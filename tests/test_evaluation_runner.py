@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.evaluation import runner
+from clusterkv_jax.evaluation import batching, runner
+from clusterkv_jax.evaluation.batching import Entry, Job
 from clusterkv_jax.evaluation.report import plots, report, table
 from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.runner import Entry, Job
 from clusterkv_jax.evaluation.tasks import longbench
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 
@@ -115,7 +115,7 @@ def test_lines_do_not_depend_on_how_many_are_answered_together(unbroken, tmp_pat
 
 
 def test_batches_share_contexts_and_programs():
-    groups = list(runner.batches(jobs(), 4))
+    groups = list(batching.batches(jobs(), 4))
     assert sorted(job.number for batch in groups for job in batch) == list(range(30))
     assert max(map(len, groups)) == 4
     for batch in groups:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from clusterkv_jax.evaluation import records, runner
+from clusterkv_jax.evaluation.batching import Job
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.runner import Job
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from tests.test_evaluation_runner import ENTRIES, jobs, part
 

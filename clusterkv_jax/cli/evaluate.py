@@ -1,7 +1,9 @@
 """`clusterkv evaluate`: a suite through methods and budgets, as results.jsonl, run.json, table.md and report.html."""
 
 import json
+import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +23,10 @@ from clusterkv_jax.cli.options import (
     parse_entries,
     split,
 )
-from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
+from clusterkv_jax.cli.terminal import one_sentence_errors, pace, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
+_where = partial(typer.Option, rich_help_panel="Where it runs")
 
 
 def evaluate(
@@ -54,29 +57,55 @@ def evaluate(
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
     ] = None,
+    mesh: Annotated[
+        str | None,
+        _where(help="Replicas and the devices of each, such as data=2,model=4.", show_default="one for each process"),
+    ] = None,
+    distributed: Annotated[
+        bool, _where("--distributed", help="One of several processes, which all get this command.")
+    ] = False,
+    coordinator_address: Annotated[
+        str | None, _where(help="HOST:PORT of process 0.", show_default="found on TPU pods and under SLURM")
+    ] = None,
+    num_processes: Annotated[int | None, _where(help="How many they are.", min=1, show_default="found")] = None,
+    process_id: Annotated[int | None, _where(help="Which one this is, from 0.", min=0, show_default="found")] = None,
+    peer_timeout: Annotated[
+        float, _where(help="Seconds without a sign of a process after which all end with 75.", min=1)
+    ] = 120,
     compilation_cache: CompilationCache = True,
+    cache_folder: Annotated[
+        Path | None, _where(help="Folder of compiled programs, one for all hosts say.", show_default="yours")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Answer a suite's questions with compressed caches and make a table of the scores."""
-    with one_sentence_errors(debug):
+    with ExitStack() as stack:
+        stack.enter_context(one_sentence_errors(debug))
         if suite == "list":
             _list_suites()
             return
-        import clusterkv_jax as ckv
+        _check_local(output, model)
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
-        from clusterkv_jax.evaluation import manifest, records, responses, runner
+        from clusterkv_jax.cli import together
+        from clusterkv_jax.evaluation import batching, manifest, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
-        use_compilation_cache(compilation_cache)
+        use_compilation_cache(compilation_cache, cache_folder)
+        who = coordinator_address, num_processes, process_id
+        others = stack.enter_context(together.together(distributed, output, *who, peer_timeout, debug))
         model = Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
         entries = parse_entries(split(methods), split(budgets), measured)
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
-        network = ckv.load(model, dtype=dtype)
-        network = network if measured is None else calibrated(network, measured)
+        everywhere = together.the_replicas(mesh, others)
+        process = 0 if others is None else others.index
+        here = [replica for replica in everywhere if process in replica.processes]
+        networks = [replica.load(model, dtype) for replica in here]
+        networks = [network if measured is None else calibrated(network, measured) for network in networks]
+        network = networks[0]
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         positions = network.config.max_positions
@@ -87,7 +116,7 @@ def evaluate(
             examples = suites.cases(suite, options, network.tokenizer, positions)
             examples = [building.query_aware(case) for case in examples] if query_aware else examples
             jobs = [
-                runner.Job(i, case, building.build_prompt(case, network.tokenizer, positions))
+                batching.Job(i, case, building.build_prompt(case, network.tokenizer, positions))
                 for i, case in enumerate(examples)
             ]
         config = {
@@ -98,19 +127,26 @@ def evaluate(
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
-        with progress_bar(len(jobs) * len(entries), "examples") as on_lines:
-            lines = runner.run(
-                output,
-                config,
-                manifest.about(),
-                jobs,
-                entries,
-                responses.responder(network),
-                batch_size=batch_size,
-                possible=partial(responses.possible, network),
-                on_lines=on_lines,
-            )
+        config = runner.settings(config, jobs, entries)
+        batches = batching.plan(jobs, entries, batch_size, partial(responses.possible, network))
+        pairs = zip(here, networks, strict=True)
+        team = replicas.Team(everywhere, [(replica, replica.responder(each)) for replica, each in pairs], process)
+        if others is not None and process:
+            together.follow(config, batches, team, others)
+            return
+        about = manifest.about(mesh, None if others is None else others.hosts)
+        with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere)) as on_lines:
+            lines = together.answered(output, config, about, batches, team, others, on_lines)
         _show(_write(output, records.read_run(output), lines, peers), output)
+
+
+def _check_local(output: Path, model: str) -> None:
+    """Raise ValueError for places that are no folders of this machine; a mounted bucket is one."""
+    for name, place in (("--output", str(output)), ("--model", model)):
+        if re.match(r"(gs|s3):/", place):
+            raise ValueError(
+                f"{name} takes a folder, got {place}; mount the bucket (gcsfuse BUCKET FOLDER) and name its folder."
+            )
 
 
 def join(

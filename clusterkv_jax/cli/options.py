@@ -45,7 +45,7 @@ def parse_entries(names: Sequence[str], budgets: Sequence[str], calibration: Any
 
     A calibration goes before what a preset says.
     """
-    from clusterkv_jax.evaluation.runner import Entry
+    from clusterkv_jax.evaluation.batching import Entry
     from clusterkv_jax.methods import Full
     from clusterkv_jax.presets import find_preset, preset
 

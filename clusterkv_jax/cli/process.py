@@ -1,6 +1,7 @@
 """How the command's process ends, whatever happens: ready before typer, jax or anything else heavy is imported.
 
-exit code 0 done · 2 an error, in one sentence · 130 interrupted · 141 who read the output has gone away
+exit code 0 done · 2 an error, in one sentence · 75 to be started again (a process of the job is lost, or was asked to
+end) · 130 interrupted · 141 who read the output has gone away
 """
 
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-ERROR, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
+ERROR, RESTART, INTERRUPTED, CLOSED_PIPE = 2, 75, 130, 141
 
 
 def run(command: Callable[[], None], *, debug: bool) -> NoReturn:

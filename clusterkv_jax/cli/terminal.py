@@ -1,7 +1,9 @@
 """What the commands share on a terminal: errors of one sentence, bars for long work, and what compiling takes."""
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import platformdirs
 import typer
@@ -9,6 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from clusterkv_jax.cli.process import ERROR, INTERRUPTED
+
+# Between two lines of progress that are not written over each other.
+PACE_SECONDS = 30
 
 
 @contextmanager
@@ -29,11 +34,11 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
-        Console(stderr=True, soft_wrap=True).print(_sentence(error), markup=False, highlight=False)
+        Console(stderr=True, soft_wrap=True).print(sentence(error), markup=False, highlight=False)
         raise typer.Exit(ERROR) from error
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """What went wrong, on one line."""
     match error:
         case OSError(filename=str(file), strerror=str(reason)):
@@ -58,13 +63,42 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def use_compilation_cache(on: bool) -> None:
-    """Keep compiled programs in the user's cache folder, however little time they took to compile."""
+@contextmanager
+def pace(total: int, chips: int) -> Iterator[Callable[[int, int], None]]:
+    """A line with the examples and tokens that pass in a second, and what is left; called with both numbers so far.
+
+    On a terminal it is one line that changes. Elsewhere a new one is printed every half minute, and at the end.
+    """
+    console, begin, first, printed = Console(stderr=True), 0.0, (0, 0), 0.0
+
+    def text(lines: int, tokens: int) -> str:
+        seconds = max(time.monotonic() - begin, 1e-3)
+        each, per_chip = (lines - first[0]) / seconds, (tokens - first[1]) / seconds / chips
+        left = f"{(total - lines) / each:,.0f} s left" if each else "no estimate yet"
+        return f"{lines:,} of {total:,} examples · {each:.3g}/s · {per_chip:,.0f} tokens/s/chip · {left}"
+
+    def show(lines: int, tokens: int) -> None:
+        nonlocal begin, first, printed
+        if not begin:
+            begin, first = time.monotonic(), (lines, tokens)
+        if status is not None:
+            status.update(text(lines, tokens))
+        elif lines > first[0] and (lines == total or time.monotonic() - printed > PACE_SECONDS):
+            console.print(text(lines, tokens), highlight=False, soft_wrap=True)
+            printed = time.monotonic()
+
+    status = console.status("") if console.is_terminal else None
+    with nullcontext() if status is None else status:
+        yield show
+
+
+def use_compilation_cache(on: bool, folder: Path | None = None) -> None:
+    """Keep compiled programs in a folder, the user's by default, however little time they took to compile."""
     if not on:
         return
     import jax
 
-    folder = platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs"
+    folder = folder or platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -23,8 +23,8 @@ from msgspec import Meta
 import clusterkv_jax as ckv
 from clusterkv_jax import schema
 from clusterkv_jax.evaluation import responses
+from clusterkv_jax.evaluation.batching import Job, batches
 from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.runner import Job, batches
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import preset

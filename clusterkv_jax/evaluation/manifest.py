@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,29 @@ import jax
 _PACKAGES = ("clusterkv-jax", "jax", "jaxlib", "numpy", "transformers", "tokenizers")
 
 
-def about() -> dict[str, Any]:
-    """The command, when and where it ran, and the versions of what it ran with."""
+def about(mesh: str | None = None, hosts: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """The command, when and where it ran, and the versions of what it ran with; each process, where there are several.
+
+    Args:
+        mesh: as the command was told.
+        hosts: names by process, of a job of several processes.
+    """
+    together = {} if hosts is None else {"processes": [_process(*each) for each in hosts.items()]}
     return {
         "command": shlex.join(["clusterkv", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
         "commit": _commit(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        **({} if mesh is None else {"mesh": mesh}),
+        **together,
     }
+
+
+def _process(number: int, host: str) -> dict[str, Any]:
+    """A process by its number, host and devices."""
+    devices = [device for device in jax.devices() if device.process_index == number]
+    return {"process": number, "host": host, "devices": len(devices), "kind": devices[0].device_kind}
 
 
 def _commit() -> str | None:

@@ -3,15 +3,16 @@
     results.jsonl   one line per example, appended and synced batch by batch; a torn last line is dropped and redone
     run.json        what was run: replaced whole, never half written
 
-The batches of a run depend on its configuration alone, so a resumed run computes what an unbroken one would have. It
-holds every line that it finds against the case that the line claims to answer.
+The batches of a run depend on its configuration alone (see `batching`), so a resumed run computes what an unbroken one
+would have. It holds every line that it finds against the case that the line claims to answer.
 """
 
 import hashlib
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,34 +20,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from clusterkv_jax import schema
-from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.evaluation import records
+from clusterkv_jax.evaluation.batching import Batch, Entry, Job, Key, plan
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
 from clusterkv_jax.evaluation.responses import Answer, Respond
 from clusterkv_jax.evaluation.scoring import CHEAP, score
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.files import append_whole, write_whole
-from clusterkv_jax.methods import Full, Method
-
-Key = tuple[str, str, str]  # method, budget, example
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row of the table: a method by its preset's name, its budget as given (a share or a number of rows)."""
-
-    name: str
-    budget: str
-    method: Method
-
-
-@dataclass(frozen=True)
-class Job:
-    """A case, the tokens it became, and its number in the suite."""
-
-    number: int
-    case: Case
-    prompt: Prompt
+from clusterkv_jax.methods import Method
 
 
 @dataclass(frozen=True)
@@ -56,6 +37,10 @@ class _Asked:
     entry: Entry
     job: Job
     compressed: bool
+
+
+# What answers batches, in any order; each is written down as it comes.
+Answers = Callable[[Sequence[Batch]], Iterator[tuple[Batch, Sequence[Answer]]]]
 
 
 def run(
@@ -68,9 +53,9 @@ def run(
     *,
     batch_size: int = 16,
     possible: Callable[[Method, Prompt, int], bool] = lambda method, prompt, new: True,
-    on_lines: Callable[[int], None] = lambda done: None,
+    on_lines: Callable[[int, int], None] = lambda lines, tokens: None,
 ) -> list[Record]:
-    """Answer what is not answered yet; all lines, in the order of the file.
+    """Answer what is not answered yet, one batch after the other; all lines, in the order of the batches.
 
     Args:
         folder: of results.jsonl and run.json; made if it is not there.
@@ -78,46 +63,92 @@ def run(
         about: command, versions, commit: added to run.json's list of sessions.
         jobs: cases with their prompts.
         entries: methods with budgets.
-        respond: what answers a batch (`engine.responder`).
+        respond: what answers a batch (`responses.responder`).
         batch_size: most examples answered together.
         possible: whether a budget is possible for a prompt; where it is not, the full cache answers, and the line says
             so by `compressed` false.
-        on_lines: called with the number of lines there are.
+        on_lines: called with the number of lines there are, and of their tokens.
 
     Raises:
         ValueError: examples of one name, another configuration, another run on the folder, a line that is damaged or
             answers nothing that is asked, a budget possible for no prompt, or an answer without a score.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    if len({job.case.id for job in jobs}) < len(jobs):
-        raise ValueError("The suite names two examples alike, so their answers could not be told apart.")
-    plan = [(entry, batch) for entry in entries for batch in _split(entry, jobs, batch_size, possible)]
-    asked = {
-        (entry.name, entry.budget, job.case.id): _Asked(entry, job, method == entry.method)
-        for entry, (method, batch) in plan
-        for job in batch
-    }
+    batches = plan(jobs, entries, batch_size, possible)
+    return record(folder, settings(config, jobs, entries), about, batches, in_turn(respond), on_lines=on_lines)
+
+
+def in_turn(respond: Respond) -> Answers:
+    """One batch after the other."""
+
+    def answers(batches: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+        for batch in batches:
+            yield batch, answer(respond, batch)
+
+    return answers
+
+
+def answer(respond: Respond, batch: Batch) -> list[Answer]:
+    """The answers to a batch's jobs."""
+    first = batch.jobs[0].case
+    return respond(batch.method, [job.prompt for job in batch.jobs], first.max_new_tokens, first.stop)
+
+
+def settings(config: Mapping[str, Any], jobs: Sequence[Job], entries: Sequence[Entry]) -> Record:
+    """The configuration with its methods, and a digest of all cases and their tokens."""
     methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
+    return {**config, "methods": methods, "cases": _digest(jobs)}
+
+
+def record(
+    folder: Path,
+    config: Mapping[str, Any],
+    about: Mapping[str, Any],
+    batches: Sequence[Batch],
+    answers: Answers,
+    *,
+    writing: AbstractContextManager[Any] | None = None,
+    on_lines: Callable[[int, int], None] = lambda lines, tokens: None,
+) -> list[Record]:
+    """`run` of batches whose answers come in any order; `writing` is held while a line is written.
+
+    When all is answered, the lines stand in the order of the batches, and run.json says what this session took.
+    """
+    writing = nullcontext() if writing is None else writing
+    asked = {
+        key: _Asked(batch.entry, job, batch.compressed)
+        for batch in batches
+        for key, job in zip(batch.keys, batch.jobs, strict=True)
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / RESULTS
+    file, begin = folder / RESULTS, time.monotonic()
     with _alone(folder):
-        _open_run(folder, {**config, "methods": methods, "cases": _digest(jobs)}, about)
-        answered = _answered(file, asked)
-        on_lines(len(answered))
-        for entry, (method, batch) in plan:
-            keys = [(entry.name, entry.budget, job.case.id) for job in batch]
-            if all(key in answered for key in keys):
-                continue
-            first = batch[0].case
-            answers = respond(method, [job.prompt for job in batch], first.max_new_tokens, first.stop)
+        with writing:
+            _open_run(folder, config, about)
+            answered = _answered(file, asked)
+        before, tokens = len(answered), sum(line["tokens"] for line in answered.values())
+        on_lines(before, tokens)
+        missing = [batch for batch in batches if any(key not in answered for key in batch.keys)]
+        for batch, found in answers(missing):
             fresh = {
-                key: _line(asked[key], answer) for key, answer in zip(keys, answers, strict=True) if key not in answered
+                key: _line(asked[key], each) for key, each in zip(batch.keys, found, strict=True) if key not in answered
             }
-            append_whole(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh.values()))
+            with writing:
+                append_whole(file, _text(fresh.values()))
             answered |= fresh
-            on_lines(len(answered))
-    return list(answered.values())
+            tokens += sum(line["tokens"] for line in fresh.values())
+            on_lines(len(answered), tokens)
+        ordered = {key: answered[key] for key in asked}
+        with writing:
+            if list(ordered) != list(answered):
+                write_whole(file, _text(ordered.values()))
+            if missing:
+                took = {"answers": len(answered) - before, "seconds": round(time.monotonic() - begin, 1)}
+                _close_run(folder, took)
+    return list(ordered.values())
+
+
+def _text(lines: Iterable[Record]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _answered(file: Path, asked: Mapping[Key, _Asked]) -> dict[Key, Record]:
@@ -217,50 +248,6 @@ def _check_alike(folders: Sequence[Path], configs: Sequence[Record]) -> None:
                 )
 
 
-# --- batches ---
-
-
-def batches(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
-    """Jobs that share programs and contexts, `size` at a time: of equal buckets, new tokens and stops."""
-
-    def kind(job: Job):
-        prompt, case = job.prompt, job.case
-        return (
-            bool(prompt.continuation),
-            case.max_new_tokens,
-            case.stop,
-            bucket(len(prompt.context), 64),
-            bucket(len(prompt.question), QUESTION_STEP) if prompt.question else 0,
-            bucket(len(prompt.continuation), 16) if prompt.continuation else 0,
-        )
-
-    first: dict[tuple[int, ...], int] = {}
-    for job in jobs:
-        first.setdefault(job.prompt.context, job.number)
-    ordered = sorted(jobs, key=lambda job: (kind(job), first[job.prompt.context], job.number))
-    start = 0
-    for end in range(1, len(ordered) + 1):
-        if end == len(ordered) or end - start == size or kind(ordered[end]) != kind(ordered[start]):
-            yield ordered[start:end]
-            start = end
-
-
-def _split(
-    entry: Entry, jobs: Sequence[Job], size: int, possible: Callable[[Method, Prompt, int], bool]
-) -> Iterator[tuple[Method, list[Job]]]:
-    """The entry's batches, those that its budget is impossible for with the full cache."""
-    fits = [possible(entry.method, job.prompt, job.case.max_new_tokens) for job in jobs]
-    if not any(fits):
-        lengths = [len(job.prompt.context) for job in jobs]
-        raise ValueError(
-            f"{entry.name} with budget {entry.budget} is impossible for every prompt; they have {min(lengths)} to "
-            f"{max(lengths)} tokens."
-        )
-    for method, is_method in ((entry.method, True), (Full(), False)):
-        for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], size):
-            yield method, batch
-
-
 # --- files ---
 
 
@@ -278,8 +265,17 @@ def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any])
                 f"{folder} holds a run with {name} = {_brief(theirs.get(name))}, not {_brief(ours.get(name))}; "
                 "choose another folder, or give the same options."
             )
-    sessions = [*run["sessions"], dict(about)]
-    write_whole(file, json.dumps({"config": settings, "sessions": sessions}, indent=2, ensure_ascii=False) + "\n")
+    _write_run(file, {"config": settings, "sessions": [*run["sessions"], dict(about)]})
+
+
+def _close_run(folder: Path, took: Record) -> None:
+    """Add to this session's entry in run.json what it took."""
+    run = records.read_run(folder, records.Begun)
+    _write_run(folder / RUN, {**run, "sessions": [*run["sessions"][:-1], {**run["sessions"][-1], **took}]})
+
+
+def _write_run(file: Path, run: Record) -> None:
+    write_whole(file, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
 
 
 def _flat(config: Record) -> Record:

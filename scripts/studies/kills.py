@@ -37,8 +37,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax import checkpoints, cli, saving
 from clusterkv_jax.cli.terminal import use_compilation_cache
 from clusterkv_jax.evaluation import runner
+from clusterkv_jax.evaluation.batching import Entry, Job
 from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.runner import Entry, Job
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Method
 from clusterkv_jax.models import registry, transformer

@@ -1,0 +1,108 @@
+"""`clusterkv evaluate` over replicas and processes: who answers what, who writes, and where it is noted."""
+
+import json
+import logging
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from clusterkv_jax.cli.peers import Peers, join
+from clusterkv_jax.cli.process import ERROR, INTERRUPTED
+from clusterkv_jax.cli.terminal import sentence
+from clusterkv_jax.errors import shown
+from clusterkv_jax.evaluation import replicas, runner
+from clusterkv_jax.evaluation.batching import Batch
+from clusterkv_jax.evaluation.replicas import Replica, Team
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def together(
+    distributed: bool,
+    folder: Path,
+    address: str | None,
+    count: int | None,
+    index: int | None,
+    timeout: float,
+    debug: bool,
+) -> Iterator[Peers | None]:
+    """The processes of a job, all of which end when the block does; None where there is one process alone.
+
+    Each of them notes in FOLDER/logs/process-K.log what it does.
+    """
+    if not distributed:
+        if (address, count, index) != (None, None, None):
+            raise ValueError("--coordinator-address, --num-processes and --process-id need --distributed.")
+        yield None
+        return
+    peers = join(address, count, index, timeout)
+    try:
+        _note(folder / "logs" / f"process-{peers.index}.log")
+        _log.info("process %d of %d on %s", peers.index, len(peers.hosts), peers.hosts[peers.index])
+        yield peers
+        peers.finish()
+    except KeyboardInterrupt:
+        peers.fail("Interrupted.", INTERRUPTED)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _log.info("%s", traceback.format_exc())
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            peers.wait_for_a_loss()
+        peers.fail(sentence(error), ERROR)
+
+
+def the_replicas(mesh: str | None, peers: Peers | None) -> list[Replica]:
+    """As `replicas.replicas`; without a mesh, one process alone uses its first device."""
+    alone = mesh is None and peers is None
+    return replicas.replicas(mesh, jax.local_devices()[:1] if alone else None)
+
+
+def answered(
+    folder: Path,
+    config: Mapping[str, Any],
+    about: Mapping[str, Any],
+    batches: Sequence[Batch],
+    team: Team,
+    peers: Peers | None,
+    on_lines: Any,
+) -> list[Any]:
+    """`runner.record` by all replicas, which process 0 alone calls."""
+    if peers is not None:
+        peers.tell("config", _as_text(config))
+        answers = replicas.spread(team, batches, peers)
+        return runner.record(folder, config, about, batches, answers, writing=peers.writing, on_lines=on_lines)
+    alone = len(team.replicas) == 1
+    answers = runner.in_turn(team.here[0][1]) if alone else replicas.spread(team, batches)
+    return runner.record(folder, config, about, batches, answers, on_lines=on_lines)
+
+
+def follow(config: Mapping[str, Any], batches: Sequence[Batch], team: Team, peers: Peers) -> None:
+    """What the other processes do. Raises ValueError where process 0 was asked something else."""
+    theirs, ours = json.loads(peers.hear("config")), json.loads(_as_text(config))
+    for name in {**theirs, **ours}:
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"Process 0 runs with {name} = {shown(theirs.get(name))}, and this process with "
+                f"{shown(ours.get(name))}; give all processes the same command."
+            )
+    replicas.follow(team, batches, peers)
+
+
+def _as_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config)
+
+
+def _note(file: Path) -> None:
+    """Messages of this library go into the file from now on."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("clusterkv_jax")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
