@@ -41,7 +41,7 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels mesh pages parity) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels kills mesh pages parity) $(ARGS)
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
 test-compile: $(STAMPS)/compile
@@ -66,6 +66,7 @@ test-build: $(STAMPS)/test
 # Apart from `make test`: each command is killed and run again some hundred times.
 test-kills: $(STAMPS)/test
 	$(BIN)/python scripts/studies/kills.py $(ARGS)
+	$(BIN)/python -m pytest -n 0 tests/kills
 
 # The same tests as in `make test`, for hours rather than seconds; ARGS="-k NAME" runs one of them.
 fuzz: $(STAMPS)/test

@@ -84,7 +84,7 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
-        _check_local(output, model)
+        _check_local(output)
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.cli import together
@@ -95,7 +95,7 @@ def evaluate(
         use_compilation_cache(compilation_cache, cache_folder)
         who = coordinator_address, num_processes, process_id
         others = stack.enter_context(together.together(distributed, output, *who, peer_timeout, debug))
-        model = Path(model).as_posix()  # T/ is T
+        model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
         entries = parse_entries(split(methods), split(budgets), measured)
@@ -140,13 +140,12 @@ def evaluate(
         _show(_write(output, records.read_run(output), lines, peers), output)
 
 
-def _check_local(output: Path, model: str) -> None:
-    """Raise ValueError for places that are no folders of this machine; a mounted bucket is one."""
-    for name, place in (("--output", str(output)), ("--model", model)):
-        if re.match(r"(gs|s3):/", place):
-            raise ValueError(
-                f"{name} takes a folder, got {place}; mount the bucket (gcsfuse BUCKET FOLDER) and name its folder."
-            )
+def _check_local(output: Path) -> None:
+    """Raise ValueError for a place that is no folder of this machine; a mounted bucket is one."""
+    if re.match(r"\w+:/", str(output)):
+        raise ValueError(
+            f"--output takes a folder, got {output}; mount the bucket (gcsfuse BUCKET FOLDER) and name its folder."
+        )
 
 
 def join(

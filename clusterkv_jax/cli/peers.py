@@ -9,6 +9,7 @@ that the others must know leaves it there.
     ends/K     why process K ends, and with which exit code all others shall
 """
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -24,7 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed
+from jax._src import compiler, distributed
 
 from clusterkv_jax.cli.process import ERROR, RESTART
 
@@ -90,8 +91,9 @@ class Peers:
             self._over.set()
         else:
             self.hear("done")
-            self._over.set()  # process 0 is gone as soon as all have said goodbye
-            self.tell(f"bye/{self.index}", "")
+            self._over.set()
+            with contextlib.suppress(Exception):  # process 0 may be gone before it has answered
+                self.tell(f"bye/{self.index}", "")
         _log.info("done")
         _leave(0)
 
@@ -133,11 +135,11 @@ class Peers:
 
     def _aborted(self) -> None:
         """A library gives up this process: jax does so when the connection to process 0 breaks."""
-        try:
-            host, port = self._address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=2).close()
-        except OSError:
-            self._end(RESTART, f"{self._name(0)} is gone: nobody answers at {self._address} any more.")
+        host, port = self._address.rsplit(":", 1)
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2) as line:
+            if line.recv(1):  # a living process 0 speaks first
+                return
+        self._end(RESTART, f"{self._name(0)} is gone: nobody answers at {self._address} any more.")
 
     # --- what is seen of the others ---
 
@@ -221,7 +223,24 @@ def join(address: str | None, count: int | None, index: int | None, timeout: flo
     finally:
         setattr(library, name, original)
     state = distributed.global_state
+    _let_all_write_programs(state)
     return Peers(state.client, state.process_id, state.num_processes, str(state.coordinator_address), timeout)
+
+
+def _let_all_write_programs(state: Any) -> None:
+    """In jax process 0 alone writes compiled programs to their cache, and it has none of other processes' devices."""
+    original = getattr(compiler, "_cache_write", None)
+    if original is None:
+        return
+
+    def write(*args: Any, **options: Any) -> None:
+        index, state.process_id = state.process_id, 0
+        try:
+            original(*args, **options)
+        finally:
+            state.process_id = index
+
+    vars(compiler)["_cache_write"] = write
 
 
 def _signals() -> socket.socket:

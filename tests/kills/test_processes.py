@@ -1,0 +1,73 @@
+"""A job of several processes that loses some of them ends with the unbroken run's answers, each of them once."""
+
+import signal
+import time
+
+import pytest
+
+from tests.support.job import EXAMPLES, Job, answers, stub
+
+RESTART = 75
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The answers of one process alone."""
+    job = Job(tmp_path_factory.mktemp("unbroken"), stub)
+    job.start(1)
+    [(code, said)] = job.ends()
+    assert code == 0, said
+    assert len(job.answers()) == EXAMPLES
+    return job.answers()
+
+
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path / "results", stub)
+    yield job
+    job.stop()
+
+
+def goes_on(job, count, unbroken):
+    """Starts the job again; it ends with all answers, in their order."""
+    before = {line["id"] for line in answers(job.folder)}
+    assert len(before) < EXAMPLES
+    job.start(count)
+    assert [code for code, _ in job.ends()] == [0] * count, job.stop()
+    assert job.answers() == unbroken
+
+
+@pytest.mark.parametrize(("count", "victim", "again"), [(2, 1, 4), (4, 2, 1), (2, 0, 2), (4, 0, 2)])
+def test_a_killed_process(job, unbroken, count, victim, again):
+    job.start(count)
+    job.wait_for(lines=6)
+    job.signal(signal.SIGKILL, victim)
+    for code, said in job.ends(*set(range(count)) - {victim}):
+        assert code == RESTART, said
+        assert f"Process {victim} (" in said
+    goes_on(job, again, unbroken)
+
+
+@pytest.mark.parametrize(("count", "again"), [(2, 1), (4, 2)])
+def test_all_are_asked_to_end(job, unbroken, count, again):
+    job.start(count)
+    job.wait_for(lines=6)
+    job.signal(signal.SIGTERM)
+    begin = time.monotonic()
+    for code, said in job.ends():
+        assert code == RESTART, said
+        assert "was asked to end (SIGTERM)." in said
+    assert time.monotonic() - begin < 10
+    goes_on(job, again, unbroken)
+
+
+@pytest.mark.parametrize(("count", "victim", "again"), [(2, 1, 1), (4, 0, 2)])
+def test_a_frozen_process(job, unbroken, count, victim, again):
+    job.start(count)
+    job.wait_for(lines=6)
+    job.signal(signal.SIGSTOP, victim)
+    for code, said in job.ends(*set(range(count)) - {victim}):
+        assert code == RESTART, said
+        assert f"Process {victim} (" in said
+        assert "has not been heard of for 3 s." in said
+    goes_on(job, again, unbroken)

@@ -1,0 +1,139 @@
+"""A job of several processes: `clusterkv evaluate --distributed` with answers that need no model.
+
+    python -m tests.support.job FOLDER ADDRESS COUNT INDEX TIMEOUT
+
+runs 60 examples of unequal lengths, each of which takes some hundredths of a second; its answer depends on the prompt
+alone.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = 60
+# Fake devices and quick compilation, as in the tests themselves.
+FLAGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class Job:
+    """The processes of one command in a folder; `command(folder, address, count, index)` are its arguments."""
+
+    def __init__(self, folder: Path, command: Callable[..., Sequence[Any]], devices: int = 1) -> None:
+        self.folder, self.command, self.devices = folder, command, devices
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.said: list[Path] = []
+
+    def start(self, count: int) -> None:
+        """Starts the processes."""
+        self.stop()
+        address = f"localhost:{free_port()}"
+        flags = f"--xla_force_host_platform_device_count={self.devices}"
+        environment = {**os.environ, **FLAGS, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        self.processes, self.said = [], []
+        for index in range(count):
+            self.said.append(self.folder.with_name(f"{self.folder.name}-said-{index}.txt"))
+            with self.said[-1].open("w") as said:
+                command = [sys.executable, *map(str, self.command(self.folder, address, count, index))]
+                process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+                self.processes.append(process)
+
+    def wait_for(self, lines: int, seconds: float = 120) -> None:
+        """Until the results have so many lines."""
+        file, end = self.folder / "results.jsonl", time.monotonic() + seconds
+        while not file.exists() or file.read_bytes().count(b"\n") < lines:
+            assert time.monotonic() < end, self.stop()
+            assert all(process.poll() is None for process in self.processes), self.stop()
+            time.sleep(0.01)
+
+    def signal(self, number: int, *which: int) -> None:
+        """A signal for some of the processes, for all by default."""
+        for index in which or range(len(self.processes)):
+            self.processes[index].send_signal(number)
+
+    def ends(self, *which: int, seconds: float = 120) -> list[tuple[int, str]]:
+        """Exit codes of some processes, all by default, and what they said."""
+        ends = []
+        for index in which or range(len(self.processes)):
+            code = self.processes[index].wait(timeout=seconds)
+            ends.append((code, self.said[index].read_text(errors="replace")))
+        return ends
+
+    def stop(self) -> str:
+        """Kills what is left; what all of them said."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        return "\n".join(said for _, said in self.ends(seconds=10) if said)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """The lines of the results without their times."""
+        return answers(self.folder)
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a folder's results without their times."""
+    lines = map(json.loads, (folder / "results.jsonl").read_text(encoding="utf-8").splitlines())
+    return [{**line, "seconds": 0} for line in lines]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def stub(folder: Path, address: str, count: int, index: int, *, timeout: float = 3, **_: Any) -> list[Any]:
+    """Arguments of Python for this module."""
+    return ["-m", "tests.support.job", folder, address, count, index, timeout]
+
+
+def main(folder: str, address: str, count: str, index: str, timeout: str) -> None:
+    """One process of the job."""
+    import jax
+
+    from clusterkv_jax.cli.together import answered, follow, together
+    from clusterkv_jax.evaluation import batching, manifest, replicas, runner
+    from clusterkv_jax.evaluation.responses import Answer
+    from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+    from clusterkv_jax.methods import Full
+
+    def respond(method: Any, prompts: Sequence[Prompt], new: int, stop: Sequence[str]) -> list[Answer]:
+        time.sleep(sum(len(prompt.context) for prompt in prompts) / 2000)
+        return [Answer(str(sum(prompt.context) % 7), rows=len(prompt.context)) for prompt in prompts]
+
+    lengths = [20 + 37 * i % 180 for i in range(EXAMPLES)]
+    jobs = [
+        batching.Job(i, Case(f"t/{i}", f"t{i % 3}", answers=("3",)), Prompt(tuple(range(i, i + length))))
+        for i, length in enumerate(lengths)
+    ]
+    entries = [batching.Entry("full", "1.0", Full())]
+    config = runner.settings({"suite": "stub", "model": "stub"}, jobs, entries)
+    batches = batching.plan(jobs, entries, 2)
+    with together(count != "0", Path(folder), address, int(count), int(index), float(timeout), False) as peers:
+        everywhere = replicas.replicas(None)
+        process = 0 if peers is None else peers.index
+        here = [(replica, respond) for replica in everywhere if process in replica.processes]
+        team = replicas.Team(everywhere, here, process)
+        assert jax.process_count() == int(count)
+        if process == 0:
+            answered(Path(folder), config, manifest.about(), batches, team, peers, lambda lines, tokens: None)
+        else:
+            assert peers is not None
+            follow(config, batches, team, peers)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
