@@ -24,7 +24,7 @@ help:
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
-	@echo "make test-mesh     every method on meshes of eight fake devices"
+	@echo "make test-mesh     every method on meshes of eight fake devices, jobs of several processes"
 	@echo "make test-kills    commands killed at random moments, disks full at random bytes"
 	@echo "make fuzz    10,000 wrong inputs of every kind, where the tests try 20"
 	@echo "make lint    ruff and pyright"
@@ -41,7 +41,7 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels kills mesh pages parity) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels mesh pages parity) $(ARGS)
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
 test-compile: $(STAMPS)/compile
@@ -55,7 +55,7 @@ test-kernels: $(STAMPS)/test
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
 
-# Apart from `make test`: every method compiles again for each mesh.
+# Apart from `make test`: every method compiles again for each mesh, and processes are killed and started again.
 test-mesh: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/mesh
 
@@ -66,7 +66,6 @@ test-build: $(STAMPS)/test
 # Apart from `make test`: each command is killed and run again some hundred times.
 test-kills: $(STAMPS)/test
 	$(BIN)/python scripts/studies/kills.py $(ARGS)
-	$(BIN)/python -m pytest -n 0 tests/kills
 
 # The same tests as in `make test`, for hours rather than seconds; ARGS="-k NAME" runs one of them.
 fuzz: $(STAMPS)/test

@@ -205,7 +205,8 @@ def join(address: str | None, count: int | None, index: int | None, timeout: flo
     jax.config.update("jax_enable_preemption_service", False)
     # Without a callback jax ends the process itself, with code 1, when process 0 is gone. With one, jaxlib 0.10 aborts,
     # which `_on_abort` catches.
-    library, name = distributed._jax, "get_distributed_runtime_client"
+    library: Any = vars(distributed)["_jax"]
+    name = "get_distributed_runtime_client"
     original = getattr(library, name)
     setattr(library, name, partial(original, missed_heartbeat_callback=lambda *_: None))
     try:
@@ -240,7 +241,7 @@ def _let_all_write_programs(state: Any) -> None:
         finally:
             state.process_id = index
 
-    vars(compiler)["_cache_write"] = write
+    compiler._cache_write = write
 
 
 def _signals() -> socket.socket:

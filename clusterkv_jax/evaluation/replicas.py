@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import msgspec
@@ -30,6 +30,7 @@ POLL_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Post(Protocol):
     """What carries texts between processes: `cli.peers.Peers`."""
 

@@ -18,6 +18,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = 60
+# What `evaluated` asks of `small_model`.
+ASKED = ["evaluate", "--suite", "ruler", "--tasks", "vt", "--lengths", "500,600", "--limit", "4"]
+ASKED += ["--methods", "snapkv", "--budgets", "0.5", "--batch-size", "2"]
 # Fake devices and quick compilation, as in the tests themselves.
 FLAGS = {
     "JAX_PLATFORMS": "cpu",
@@ -86,6 +89,33 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     """The lines of a folder's results without their times."""
     lines = map(json.loads, (folder / "results.jsonl").read_text(encoding="utf-8").splitlines())
     return [{**line, "seconds": 0} for line in lines]
+
+
+def small_model(folder: Path) -> Path:
+    """A model of one layer in a folder, with random weights and the demo model's tokenizer."""
+    import jax
+
+    from clusterkv_jax import checkpoints
+    from clusterkv_jax.models import registry, transformer
+
+    demo = ROOT / "models" / "demo"
+    published = json.loads((demo / "config.json").read_text(encoding="utf-8"))
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    config = registry.from_hf(published | small)
+    params = transformer.init(jax.random.key(0), config)
+    checkpoints.save_huggingface(folder, params, config, tokenizer_json=demo / "tokenizer.json", dtype="float32")
+    return folder
+
+
+def evaluated(model: Path, folder: Path, *more: str) -> str:
+    """`clusterkv evaluate` of a few examples in this process; what it said."""
+    from typer.testing import CliRunner
+
+    from clusterkv_jax import cli
+
+    result = CliRunner().invoke(cli.app, [*ASKED, "--model", str(model), "--output", str(folder), *more])
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def free_port() -> int:

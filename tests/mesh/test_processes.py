@@ -1,11 +1,14 @@
 """A job of several processes that loses some of them ends with the unbroken run's answers, each of them once."""
 
+import json
 import signal
 import time
+from pathlib import Path
 
+import jax
 import pytest
 
-from tests.support.job import EXAMPLES, Job, answers, stub
+from tests.support.job import ASKED, EXAMPLES, Job, answers, evaluated, small_model, stub
 
 RESTART = 75
 
@@ -71,3 +74,35 @@ def test_a_frozen_process(job, unbroken, count, victim, again):
         assert f"Process {victim} (" in said
         assert "has not been heard of for 3 s." in said
     goes_on(job, again, unbroken)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """The answers of one device of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "results"
+    evaluated(model, folder)
+    return answers(folder)
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
+    cache = Path(jax.config.jax_compilation_cache_dir)
+    options = ["--model", model, "--mesh", mesh, "--peer-timeout", 60, "--cache-folder", cache, "--distributed"]
+
+    def command(folder, address, count, index):
+        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index]
+        return ["-m", "clusterkv_jax.cli", *ASKED, *options, "--output", folder, *who]
+
+    job = Job(tmp_path / "results", command)
+    job.start(2)
+    assert [code for code, _ in job.ends()] == [0, 0], job.stop()
+    assert job.answers() == alone
+    [session] = json.loads((job.folder / "run.json").read_text())["sessions"]
+    assert [process["devices"] for process in session["processes"]] == [1, 1]
+    for index in range(2):
+        assert "done" in (job.folder / "logs" / f"process-{index}.log").read_text()

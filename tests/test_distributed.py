@@ -1,0 +1,113 @@
+"""Replicas over devices and processes answer what one process answers."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from clusterkv_jax import cli
+from clusterkv_jax.evaluation.batching import shares
+from clusterkv_jax.evaluation.replicas import replicas
+from tests.support.job import Job, answers, evaluated, small_model, stub
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """The answers of one device of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "results"
+    evaluated(model, folder)
+    return answers(folder)
+
+
+def device(number, process):
+    return SimpleNamespace(id=number, process_index=process)
+
+
+def test_the_longest_batches_come_first_and_loads_are_even():
+    assert shares([1, 9, 5, 4, 4, 3], 2) == [[1, 4], [2, 3, 5, 0]]
+    assert shares([3], 2) == [[0], []]
+
+
+def test_replicas_lie_within_processes_where_they_fit():
+    pod = [device(4 * process + i, process) for i in (3, 1, 0, 2) for process in (1, 0)]
+    for mesh, lies in (("data=8", [[i // 4] for i in range(8)]), ("data=2,model=4", [[0], [1]])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("clusterkv_jax.evaluation.replicas.named_mesh", lambda text, devices: text)
+            parts = replicas(mesh, pod)
+        assert [part.processes for part in parts] == lies
+        assert [device.id for part in parts for device in part.devices] == list(range(8))
+
+
+def test_a_mesh_over_devices_of_this_process():
+    parts = replicas("data=2,model=4")
+    assert [part.mesh.devices.tolist() for part in parts] == [jax.devices()[:4], jax.devices()[4:]]
+    assert [part.mesh for part in replicas("data=8")] == [None] * 8
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("data=3", "The mesh data=3 is for 3 devices, and 2 processes have 12."),
+        ("data=3,model=4", "takes 4 devices and each process has 6; one of these numbers must divide the other."),
+        ("model", "got 'model' in 'model'"),
+    ],
+)
+def test_what_no_replicas_can_be_made_of(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        replicas(mesh, [device(i, i // 6) for i in range(12)])
+
+
+def test_replicas_of_one_process_answer_as_one_device(model, alone, tmp_path):
+    said = evaluated(model, tmp_path, "--mesh", "data=4,model=2")
+    assert answers(tmp_path) == alone
+    assert "8 of 8 examples · " in said
+    assert "tokens/s/chip" in said
+    session = json.loads((tmp_path / "run.json").read_text())["sessions"][0]
+    assert (session["mesh"], session["answers"]) == ("data=4,model=2", len(alone))
+    assert session["seconds"] > 0
+
+
+def test_a_process_that_is_asked_to_end_ends_all_of_them(tmp_path):
+    job = Job(tmp_path / "results", stub)
+    job.start(2)
+    job.wait_for(lines=4)
+    job.signal(signal.SIGTERM, 1)
+    for code, said in job.ends():
+        assert code == 75, said
+        assert "Error: Process 1 (" in said
+        assert "was asked to end (SIGTERM)." in said
+    shutil.copy(job.folder / "results.jsonl", tmp_path / "before.jsonl")
+    job.start(1)
+    assert [code for code, _ in job.ends()] == [0]
+    ids = [line["id"] for line in job.answers()]
+    assert len(set(ids)) == len(ids) == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--process-id", "0"], "need --distributed."),
+        (["--distributed", "--process-id", "0"], "are given together, or none of them."),
+        (
+            ["--distributed", "--coordinator-address", "h:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id is at most 1 with --num-processes 2, got 2.",
+        ),
+        (["--mesh", "model=3"], "The mesh model=3 is for 3 devices, and 1 processes have 8."),
+        (["--output", "gs://bucket/results"], "--output takes a folder, got gs:/bucket/results; mount the bucket"),
+    ],
+)
+def test_what_is_no_job(options, message):
+    result = CliRunner().invoke(cli.app, ["evaluate", "--suite", "niah", "--output", "nowhere", *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not Path("nowhere").exists()
