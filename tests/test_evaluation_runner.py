@@ -119,7 +119,7 @@ def test_batches_share_contexts_and_programs():
     assert sorted(job.number for batch in groups for job in batch) == list(range(30))
     assert max(map(len, groups)) == 4
     for batch in groups:
-        assert len({runner.bucket(len(job.prompt.context), 64) for job in batch}) == 1
+        assert len({batching.bucket(len(job.prompt.context), 64) for job in batch}) == 1
     first = {job.prompt.context: i for i, batch in reversed(list(enumerate(groups))) for job in batch}
     runs = [job.prompt.context for batch in groups for job in batch]
     assert len(first) == sum(a != b for a, b in pairwise(runs)) + 1

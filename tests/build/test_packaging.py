@@ -37,13 +37,13 @@ def archives(tmp_path_factory):
 
 def _expected():
     """Every module and data file of the checkout, under its name in the package."""
-    suffixes = {".py", ".yaml", ".json", ".safetensors", ".txt", ".md", ".jinja"}
+    suffixes = {".py", ".yaml", ".json", ".safetensors", ".txt", ".md", ".jinja", ".sh", ".sbatch"}
     return {
         f"clusterkv_jax/{path.relative_to(ROOT / folder if folder == 'clusterkv_jax' else ROOT)}"
         for folder in ("clusterkv_jax", *LINKED)
         for path in (ROOT / folder).rglob("*")
         if path.suffix in suffixes and "__pycache__" not in path.parts
-    } | {"clusterkv_jax/py.typed"}
+    } | {"clusterkv_jax/py.typed", "clusterkv_jax/configs/pods/Dockerfile"}
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["wheel", "sdist"])
