@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -93,3 +94,24 @@ def test_what_cannot_be_compared_is_one_sentence(run, tmp_path):
         result = run(first, second)
         assert result.exit_code == 2, result.output
         assert why in " ".join(result.output.split()), result.output
+
+
+def test_scores_are_compared_pair_by_pair(run, tmp_path):
+    first = answers(tmp_path / "first", {f"vt/{i}": "" for i in range(200)}, score=0.5)
+    second = answers(tmp_path / "second", {f"vt/{i}": "" for i in range(200)})
+    file = second / "results.jsonl"
+    lines = [json.loads(line) | {"score": 0.5 + 0.1 * (i % 2)} for i, line in enumerate(file.read_text().splitlines())]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(first, second, "--differences")
+    assert result.exit_code == 0, result.output
+    for text in ("[vt]", "every task", "200", "+0.0500", "+0.0430 to +0.0570", "of 200 pairs"):
+        assert text in " ".join(result.output.split()), result.output
+
+
+def test_the_interval_covers_the_true_mean():
+    interval, rng = script("compare_results.py").interval, np.random.default_rng(1)
+    covers = 0
+    for _ in range(40):
+        low, high = interval(rng.normal(0.3, 1, 60))
+        covers += low < 0.3 < high
+    assert 34 <= covers <= 40

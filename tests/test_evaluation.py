@@ -473,7 +473,7 @@ def test_the_command_answers_with_the_demo_model(prose, tmp_path):
         assert line["rows"] == int(0.75 * line["tokens"])
         assert line["score"] > 0  # the demo model knows at least one variable
     config = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert set(config["sessions"][0]) == {"command", "started", "versions", "commit", "device"}
+    assert set(config["sessions"][0]) == {"command", "started", "versions", "commit", "device", "answers", "seconds"}
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| centroidkv | 75% | " in table
     assert "| *centroidkv, CentroidKV, Table 2, Llama-3.1-8B-Instruct* | 75% | 99.3 |" in table
