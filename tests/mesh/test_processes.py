@@ -72,7 +72,7 @@ def test_a_frozen_process(job, unbroken, count, victim, again):
     for code, said in job.ends(*set(range(count)) - {victim}):
         assert code == RESTART, said
         assert f"Process {victim} (" in said
-        assert "has not been heard of for 3 s." in said
+        assert "has not been heard of for 5 s." in said
     goes_on(job, again, unbroken)
 
 

@@ -125,7 +125,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def stub(folder: Path, address: str, count: int, index: int, *, timeout: float = 3, **_: Any) -> list[Any]:
+def stub(folder: Path, address: str, count: int, index: int, *, timeout: float = 5, **_: Any) -> list[Any]:
     """Arguments of Python for this module."""
     return ["-m", "tests.support.job", folder, address, count, index, timeout]
 
