@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
     folder = path.with_name(f".{path.name}.part")
     with naming(path):
         folder.mkdir(exist_ok=True)
-        with _alone(folder, path):
+        with alone(folder, path):
             temporary = folder / "new"
             try:
                 _clear(folder)
@@ -88,7 +88,8 @@ def _number(error: Exception) -> int | None:
 
 
 @contextmanager
-def _alone(folder: Path, path: Path) -> Iterator[None]:
+def alone(folder: Path, path: Path) -> Iterator[None]:
+    """Holds the lock of a folder in which `path` is made. Raises ValueError where another process holds it."""
     try:
         with FileLock(folder / "lock", timeout=0):
             yield
