@@ -30,8 +30,8 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
-from clusterkv_jax.orbax_files import Converted, Manifest, is_converted, read_manifest, whole
-from clusterkv_jax.schema import checked
+from clusterkv_jax.orbax_files import Converted, Manifest, index_cache, is_converted, read_manifest, whole
+from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
@@ -111,7 +111,7 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
     return replace(model, params={**model.params, "layers": layers}, calibration=calibration)
 
 
-def load_config(folder: str | Path) -> ModelConfig:
+def load_config(folder: str | AnyPath) -> ModelConfig:
     """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids.
 
     Raises CheckpointError (a ValueError) naming the file and the field that are at fault.
@@ -192,7 +192,7 @@ class Checkpoint:
     stored in.
     """
 
-    folder: Path
+    folder: AnyPath
     config: ModelConfig
     parameters: Any
     dtype: str
@@ -201,7 +201,7 @@ class Checkpoint:
     def fingerprint(self, target: np.dtype, stored: np.dtype | None = None) -> str:
         """Of the parameters in the type `target`; those of a file are first cast to `stored`."""
         if self.manifest is not None:
-            return self.manifest.fingerprints[target.name]
+            return getattr(self.manifest.fingerprints, target.name)
         views = (few(parameter.view()) for parameter in jax.tree.leaves(self.parameters))
         with np.errstate(over="ignore", invalid="ignore"):
             return fingerprint(view.astype(stored or target).astype(target) for view in views)
@@ -232,14 +232,16 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _converted(folder: Path, config: ModelConfig, manifest: Manifest) -> Checkpoint:
+def _converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
     tensors = manifest.tensors
     config = replace(config, tie_embeddings="lm_head" not in tensors)
     specs = {parameter_name(path): spec for path, spec in jax.tree.leaves_with_path(abstract(config))}
     _account(folder, {n: x.shape for n, x in tensors.items()}, {n: spec.shape for n, spec in specs.items()})
 
+    index = index_cache()
+
     def place(path: tuple[Any, ...], _: Any) -> Converted:
-        return Converted(folder, parameter_name(path), tensors[parameter_name(path)])
+        return Converted(folder, parameter_name(path), tensors[parameter_name(path)], index)
 
     parameters = jax.tree.map_with_path(place, abstract(config))
     return Checkpoint(folder, config, parameters, tensors["embed"].dtype, manifest)
@@ -269,7 +271,7 @@ def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
 
 
-def _account(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _account(folder: AnyPath, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
     if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
         raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies.")

@@ -5,6 +5,7 @@ digests of its parameters. What a killed process has saved is not saved again. W
 them in another folder, which takes the target's name when it is whole; the parts' data are linked there, not copied.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from clusterkv_jax.folders import files_beside
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 from clusterkv_jax.orbax_files import (
     WEIGHTS,
+    Fingerprints,
     Manifest,
     Tensor,
     described,
@@ -71,7 +73,7 @@ class _Begun(Struct):
     """What a started conversion must agree with to go on."""
 
     dtype: str
-    fingerprints: dict[str, str]
+    fingerprints: Fingerprints
 
 
 def convert(
@@ -105,7 +107,8 @@ def convert(
     if checkpoint.manifest is not None:
         raise ValueError(f"{checkpoint.folder} is converted already.")
     kind = stored_type(checkpoint.dtype) if dtype is None else checked_dtype(dtype)
-    begun = _Begun(kind.name, {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES})
+    fingerprints = {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES}
+    begun = _Begun(kind.name, Fingerprints(**fingerprints))
     started = target.with_name(f".{target.name}.started")
     if target.exists():
         _check_whole(target, begun)
@@ -173,6 +176,7 @@ def _save_parts(
             shutil.rmtree(folder, ignore_errors=True)  # a killed process left it
             folder.mkdir()
             _save_part(orbax, folder, part, kind)
+            _give_back()
         file = folder / _DONE
         tensors |= checked(from_json(read_text(file, most=16 * MIB), str(file)), dict[str, Tensor], str(file))
     progress(sum(sizes), sum(sizes))
@@ -185,6 +189,13 @@ def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype)
     with _settings(orbax):
         orbax.partial.save(folder / WEIGHTS, arrays)
     write_whole(folder / _DONE, json.dumps(digests))
+
+
+def _give_back() -> None:
+    """Memory that Orbax's threads have freed goes back to the system; glibc would keep a gigabyte of it for them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _array(source: InFile, kind: np.dtype) -> np.ndarray:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_jax.extras import library
-from clusterkv_jax.schema import shown
+from clusterkv_jax.schema import AnyPath, shown
 from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json
 
 _BESIDE = (".json", ".model", ".txt", ".jinja")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def locate(name: str | os.PathLike[str]) -> Path:
+def locate(name: str | os.PathLike[str]) -> AnyPath:
     """The folder of "demo", a local path, a gs:// address, or a hub id, whose files are downloaded.
 
     Raises CheckpointError (a ValueError) that says what is allowed.
@@ -64,7 +64,7 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _in_bucket(address: str) -> Path:
+def _in_bucket(address: str) -> AnyPath:
     paths = library("etils.epath", f"Reading {address}", "pods")
     folder = paths.Path(address)
     try:
@@ -76,14 +76,14 @@ def _in_bucket(address: str) -> Path:
     return folder
 
 
-def files_beside(folder: Path) -> list[str]:
+def files_beside(folder: AnyPath) -> list[str]:
     """Names of the small files that belong to a model: configurations, tokenizer, templates."""
     names = [path.name for path in folder.iterdir() if path.suffix in _BESIDE and path.name != INDEX]
     return sorted(name for name in names if (folder / name).is_file())
 
 
 @contextmanager
-def nearby(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+def nearby(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
     """A local folder that holds these files: the folder itself, or for one of a bucket a copy of them."""
     if isinstance(folder, Path):
         yield folder
@@ -95,7 +95,7 @@ def nearby(folder: Path, names: Iterable[str]) -> Iterator[Path]:
         yield Path(copy)
 
 
-def tokenizer_in(folder: Path) -> Any:
+def tokenizer_in(folder: AnyPath) -> Any:
     """The tokenizer of a folder, or None where it has none.
 
     Raises CheckpointError (a ValueError) naming the file at fault.

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from clusterkv_jax.arrays import digest
 from clusterkv_jax.extras import library
 from clusterkv_jax.files import write_whole
-from clusterkv_jax.schema import MIB, checked, shown
+from clusterkv_jax.schema import MIB, AnyPath, checked, shown
 from clusterkv_jax.weight_files import CheckpointError, naming, read_json
 
 MANIFEST, WEIGHTS, FORMAT = "manifest.json", "weights", "clusterkv_jax weights 1"
@@ -45,12 +45,18 @@ class Tensor(Struct, frozen=True):
             raise ValueError(f"{len(self.digests)} digests do not divide axis {self.axis} of {list(self.shape)}")
 
 
-class Manifest(Struct, frozen=True):
-    """What a converted folder holds: parameters by name, digests of the files beside them, and the fingerprint of the
-    parameters in each type that they may be loaded as.
-    """
+class Fingerprints(Struct, frozen=True):
+    """Of the parameters, in each type that they may be loaded as."""
 
-    fingerprints: dict[str, str]
+    float32: str
+    bfloat16: str
+    float16: str
+
+
+class Manifest(Struct, frozen=True):
+    """What a converted folder holds: parameters by name, and digests of the files beside them."""
+
+    fingerprints: Fingerprints
     files: dict[str, str]
     tensors: dict[str, Tensor]
 
@@ -61,7 +67,7 @@ class _Sealed(Struct):
     manifest: dict[str, Any]
 
 
-def is_converted(folder: Path) -> bool:
+def is_converted(folder: AnyPath) -> bool:
     """Whether the folder is one that `clusterkv convert` made, whole or not."""
     return (folder / MANIFEST).is_file() or (folder / WEIGHTS).is_dir()
 
@@ -73,7 +79,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_whole(folder / MANIFEST, json.dumps(sealed, indent=1) + "\n")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """The manifest of a converted folder, itself and the files beside it compared with their digests.
 
     Raises CheckpointError (a ValueError) naming the file at fault.
@@ -92,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def file_digest(file: Path) -> str:
+def file_digest(file: AnyPath) -> str:
     """SHA-256 of a file."""
     found = hashlib.sha256()
     with file.open("rb") as stream:
@@ -111,13 +117,20 @@ def described(x: np.ndarray, axis: int | None) -> Tensor:
     return Tensor(x.dtype.name, x.shape, axis, tuple(map(digest, _cut(x, axis, pieces))))
 
 
+def index_cache() -> Any:
+    """Where parameters of a checkpoint find its index, which is then read once. Raises ValueError without Orbax."""
+    store = library("tensorstore", "Reading an Orbax checkpoint", "pods")
+    return store.Context({"cache_pool#index": {"total_bytes_limit": 64 * MIB}})
+
+
 @dataclass(frozen=True)
 class Converted:
     """A parameter in a converted folder; `view()[index]` reads it, as memory maps of safetensors files do."""
 
-    folder: Path
+    folder: AnyPath
     name: str
     about: Tensor
+    index: Any
 
     @property
     def where(self) -> str:
@@ -133,9 +146,15 @@ class Converted:
         """Its numbers, read when they are asked for. Raises CheckpointError where the checkpoint lacks it."""
         store = library("tensorstore", "Reading an Orbax checkpoint", "pods")
         base = _place(self.folder / WEIGHTS / "state")
-        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{self.name}/"}}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{self.name}/", "cache_pool": "cache_pool#index"},
+            "fill_missing_data_reads": False,
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+        }
         try:
-            array = store.open(store.Spec(spec | {"fill_missing_data_reads": False}), read=True, open=True).result()
+            array = store.open(store.Spec(spec), read=True, open=True, context=self.index).result()
         except Exception as error:  # tensorstore raises whatever fits
             raise _unreadable(self.where, error) from None
         found = (array.dtype.name, tuple(array.shape))
@@ -190,13 +209,15 @@ def _cut(x: np.ndarray, axis: int, pieces: int) -> Iterator[np.ndarray]:
     return (x[(*before, slice(i * rows, (i + 1) * rows))] for i in range(pieces))
 
 
-def _place(folder: Path) -> Any:
+def _place(folder: AnyPath) -> Any:
     """A folder as tensorstore names it."""
-    text = str(folder)
-    return f"{text}/" if "://" in text else {"driver": "file", "path": f"{Path(folder).resolve()}/"}
+    if isinstance(folder, Path):
+        return {"driver": "file", "path": f"{folder.resolve()}/"}
+    bucket, _, path = str(folder).removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
 
 
-def _check_file(folder: Path, name: str, expected: str) -> None:
+def _check_file(folder: AnyPath, name: str, expected: str) -> None:
     if "/" in name or not (folder / name).is_file():
         raise CheckpointError(f"{MANIFEST} names {shown(repr(name))}, which is missing from {folder}.")
     if file_digest(folder / name) != expected:
