@@ -40,10 +40,6 @@ class Tensor(Struct, frozen=True):
     axis: Annotated[int, Meta(ge=0)]
     digests: Annotated[tuple[str, ...], Meta(min_length=1)]
 
-    def __post_init__(self) -> None:
-        if self.axis >= len(self.shape) or self.shape[self.axis] % len(self.digests):
-            raise ValueError(f"{len(self.digests)} digests do not divide axis {self.axis} of {list(self.shape)}")
-
 
 class Fingerprints(Struct, frozen=True):
     """Of the parameters, in each type that they may be loaded as."""
@@ -93,6 +89,9 @@ def read_manifest(folder: AnyPath) -> Manifest:
         if sealed.checksum != _checksum(sealed.manifest):
             raise ValueError(f"{file} is damaged: it does not have the checksum it was written with.")
         manifest = checked(sealed.manifest, Manifest, str(file))
+        for name, x in manifest.tensors.items():
+            if x.axis >= len(x.shape) or x.shape[x.axis] % len(x.digests):
+                raise ValueError(f"{len(x.digests)} digests do not divide axis {x.axis} of {name} {list(x.shape)}.")
     for name, expected in manifest.files.items():
         _check_file(folder, name, expected)
     return manifest

@@ -285,7 +285,7 @@ FLAWS = {
     ),
     "pieces that do not divide": (
         lambda t: _edit(t, lambda m: m["tensors"]["embed"].update(digests=["a"] * 3)),
-        "3 digests do not divide axis 0 of [64, 32]",
+        "manifest.json: 3 digests do not divide axis 0 of embed [64, 32].",
     ),
     "no manifest": (lambda t: (t / "manifest.json").unlink(), "manifest.json is missing from {}."),
     "no weights": (lambda t: shutil.rmtree(t / "weights"), " in {} cannot be read: "),

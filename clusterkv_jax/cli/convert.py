@@ -33,8 +33,11 @@ def convert(
 ) -> None:
     """Write a Hugging Face model as an Orbax checkpoint with checksums, tensor by tensor."""
     with one_sentence_errors(debug):
+        import jax
+
         from clusterkv_jax import conversion
 
+        jax.config.update("jax_platforms", "cpu")  # accelerators are left to whoever computes
         with progress_bar(100, "percent") as on_percent:
             wrote = conversion.convert(
                 source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)

@@ -8,7 +8,7 @@ parameter, in another. The folder needs room for the model once, and all of it i
 """
 
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -102,9 +102,11 @@ def _write_file(path: Path, tensors: dict[str, tuple[int, ...]], rng: np.random.
 def measured(program: str, *arguments: Path) -> tuple[float, float]:
     """Seconds and peak GB of memory (pages of mapped files among them) of a Python program."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
-    # Of the largest child so far: programs are measured from the small to the large.
-    return time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / GB
+    process = subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)])
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"A process ended with status {status}.")
+    return time.perf_counter() - begin, usage.ru_maxrss * 1024 / GB
 
 
 def main(
