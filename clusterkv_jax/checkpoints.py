@@ -30,7 +30,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
-from clusterkv_jax.orbax_files import Converted, Manifest, index_cache, is_converted, read_manifest, whole
+from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
@@ -217,7 +217,7 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     published = read_json(folder / "config.json")
     config = load_config(folder)
     if manifest is not None:
-        return _converted(folder, config, manifest)
+        return _open_converted(folder, config, manifest)
     rename = registry.FAMILIES[config.family].rename
     entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
@@ -232,7 +232,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
+def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
     tensors = manifest.tensors
     config = replace(config, tie_embeddings="lm_head" not in tensors)
     specs = {parameter_name(path): spec for path, spec in jax.tree.leaves_with_path(abstract(config))}
@@ -240,8 +240,8 @@ def _converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Chec
 
     index = index_cache()
 
-    def place(path: tuple[Any, ...], _: Any) -> Converted:
-        return Converted(folder, parameter_name(path), tensors[parameter_name(path)], index)
+    def place(path: tuple[Any, ...], _: Any) -> InOrbax:
+        return InOrbax(folder, parameter_name(path), tensors[parameter_name(path)], index)
 
     parameters = jax.tree.map_with_path(place, abstract(config))
     return Checkpoint(folder, config, parameters, tensors["embed"].dtype, manifest)
@@ -314,7 +314,7 @@ def stored_type(name: str) -> np.dtype:
     return jnp.dtype(FILE_TYPES.get(name, name if name in DTYPES else jnp.float32))
 
 
-def _put(copy: Callable[..., np.ndarray], parameter: InFile | Converted, spec: TensorSpec, sharding: Any) -> jax.Array:
+def _put(copy: Callable[..., np.ndarray], parameter: InFile | InOrbax, spec: TensorSpec, sharding: Any) -> jax.Array:
     view, where = parameter.view(), parameter.where
     if sharding is None:
         array = jax.device_put(copy(view[whole(spec.shape)], where=where))

@@ -41,7 +41,7 @@ from clusterkv_jax.orbax_files import (
     Fingerprints,
     Manifest,
     Tensor,
-    described,
+    describe,
     file_digest,
     is_converted,
     read_manifest,
@@ -52,7 +52,7 @@ from clusterkv_jax.sharding import TENSOR_PARALLEL
 
 # Of a part, unless one parameter is larger; and of what Orbax stores and reads as one.
 PART, _CHUNK = 512 * MIB, 8 * MIB
-_DONE, _BEGUN = "digests.json", "begun.json"
+_DONE, _ORIGIN = "digests.json", "origin.json"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class _Parameter:
         return next((i for i, name in enumerate(self.spec.axes) if name in TENSOR_PARALLEL), None)
 
 
-class _Begun(Struct):
-    """What a started conversion must agree with to go on."""
+class _Origin(Struct):
+    """What a conversion must agree with to go on."""
 
     dtype: str
     fingerprints: Fingerprints
@@ -108,19 +108,19 @@ def convert(
         raise ValueError(f"{checkpoint.folder} is converted already.")
     kind = stored_type(checkpoint.dtype) if dtype is None else checked_dtype(dtype)
     fingerprints = {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES}
-    begun = _Begun(kind.name, Fingerprints(**fingerprints))
-    started = target.with_name(f".{target.name}.started")
+    origin = _Origin(kind.name, Fingerprints(**fingerprints))
+    work = target.with_name(f".{target.name}.started")
     if target.exists():
-        _check_whole(target, begun)
-        shutil.rmtree(started, ignore_errors=True)
+        _check_whole(target, origin)
+        shutil.rmtree(work, ignore_errors=True)
         return False
     with naming(target):
-        started.mkdir(exist_ok=True)
-        with alone(started, target):
-            _begin(started, begun)
-            tensors = _save_parts(partial_saves, started, _parts(checkpoint, kind), kind, progress)
-            _finish(partial_saves, started, target, checkpoint, Manifest(begun.fingerprints, {}, tensors))
-            shutil.rmtree(started, ignore_errors=True)
+        work.mkdir(exist_ok=True)
+        with alone(work, target):
+            _begin(work, origin)
+            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
+            _finish(partial_saves, work, target, checkpoint, Manifest(origin.fingerprints, {}, tensors))
+            shutil.rmtree(work, ignore_errors=True)
     return True
 
 
@@ -128,21 +128,21 @@ def _orbax() -> Any:
     return library("orbax.checkpoint.experimental.v1", "Writing an Orbax checkpoint", "pods")
 
 
-def _check_whole(target: Path, begun: _Begun) -> None:
+def _check_whole(target: Path, origin: _Origin) -> None:
     if not target.is_dir() or not is_converted(target):
         raise ValueError(f"{target} exists; a model is written to a free place.")
     manifest = read_manifest(target)
     found = {tensor.dtype for tensor in manifest.tensors.values()}
-    if manifest.fingerprints != begun.fingerprints or found != {begun.dtype}:
-        raise ValueError(f"{target} holds another model, or another type than {begun.dtype}; choose another name.")
+    if manifest.fingerprints != origin.fingerprints or found != {origin.dtype}:
+        raise ValueError(f"{target} holds another model, or another type than {origin.dtype}; choose another name.")
 
 
-def _begin(started: Path, begun: _Begun) -> None:
-    file = started / _BEGUN
+def _begin(work: Path, origin: _Origin) -> None:
+    file = work / _ORIGIN
     if not file.is_file():
-        write_whole(file, json.dumps(to_builtins(begun)))
-    elif checked(from_json(read_text(file, most=MIB), str(file)), _Begun, str(file)) != begun:
-        raise ValueError(f"{started} was begun with another model or type; remove it, or choose another name.")
+        write_whole(file, json.dumps(to_builtins(origin)))
+    elif checked(from_json(read_text(file, most=MIB), str(file)), _Origin, str(file)) != origin:
+        raise ValueError(f"{work} was begun with another model or type; remove it, or choose another name.")
 
 
 # --- parts ---
@@ -165,13 +165,13 @@ def _parts(checkpoint: Checkpoint, kind: np.dtype) -> list[list[_Parameter]]:
 
 
 def _save_parts(
-    orbax: Any, started: Path, parts: list[list[_Parameter]], kind: np.dtype, progress: Callable[[int, int], None]
+    orbax: Any, work: Path, parts: list[list[_Parameter]], kind: np.dtype, progress: Callable[[int, int], None]
 ) -> dict[str, Tensor]:
     sizes = [kind.itemsize * sum(math.prod(each.spec.shape) for each in part) for part in parts]
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         progress(sum(sizes[:number]), sum(sizes))
-        folder = started / f"{number:05d}"
+        folder = work / f"{number:05d}"
         if not (folder / _DONE).is_file():
             shutil.rmtree(folder, ignore_errors=True)  # a killed process left it
             folder.mkdir()
@@ -185,7 +185,7 @@ def _save_parts(
 
 def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype) -> None:
     arrays = {each.name: _array(each.source, kind) for each in part}
-    digests = {each.name: to_builtins(described(arrays[each.name], each.axis)) for each in part}
+    digests = {each.name: to_builtins(describe(arrays[each.name], each.axis)) for each in part}
     with _settings(orbax):
         orbax.partial.save(folder / WEIGHTS, arrays)
     write_whole(folder / _DONE, json.dumps(digests))
@@ -223,12 +223,12 @@ def _settings(orbax: Any) -> Iterator[None]:
 # --- the whole ---
 
 
-def _finish(orbax: Any, started: Path, target: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
+def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
     with replacing(target) as new:
         new.mkdir()
-        for part in sorted(started.glob("[0-9]*")):
-            for saved in part.glob(f"{WEIGHTS}.*"):
-                shutil.copytree(saved, new / saved.name, copy_function=_link, dirs_exist_ok=True)
+        for part in sorted(work.glob("[0-9]*")):
+            for session in part.glob(f"{WEIGHTS}.*"):
+                shutil.copytree(session, new / session.name, copy_function=_link, dirs_exist_ok=True)
         with _settings(orbax):
             orbax.partial.finalize(new / WEIGHTS)
         files = files_beside(checkpoint.folder)

@@ -1,4 +1,4 @@
-"""Converted models: an Orbax checkpoint (OCDBT) of the parameters, and a manifest with digests of all of it.
+"""InOrbax models: an Orbax checkpoint (OCDBT) of the parameters, and a manifest with digests of all of it.
 
     config.json, tokenizer.json ...    as they were
     manifest.json                      what the folder must hold
@@ -57,7 +57,7 @@ class Manifest(Struct, frozen=True):
     tensors: dict[str, Tensor]
 
 
-class _Sealed(Struct):
+class _Envelope(Struct):
     format: str
     checksum: str
     manifest: dict[str, Any]
@@ -71,8 +71,8 @@ def is_converted(folder: AnyPath) -> bool:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it with its own checksum."""
     content = msgspec.to_builtins(manifest)
-    sealed = {"format": FORMAT, "checksum": _checksum(content), "manifest": content}
-    write_whole(folder / MANIFEST, json.dumps(sealed, indent=1) + "\n")
+    envelope = {"format": FORMAT, "checksum": _checksum(content), "manifest": content}
+    write_whole(folder / MANIFEST, json.dumps(envelope, indent=1) + "\n")
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
@@ -83,12 +83,12 @@ def read_manifest(folder: AnyPath) -> Manifest:
     file = folder / MANIFEST
     content = read_json(file)
     with naming(file):
-        sealed = checked(content, _Sealed, str(file))
-        if sealed.format != FORMAT:
-            raise ValueError(f"{file} must be of format {FORMAT!r}, got {shown(repr(sealed.format))}.")
-        if sealed.checksum != _checksum(sealed.manifest):
+        envelope = checked(content, _Envelope, str(file))
+        if envelope.format != FORMAT:
+            raise ValueError(f"{file} must be of format {FORMAT!r}, got {shown(repr(envelope.format))}.")
+        if envelope.checksum != _checksum(envelope.manifest):
             raise ValueError(f"{file} is damaged: it does not have the checksum it was written with.")
-        manifest = checked(sealed.manifest, Manifest, str(file))
+        manifest = checked(envelope.manifest, Manifest, str(file))
         for name, x in manifest.tensors.items():
             if x.axis >= len(x.shape) or x.shape[x.axis] % len(x.digests):
                 raise ValueError(f"{len(x.digests)} digests do not divide axis {x.axis} of {name} {list(x.shape)}.")
@@ -106,7 +106,7 @@ def file_digest(file: AnyPath) -> str:
     return found.hexdigest()
 
 
-def described(x: np.ndarray, axis: int | None) -> Tensor:
+def describe(x: np.ndarray, axis: int | None) -> Tensor:
     """What the manifest says of a parameter that a mesh splits along this axis, or along none."""
     pieces, most = 1, min(_MOST_PIECES, x.nbytes // _LEAST_PIECE)
     if axis is None:
@@ -123,7 +123,7 @@ def index_cache() -> Any:
 
 
 @dataclass(frozen=True)
-class Converted:
+class InOrbax:
     """A parameter in a converted folder; `view()[index]` reads it, as memory maps of safetensors files do."""
 
     folder: AnyPath
@@ -172,17 +172,17 @@ class Pieces:
     where: str
     about: Tensor
     array: Any
-    read: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    cache: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         """A part, of which every piece has its digest. Raises CheckpointError for one that has not."""
         axis, rows = self.about.axis, self.about.shape[self.about.axis] // len(self.about.digests)
         start, stop, _ = index[axis].indices(self.about.shape[axis])
         first, last = start // rows, -(-stop // rows)
-        if (first, last) not in self.read:
-            self.read[first, last] = self._whole_pieces(first, last, rows)
+        if (first, last) not in self.cache:
+            self.cache[first, last] = self._whole_pieces(first, last, rows)
         inside = slice(start - first * rows, stop - first * rows)
-        return self.read[first, last][(*index[:axis], inside, *index[axis + 1 :])]
+        return self.cache[first, last][(*index[:axis], inside, *index[axis + 1 :])]
 
     def _whole_pieces(self, first: int, last: int, rows: int) -> np.ndarray:
         axis = self.about.axis
