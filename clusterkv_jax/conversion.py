@@ -34,7 +34,7 @@ from clusterkv_jax.checkpoints import (
 )
 from clusterkv_jax.extras import library
 from clusterkv_jax.files import alone, naming, replacing, write_whole
-from clusterkv_jax.folders import files_beside
+from clusterkv_jax.folders import files_beside, nearby
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 from clusterkv_jax.orbax_files import (
     WEIGHTS,
@@ -86,7 +86,7 @@ def convert(
     """Write a model as a folder that `load` reads onto any mesh, each process its own part of it.
 
     Args:
-        source: "demo", a local folder or a hub id, with safetensors.
+        source: "demo", a local folder, a hub id or a gs:// address, with safetensors.
         target: a folder that does not exist. It appears when it is whole; a call that was killed goes on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
         progress: called with the bytes that are saved and those of the model.
@@ -100,6 +100,8 @@ def convert(
         OSError: one sentence, if the system refuses to write it.
     """
     partial_saves = _orbax()
+    if str(target).startswith("gs:/"):
+        raise ValueError(f"A model is written to a local folder, and copied to a bucket afterwards, got {target}.")
     target = Path(target).expanduser()
     if not target.parent.is_dir():
         raise ValueError(f"The folder {target.parent} does not exist; make it before a model is written there.")
@@ -116,11 +118,11 @@ def convert(
         return False
     with naming(target):
         work.mkdir(exist_ok=True)
-        with alone(work, target):
-            _begin(work, origin)
-            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
-            _finish(partial_saves, work, target, checkpoint, Manifest(origin.fingerprints, {}, tensors))
-            shutil.rmtree(work, ignore_errors=True)
+    with alone(work, target):
+        _begin(work, origin)
+        tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
+        _finish(partial_saves, work, target, checkpoint, Manifest(origin.fingerprints, {}, tensors))
+        shutil.rmtree(work, ignore_errors=True)
     return True
 
 
@@ -168,25 +170,35 @@ def _save_parts(
     orbax: Any, work: Path, parts: list[list[_Parameter]], kind: np.dtype, progress: Callable[[int, int], None]
 ) -> dict[str, Tensor]:
     sizes = [kind.itemsize * sum(math.prod(each.spec.shape) for each in part) for part in parts]
+    folders = [work / f"{number:05d}" for number in range(len(parts))]
+    _make_room(work, dict(zip(folders, sizes, strict=True)))
     tensors: dict[str, Tensor] = {}
-    for number, part in enumerate(parts):
+    for number, (folder, part) in enumerate(zip(folders, parts, strict=True)):
         progress(sum(sizes[:number]), sum(sizes))
-        folder = work / f"{number:05d}"
-        if not (folder / _DONE).is_file():
-            shutil.rmtree(folder, ignore_errors=True)  # a killed process left it
+        file = folder / _DONE
+        if not file.is_file():
             folder.mkdir()
             _save_part(orbax, folder, part, kind)
             _give_back()
-        file = folder / _DONE
         tensors |= checked(from_json(read_text(file, most=16 * MIB), str(file)), dict[str, Tensor], str(file))
     progress(sum(sizes), sum(sizes))
     return tensors
 
 
+def _make_room(work: Path, sizes: dict[Path, int]) -> None:
+    """Remove what killed processes left of parts. Raises OSError where the disk has no room for what is to be saved."""
+    missing = [folder for folder in sizes if not (folder / _DONE).is_file()]
+    for folder in missing:
+        shutil.rmtree(folder, ignore_errors=True)
+    need, free = sum(sizes[folder] for folder in missing), shutil.disk_usage(work).free
+    if need > free:
+        raise OSError(f"{work} needs room for {need / 1e9:.3g} GB, and the disk has {free / 1e9:.3g} GB left.")
+
+
 def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype) -> None:
     arrays = {each.name: _array(each.source, kind) for each in part}
     digests = {each.name: to_builtins(describe(arrays[each.name], each.axis)) for each in part}
-    with _settings(orbax):
+    with naming(folder), _settings(orbax):
         orbax.partial.save(folder / WEIGHTS, arrays)
     write_whole(folder / _DONE, json.dumps(digests))
 
@@ -232,10 +244,10 @@ def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manife
         with _settings(orbax):
             orbax.partial.finalize(new / WEIGHTS)
         files = files_beside(checkpoint.folder)
-        for name in files:
-            shutil.copyfile(checkpoint.folder / name, new / name)
-        if (checkpoint.folder / CALIBRATION).is_file():
-            shutil.copyfile(checkpoint.folder / CALIBRATION, new / CALIBRATION)
+        extra = [CALIBRATION] if (checkpoint.folder / CALIBRATION).is_file() else []
+        with nearby(checkpoint.folder, files + extra) as folder:
+            for name in files + extra:
+                shutil.copyfile(folder / name, new / name)
         digests = {name: file_digest(new / name) for name in files}
         write_manifest(new, Manifest(manifest.fingerprints, digests, manifest.tensors))
 

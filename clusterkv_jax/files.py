@@ -80,11 +80,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _number(error: Exception) -> int | None:
-    """The system's number of an error; libraries in Rust give it at the end of their texts."""
+    """The system's number of an error; libraries in Rust and tensorstore give it at the end of their texts."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return None if found is None else int(found[1])
+    found = re.search(r"\(os error (\d+)\)|os_error_code='(\d+)'", str(error))
+    return None if found is None else int(found[1] or found[2])
 
 
 @contextmanager

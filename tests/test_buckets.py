@@ -55,6 +55,15 @@ def test_shards(cloud):
     assert same(load(folder / "shards").params, load("gs://my-bucket/shards").params)
 
 
+def test_conversion_from_a_bucket(cloud, tmp_path):
+    folder, _ = cloud
+    conversion.convert("gs://my-bucket/hf", tmp_path / "target")
+    here, there = load(folder / "orbax"), load(tmp_path / "target")
+    assert same(here.params, there.params)
+    assert there.tokenizer is not None
+    assert there.calibration is not None
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -326,6 +326,7 @@ def test_the_command(tmp_path, whole):
     ("arguments", "message"),
     [
         (("source", "no/such/new"), "make it before a model is written there."),
+        (("source", "gs://bucket/new"), "A model is written to a local folder, and copied to a bucket afterwards"),
         (("nothing", "new"), "There is no folder"),
         (("target", "new"), "is converted already."),
         (("source", "new", "--dtype", "int8"), "dtype 'int8' is not supported; allowed: float32, bfloat16, float16."),
@@ -348,6 +349,26 @@ def test_numbers_that_are_not_finite(tmp_path, small):
     with pytest.raises(CheckpointError, match=f"{EMBED} in .*{SINGLE} holds nan"):
         conversion.convert(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_a_disk_that_is_too_small(tmp_path, whole, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"target.started needs room for \d\S* GB, and the disk has 1e-06 GB left\."):
+        conversion.convert(whole / "source", tmp_path / "target")
+
+
+def test_a_disk_that_fills(tmp_path, whole, monkeypatch):
+    """tensorstore says it in a ValueError."""
+
+    def full(_):
+        raise ValueError("RESOURCE_EXHAUSTED: ... to file 50: No space left on device [os_error_code='28']")
+
+    monkeypatch.setattr(conversion, "_settings", full)
+    with pytest.raises(OSError, match=r"target.started/00000 could not be written: the disk is full\."):
+        conversion.convert(whole / "source", tmp_path / "target")
+    monkeypatch.undo()
+    conversion.convert(whole / "source", tmp_path / "target")
 
 
 def test_without_orbax(tmp_path, whole, monkeypatch):
