@@ -33,7 +33,7 @@ from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.schema import checked, shown
-from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
+from clusterkv_jax.sharding import auto_mesh, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
@@ -77,10 +77,10 @@ def load(
     """
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
-    mesh = None if mesh is None else auto_mesh(mesh)
     folder = _locate(name)
     published = read_json(folder / "config.json")
     config = load_config(folder)
+    mesh = None if mesh is None else fitted_mesh(auto_mesh(mesh), config.num_kv_heads)
     rename = registry.FAMILIES[config.family].rename
     entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)

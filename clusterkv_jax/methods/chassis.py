@@ -10,6 +10,7 @@ method with a schedule `budget`, B of each sequence, and `due`, the rows at whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
-from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held
+from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
 
@@ -136,7 +137,8 @@ def step_layer(
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
-        parts.append(append_and_attend(group, None, mine) if memory is None else method.step(group, memory, mine))
+        step = partial(append_and_attend, apart=slots_apart(method)) if memory is None else method.step
+        parts.append(step(group, memory, mine))
     attended, longer, memories = zip(*parts, strict=True)
     out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
     return out, with_groups(layer, longer), memories
