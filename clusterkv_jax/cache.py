@@ -244,9 +244,7 @@ def append(
     but `length` counts it, so that `overflowed` tells. `apart` leaves slots on the devices that share them.
     """
 
-    def put(
-        before: Any, layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array
-    ) -> LayerCache:
+    def put(before: Any, layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
         # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
         rows_after = append_rows(*rows, layer.length - before, keys, values, positions[:, 0], real[:, 0])

@@ -66,8 +66,8 @@ def _local(
 
     def halves(number: int) -> Callable[..., tuple[Array, Array]]:
         def run(low: Array, high: Array) -> tuple[Array, Array]:
-            ends = half * (number + 1), half * (2 * parts - number)
-            return tuple(attend(x, k[:, :end], v[:, :end]) for x, end in zip((low, high), ends, strict=True))
+            upto = lambda x, end: attend(x, k[:, :end], v[:, :end])  # noqa: E731
+            return upto(low, half * (number + 1)), upto(high, half * (2 * parts - number))
 
         return run
 

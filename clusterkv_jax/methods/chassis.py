@@ -10,7 +10,6 @@ method with a schedule `budget`, B of each sequence, and `due`, the rows at whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -137,8 +136,10 @@ def step_layer(
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
-        step = partial(append_and_attend, apart=slots_apart(method)) if memory is None else method.step
-        parts.append(step(group, memory, mine))
+        if memory is None:
+            parts.append(append_and_attend(group, None, mine, apart=slots_apart(method)))
+        else:
+            parts.append(method.step(group, memory, mine))
     attended, longer, memories = zip(*parts, strict=True)
     out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
     return out, with_groups(layer, longer), memories
