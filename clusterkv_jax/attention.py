@@ -122,7 +122,8 @@ def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bo
         if not apart:
             return attend(q, layer, layer.length)
         here = jnp.clip(layer.length - slots_before(rows, layer), 0, layer.capacity)
-        return _combined(*attend(q, layer, here), apart)
+        out, lse = attend(q, layer, here)
+        return _combined(out, lse, apart)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
 

@@ -67,9 +67,7 @@ def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "kv_heads"), [("model=8", 2), ("model=8", 4), ("data=2,model=4", 4), ("sequence=4,model=2", 4)]
-)
+@pytest.mark.parametrize(("text", "kv_heads"), [("model=8", 2), *((text, 4) for text in MESHES)])
 def test_a_step_moves_no_cache(text, kv_heads):
     """Devices that share a head's slots exchange outputs; two more collectives a layer, of hidden states."""
     model, tokens = model_on(text, kv_heads), 248
