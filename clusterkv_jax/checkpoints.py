@@ -33,7 +33,7 @@ from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.schema import checked, shown
-from clusterkv_jax.sharding import auto_mesh, fitted_mesh, param_shardings, replicated
+from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
@@ -89,6 +89,8 @@ def load(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     target = _dtype(dtype, entries[stored["embed"].name].dtype, platform)
     specs = abstract(config)
+    if mesh is not None:
+        check_divides(specs, mesh)
     shardings = jax.tree.map(lambda _: None, specs) if mesh is None else param_shardings(specs, mesh)
 
     def put(place: Stored, sharding: Any) -> jax.Array:

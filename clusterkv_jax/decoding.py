@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax import reading
-from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, PagedHeads, overflowed
+from clusterkv_jax.cache import KVCache, NewTokens, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
@@ -30,8 +30,8 @@ from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
-from clusterkv_jax.methods.base import Method, slots_apart
-from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
@@ -220,20 +220,8 @@ def extend_step(
     """Append the first `counts` of T tokens to each sequence and compress if due; logits after the last of them."""
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = _where_due(late, partial(_recompressed, method, rope=config.rope), cache)
+        cache = _where_due(late, partial(recompress, method, rope=config.rope), cache)
     return cache, logits
-
-
-def _recompressed(method: Method, cache: KVCache, rope: Any) -> KVCache:
-    """`recompress`, and the slots where they were."""
-    cache = recompress(method, cache, rope)
-    return replace(cache, layers=_placed(method, cache.layers))
-
-
-def _placed(method: Method, layers: Any) -> Any:
-    """Layers on the devices of the ambient mesh."""
-    of_group = lambda x: constrain_cache(x, apart=slots_apart(method) and isinstance(x, LayerCache))  # noqa: E731
-    return jax.tree.map(of_group, layers, is_leaf=lambda x: isinstance(x, LayerCache | PagedHeads))
 
 
 def append_step(
@@ -263,7 +251,7 @@ def append_step(
             before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
             layers.append(layer)
             state.append(memory)
-    cache = replace(cache, layers=_placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
+    cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
@@ -356,7 +344,7 @@ def decode_loop(
 
 append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
 due_jit = jit(static_argnames=("method",))(due)
-recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(_recompressed)
+recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(recompress)
 next_token_jit = jit(static_argnames=("sampling",))(next_token)
 
 
@@ -391,7 +379,7 @@ def _prefill_layer(
     hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
     prompt = Prompt(q, k, v, lengths, entering, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
-    return constrain(hidden, "batch", "tokens", None), _placed(method, layer), constrain_cache(state), selection
+    return constrain(hidden, "batch", "tokens", None), placed(method, layer), constrain_cache(state), selection
 
 
 @jit(static_argnames=("method", "plan"))
@@ -409,4 +397,4 @@ def _compress_read(
     """What is left of a layer that was read before."""
     prompt = Prompt(None, keys, values, lengths, None, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
-    return _placed(method, layer), constrain_cache(state), selection
+    return placed(method, layer), constrain_cache(state), selection

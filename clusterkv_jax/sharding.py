@@ -143,6 +143,22 @@ def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:
     return tuple(sorted(whole))
 
 
+def check_divides(specs: Any, mesh: Mesh) -> None:
+    """Raise ValueError unless the MLP, most of a model, is split over all devices of the mesh's model axis."""
+    parts = _ways(mesh_axes("mlp", mesh), mesh)
+    sizes = {
+        size
+        for spec in jax.tree.leaves(specs)
+        for name, size in zip(spec.axes, spec.shape, strict=True)
+        if name == "mlp"
+    }
+    for size in sorted(sizes):
+        if size % parts:
+            raise ValueError(
+                f"A model axis of {parts} devices cannot share the {size} hidden units of the MLP equally."
+            )
+
+
 def ambient_mesh() -> Any | None:
     """The mesh set by `jax.set_mesh`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
