@@ -32,7 +32,7 @@ from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
 from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
 from clusterkv_jax.schema import AnyPath, checked
-from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
+from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
@@ -78,12 +78,14 @@ def load(
     """
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
-    mesh = None if mesh is None else auto_mesh(mesh)
     checkpoint = open_checkpoint(name)
     folder, config = checkpoint.folder, checkpoint.config
+    mesh = None if mesh is None else fitted_mesh(auto_mesh(mesh), config.num_kv_heads)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     target = _dtype(dtype, checkpoint.dtype, platform)
     specs = abstract(config)
+    if mesh is not None:
+        check_divides(specs, mesh)
     shardings = jax.tree.map(lambda _: None, specs) if mesh is None else param_shardings(specs, mesh)
     copy = partial(host_copy, dtype=target, platform=platform)
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)

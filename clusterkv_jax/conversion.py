@@ -52,6 +52,7 @@ from clusterkv_jax.sharding import TENSOR_PARALLEL
 
 # Of a part, unless one parameter is larger; and of what Orbax stores and reads as one.
 PART, _CHUNK = 512 * MIB, 8 * MIB
+_SPLIT = (*TENSOR_PARALLEL, "kv_heads")
 _DONE, _ORIGIN = "digests.json", "origin.json"
 
 
@@ -66,7 +67,7 @@ class _Parameter:
     @property
     def axis(self) -> int | None:
         """The axis that a mesh splits."""
-        return next((i for i, name in enumerate(self.spec.axes) if name in TENSOR_PARALLEL), None)
+        return next((i for i, name in enumerate(self.spec.axes) if name in _SPLIT), None)
 
 
 class _Origin(Struct):

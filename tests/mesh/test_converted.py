@@ -23,18 +23,17 @@ def small(monkeypatch):
     monkeypatch.setattr(orbax_files, "_LEAST_PIECE", 128)
 
 
-@pytest.mark.parametrize("text", ["data=2,model=4", "model=8", "data=8"])
+@pytest.mark.parametrize("text", ["data=2,model=4", "model=8", "data=8", "sequence=2,model=4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("published", [LLAMA, QWEN], ids=["llama", "qwen2"])
 def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
     source = write(tmp_path / "source", published, random_tensors(published), shards=2)
     conversion.convert(source, tmp_path / "target", dtype=dtype)
-    mesh = named_mesh(text)
-    alone, many = load(source, dtype=dtype), load(tmp_path / "target", mesh=mesh, dtype=dtype)
+    alone, many = load(source, dtype=dtype), load(tmp_path / "target", mesh=named_mesh(text), dtype=dtype)
     assert same(alone.params, many.params)
     assert many.config == alone.config
     assert many.config.weights == alone.config.weights
-    shardings = param_shardings(abstract(many.config), mesh)
+    shardings = param_shardings(abstract(many.config), many.mesh)
     assert jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, many.params, shardings))
 
 
