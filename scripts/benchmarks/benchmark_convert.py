@@ -9,7 +9,6 @@ parameter, in another. The folder needs room for the model once, and all of it i
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -102,8 +101,8 @@ def _write_file(path: Path, tensors: dict[str, tuple[int, ...]], rng: np.random.
 def measured(program: str, *arguments: Path) -> tuple[float, float]:
     """Seconds and peak GB of memory (pages of mapped files among them) of a Python program."""
     begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)])
-    _, status, usage = os.wait4(process.pid, 0)
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    _, status, usage = os.wait4(os.posix_spawn(sys.executable, command, os.environ), 0)
     if status:
         raise SystemExit(f"A process ended with status {status}.")
     return time.perf_counter() - begin, usage.ru_maxrss * 1024 / GB
