@@ -11,7 +11,7 @@ from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, group_heads, grou
 from clusterkv_jax.checks import check_queries
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
-from clusterkv_jax.sharding import CACHE_AXES, ambient_mesh, partition
+from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
 
 
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
@@ -99,20 +99,46 @@ def _attend_pages(
 
 @jax.named_scope("attend")
 def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:
-    """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel."""
+    """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel.
 
-    def attend(q: Array, layer: LayerCache) -> tuple[Array, ...]:
-        rows = (layer.keys, layer.values, layer.degree, layer.length)
+    Devices that share the slots of a head combine what each of them found.
+    """
+
+    def attend(q: Array, layer: LayerCache, length: Array) -> tuple[Array, ...]:
+        rows = (layer.keys, layer.values, layer.degree, length)
         return biased_attention(q, *rows, return_lse=True, return_probs=return_probs)
 
     mesh = ambient_mesh()
     if mesh is None:
-        return attend(q, layer)
+        return attend(q, layer, layer.length)
     # Query heads go where their KV head is: split as those are, and whole where those are whole.
     queries = partition(("batch", None, "kv_heads"), (*q.shape[:2], layer.keys.shape[1]), mesh)
-    rows = jax.tree.map(lambda x: partition(CACHE_AXES[x.ndim], x.shape, mesh), layer)
+    axes = HEAD_AXES if return_probs else CACHE_AXES
+    rows = jax.tree.map(lambda x: partition(axes[x.ndim], x.shape, mesh), layer)
     out = (queries, queries, *([rows.degree] if return_probs else []))
-    return jax.shard_map(attend, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
+
+    def local(q: Array, layer: LayerCache) -> tuple[Array, ...]:
+        apart = slot_axes(rows)
+        if not apart:
+            return attend(q, layer, layer.length)
+        here = jnp.clip(layer.length - slots_before(rows, layer), 0, layer.capacity)
+        out, lse = attend(q, layer, here)
+        return _combined(out, lse, apart)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
+
+
+def _combined(
+    out: Float[Array, "B T H D"], lse: Float[Array, "B T H"], axes: tuple[str, ...]
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Attention over the rows of all devices along these mesh axes, from what each has over its own; one collective."""
+    parts = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
+    parts = jax.lax.all_gather(parts, axes)
+    outs, lses = parts[..., :-1], parts[..., -1]
+    total = jax.nn.logsumexp(lses, axis=0, keepdims=True)
+    # A device without rows adds nothing; where none has any, -inf - -inf is no number.
+    share = jnp.exp(lses - jnp.where(total > -jnp.inf, total, 0.0))
+    return jnp.sum(share[..., None] * outs, axis=0).astype(out.dtype), total[0]
 
 
 @jax.named_scope("attend")

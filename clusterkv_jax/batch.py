@@ -7,6 +7,7 @@ import numpy as np
 
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.errors import is_count, shown
+from clusterkv_jax.sharding import SEQUENCE
 from clusterkv_jax.texts import Texts, Tokens, encode, is_list
 
 # Question tokens per call of `extend`.
@@ -58,7 +59,7 @@ def make_batch(
         texts,
         question_ids,
         unique,
-        width=min(bucket(max(map(len, unique)), 64), model.config.max_positions),
+        width=_width(model, max(map(len, unique))),
         step_tokens=min(QUESTION_STEP, bucket(longest_question, 16)) if question_ids else 1,
         reserve=bucket(max_new_tokens + longest_question, 128),
         max_new_tokens=max_new_tokens,
@@ -70,6 +71,13 @@ def bucket(tokens: int, least: int) -> int:
     """`tokens` rounded up to one of 4 to 8 sizes per power of two, so that few programs serve all prompts."""
     step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // step) * step
+
+
+def _width(model: Model, longest: int) -> int:
+    """Tokens of a prompt with its padding, which devices along "sequence" can share."""
+    parts = 1 if model.mesh is None else dict(model.mesh.shape).get(SEQUENCE, 1)
+    unit = 1 if parts == 1 else 2 * parts
+    return min(-(-bucket(longest, 64) // unit) * unit, model.config.max_positions)
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> np.ndarray:

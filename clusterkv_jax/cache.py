@@ -14,6 +14,7 @@ Empty slots hold zeros, so that probability 0 x value never makes a NaN. Shapes 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import fetch, over_heads
+from clusterkv_jax.sharding import fetch, over_heads, over_slots
 
 
 @jax.tree_util.register_dataclass
@@ -234,21 +235,25 @@ def append(
     values: Float[Array, "B K T D"],
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
+    *,
+    apart: bool = False,
 ) -> LayerCache:
     """Write the real ones of T new tokens behind the rows there are, as rows of degree 1.
 
     Tokens of a row are real from the left (`real` is a prefix mask). A token that finds no free slot is not stored,
-    but `length` counts it, so that `overflowed` tells.
+    but `length` counts it, so that `overflowed` tells. `apart` leaves slots on the devices that share them.
     """
 
-    def put(layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
+    def put(before: Any, layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
-        rows_after = append_rows(*rows, layer.length, keys, values, positions[:, 0], real[:, 0])
+        # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
+        rows_after = append_rows(*rows, layer.length - before, keys, values, positions[:, 0], real[:, 0])
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
         return LayerCache(*rows_after[:3], length, rows_after[3])
 
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
-    return over_heads(put, layer, keys, values, positions[:, None], real[:, None])
+    beside = keys, values, positions[:, None], real[:, None]
+    return over_slots(put, layer, *beside) if apart else over_heads(partial(put, 0), layer, *beside)
 
 
 def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, without torch: safetensors, one file or sharded, straight onto the devices.
+"""Checkpoints in and out, without torch: safetensors or what `clusterkv convert` made of them, onto the devices.
 
 Tensors are mapped from disk one at a time: beside the parameters, one more tensor is in memory at most, and with a mesh
 a device receives its own slice only. Everything is compared with the configuration by name and shape before the first
@@ -8,12 +8,9 @@ number is read, and every number is looked at on its way.
 import json
 import math
 import os
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +24,20 @@ from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
+from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
 from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
-from clusterkv_jax.models.transformer import Params, abstract
-from clusterkv_jax.schema import checked, shown
-from clusterkv_jax.sharding import auto_mesh, param_shardings, replicated
+from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
+from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
+from clusterkv_jax.schema import AnyPath, checked
+from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
 CALIBRATION = "calibration.safetensors"
-_DTYPES = ("float32", "bfloat16", "float16")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,10 @@ def load(
     dtype: Any = None,
     calibration: str | os.PathLike[str] | None = None,
 ) -> Model:
-    """Load "demo" (the packaged model), a local folder or a hub id in Hugging Face format.
+    """Load "demo" (the packaged model), a hub id, a local folder or a gs:// address.
+
+    A folder is in Hugging Face format, or what `clusterkv convert` makes of one; of that, each process reads the bytes
+    that its own devices need.
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
@@ -77,30 +78,23 @@ def load(
     """
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
-    mesh = None if mesh is None else auto_mesh(mesh)
-    folder = _locate(name)
-    published = read_json(folder / "config.json")
-    config = load_config(folder)
-    rename = registry.FAMILIES[config.family].rename
-    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
-    config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
-    stored = layout(config, registry.FAMILIES[config.family].weights)
-    _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
+    checkpoint = open_checkpoint(name)
+    folder, config = checkpoint.folder, checkpoint.config
+    mesh = None if mesh is None else fitted_mesh(auto_mesh(mesh), config.num_kv_heads)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    target = _dtype(dtype, entries[stored["embed"].name].dtype, platform)
+    target = _dtype(dtype, checkpoint.dtype, platform)
     specs = abstract(config)
+    if mesh is not None:
+        check_divides(specs, mesh)
     shardings = jax.tree.map(lambda _: None, specs) if mesh is None else param_shardings(specs, mesh)
-
-    def put(place: Stored, sharding: Any) -> jax.Array:
-        where = f"{place.name} in {entries[place.name].path}"
-        return _put(place, entries, partial(_host_copy, dtype=target, platform=platform, where=where), sharding)
-
-    params = jax.tree.map(put, stored, shardings)
-    views = (place.view(entries[place.name].map()) for place in jax.tree.leaves(stored))
-    config = replace(config, weights=fingerprint(few(view).astype(target) for view in views))
-    model = Model(params, config, _tokenizer(folder), mesh, str(name))
-    measured = folder / CALIBRATION if calibration is None else Path(calibration)
-    return model if calibration is None and not measured.is_file() else calibrated(model, read_calibration(measured))
+    copy = partial(host_copy, dtype=target, platform=platform)
+    params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
+    config = replace(config, weights=checkpoint.fingerprint(target))
+    model = Model(params, config, tokenizer_in(folder), mesh, str(name))
+    if calibration is None and not (folder / CALIBRATION).is_file():
+        return model
+    with nearby(folder, [CALIBRATION] if calibration is None else []) as near:
+        return calibrated(model, read_calibration(near / CALIBRATION if calibration is None else Path(calibration)))
 
 
 def calibrated(model: Model, calibration: Calibration) -> Model:
@@ -125,12 +119,12 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
     return replace(model, params={**model.params, "layers": layers}, calibration=calibration)
 
 
-def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
+def load_config(folder: str | AnyPath) -> ModelConfig:
     """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids.
 
     Raises CheckpointError (a ValueError) naming the file and the field that are at fault.
     """
-    folder = Path(folder)
+    folder = Path(folder) if isinstance(folder, str) else folder
     file = folder / "config.json"
     published = read_json(file)
     with naming(file):
@@ -158,7 +152,7 @@ def save_huggingface(
 
     Raises ValueError for a model of another family than llama or qwen3.
     """
-    target = _checked_dtype(dtype)
+    target = checked_dtype(dtype)
     writers = {name: family.to_hf for name, family in registry.FAMILIES.items() if family.to_hf is not None}
     if config.family not in writers:
         raise ValueError(f"Only models of the families {', '.join(writers)} can be written, got {config.family!r}.")
@@ -178,49 +172,87 @@ def save_huggingface(
     write_whole(folder / "config.json", described)
 
 
-# --- where the files are ---
-
-
-def _locate(name: str | os.PathLike[str]) -> Path:
-    if name == "demo":
-        folder = Path(str(resources.files("clusterkv_jax.models") / "demo"))
-        if not (folder / "config.json").is_file():
-            raise CheckpointError("The demo model is missing from this installation.")
-        return folder
-    if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
-        raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
-    path = os.path.expanduser(path)
-    if os.path.isdir(path):
-        return Path(path)
-    if os.path.exists(path):
-        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise CheckpointError(
-            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
-        )
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-                # Some repositories hold the same weights again in their authors' own layout.
-                ignore_patterns=["consolidated*", "original/*"],
-            )
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {reason}."
-        ) from error
-
-
 # --- which tensors there are ---
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A parameter in safetensors files; `view()` maps it, and its numbers are read when they are asked for."""
+
+    place: Stored
+    entry: Entry
+
+    @property
+    def where(self) -> str:
+        """Its tensor's name and file in a sentence."""
+        return f"{self.place.name} in {self.entry.path}"
+
+    def view(self) -> np.ndarray:
+        """Its numbers."""
+        return self.place.view(self.entry.map())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose parameters are all there: `parameters` is a pytree like `abstract(config)`.
+
+    `manifest` is that of a converted folder, None for safetensors; `dtype` is the type that the token embeddings are
+    stored in.
+    """
+
+    folder: AnyPath
+    config: ModelConfig
+    parameters: Any
+    dtype: str
+    manifest: Manifest | None
+
+    def fingerprint(self, target: np.dtype, stored: np.dtype | None = None) -> str:
+        """Of the parameters in the type `target`; those of a file are first cast to `stored`."""
+        if self.manifest is not None:
+            return getattr(self.manifest.fingerprints, target.name)
+        views = (few(parameter.view()) for parameter in jax.tree.leaves(self.parameters))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return fingerprint(view.astype(stored or target).astype(target) for view in views)
+
+
+def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
+    """What `load` will read: names, shapes and types are compared with config.json, no number is read.
+
+    Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
+    """
+    folder = locate(name)
+    manifest = read_manifest(folder) if is_converted(folder) else None
+    published = read_json(folder / "config.json")
+    config = load_config(folder)
+    if manifest is not None:
+        return _open_converted(folder, config, manifest)
+    rename = registry.FAMILIES[config.family].rename
+    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
+    config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
+    stored = layout(config, registry.FAMILIES[config.family].weights)
+    _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
+    parameters = jax.tree.map(lambda place: InFile(place, entries[place.name]), stored)
+    return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """What a converted folder calls a parameter, such as "layers.0.attention.q"."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
+    tensors = manifest.tensors
+    config = replace(config, tie_embeddings="lm_head" not in tensors)
+    specs = {parameter_name(path): spec for path, spec in jax.tree.leaves_with_path(abstract(config))}
+    _account(folder, {n: x.shape for n, x in tensors.items()}, {n: spec.shape for n, spec in specs.items()})
+
+    index = index_cache()
+
+    def place(path: tuple[Any, ...], _: Any) -> InOrbax:
+        return InOrbax(folder, parameter_name(path), tensors[parameter_name(path)], index)
+
+    parameters = jax.tree.map_with_path(place, abstract(config))
+    return Checkpoint(folder, config, parameters, tensors["embed"].dtype, manifest)
 
 
 def _resolve_ties(
@@ -247,7 +279,7 @@ def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
 
 
-def _account(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _account(folder: AnyPath, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
     if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
         raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies.")
@@ -268,35 +300,39 @@ def _some(names: list[str]) -> str:
 # --- onto the devices ---
 
 
-def _checked_dtype(dtype: Any) -> np.dtype:
+def checked_dtype(dtype: Any) -> np.dtype:
+    """A type that parameters may have. Raises ValueError for any other."""
     try:
         result = jnp.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # numpy reads texts as expressions
         result = None
-    if result is None or result.name not in _DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(_DTYPES)}.")
+    if result is None or result.name not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; allowed: {', '.join(DTYPES)}.")
     return result
 
 
 def _dtype(requested: Any, stored: str, platform: str) -> np.dtype:
     if requested is not None:
-        return _checked_dtype(requested)
-    return jnp.dtype(jnp.float32 if platform == "cpu" else FILE_TYPES.get(stored, jnp.float32))
+        return checked_dtype(requested)
+    return jnp.dtype(jnp.float32) if platform == "cpu" else stored_type(stored)
 
 
-def _put(
-    place: Stored, entries: dict[str, Entry], copy: Callable[[np.ndarray], np.ndarray], sharding: Any
-) -> jax.Array:
-    view = place.view(entries[place.name].map())
+def stored_type(name: str) -> np.dtype:
+    """The type that files of either format call so."""
+    return jnp.dtype(FILE_TYPES.get(name, name if name in DTYPES else jnp.float32))
+
+
+def _put(copy: Callable[..., np.ndarray], parameter: InFile | InOrbax, spec: TensorSpec, sharding: Any) -> jax.Array:
+    view, where = parameter.view(), parameter.where
     if sharding is None:
-        array = jax.device_put(copy(view))
+        array = jax.device_put(copy(view[whole(spec.shape)], where=where))
     else:
-        array = jax.make_array_from_callback(place.shape, sharding, lambda index: copy(view[index]))
+        array = jax.make_array_from_callback(spec.shape, sharding, lambda index: copy(view[index or ()], where=where))
     # Transfers run behind the program's back and hold their host copies: without waiting, many would pile up.
     return array.block_until_ready()
 
 
-def _host_copy(view: np.ndarray, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
+def host_copy(view: np.ndarray, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
     """What is handed to the device: the file's order is kept where the transfer transposes (faster than numpy would).
 
     The CPU backend adopts a buffer that is aligned and in order, so the parameter itself is the only copy there.
@@ -321,29 +357,3 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     buffer = np.empty(size + alignment, np.uint8)
     start = -buffer.ctypes.data % alignment
     return buffer[start : start + size].view(dtype).reshape(shape)
-
-
-def _tokenizer(folder: Path) -> Any:
-    files = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not files:
-        return None
-    if "tokenizer_config.json" in files:
-        read_json(folder / "tokenizer_config.json")
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    # transformers announces on import that it found no torch: here that is as it should be.
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its parsers raise whatever they meet
-        if "tokenizer.json" in files:
-            raise CheckpointError(f"{folder / 'tokenizer.json'} makes no tokenizer: {shown(error)}.") from error
-        # Other files need libraries that may be missing, and a model serves token ids without them.
-        warnings.warn(f"The tokenizer in {folder} could not be loaded, so tokenizer is None: {error}", stacklevel=3)
-        return None
-    finally:
-        if advice is None:
-            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        else:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice

@@ -31,7 +31,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, recompress, step_layer
+from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
@@ -251,7 +251,7 @@ def append_step(
             before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
             layers.append(layer)
             state.append(memory)
-    cache = replace(cache, layers=constrain_cache(tuple(layers)), state=tuple(state), position=cache.position + counts)
+    cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = transformer.unembed(params, config, last)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
@@ -379,7 +379,7 @@ def _prefill_layer(
     hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
     prompt = Prompt(q, k, v, lengths, entering, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
-    return constrain(hidden, "batch", None, None), constrain_cache(layer), constrain_cache(state), selection
+    return constrain(hidden, "batch", "tokens", None), placed(method, layer), constrain_cache(state), selection
 
 
 @jit(static_argnames=("method", "plan"))
@@ -397,4 +397,4 @@ def _compress_read(
     """What is left of a layer that was read before."""
     prompt = Prompt(None, keys, values, lengths, None, scores)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
-    return constrain_cache(layer), constrain_cache(state), selection
+    return placed(method, layer), constrain_cache(state), selection

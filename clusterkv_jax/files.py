@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
     folder = path.with_name(f".{path.name}.part")
     with naming(path):
         folder.mkdir(exist_ok=True)
-        with _alone(folder, path):
+        with alone(folder, path):
             temporary = folder / "new"
             try:
                 _clear(folder)
@@ -80,15 +80,16 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _number(error: Exception) -> int | None:
-    """The system's number of an error; libraries in Rust give it at the end of their texts."""
+    """The system's number of an error; libraries in Rust and tensorstore give it at the end of their texts."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return None if found is None else int(found[1])
+    found = re.search(r"\(os error (\d+)\)|os_error_code='(\d+)'", str(error))
+    return None if found is None else int(found[1] or found[2])
 
 
 @contextmanager
-def _alone(folder: Path, path: Path) -> Iterator[None]:
+def alone(folder: Path, path: Path) -> Iterator[None]:
+    """Holds the lock of a folder in which `path` is made. Raises ValueError where another process holds it."""
     try:
         with FileLock(folder / "lock", timeout=0):
             yield

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.context_parallel import attention_over_tokens
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.sharding import constrain, constrain_cache, token_ways
 
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
 # activations of 14,336 columns in bf16 stay below a GB each.
@@ -32,7 +32,7 @@ def embed(
     """Hidden states, and the lengths on the same devices. What is padding becomes a token, whatever it is."""
     tokens = jnp.where(ordinals(tokens.shape[1], 2) < lengths[:, None], tokens, 0)
     hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
-    return constrain(hidden, "batch", None, None), lengths
+    return constrain(hidden, "batch", "tokens", None), lengths
 
 
 @jit(static_argnames=("config",))
@@ -50,7 +50,7 @@ def read_layer(
 ) -> tuple[Float[Array, "B N M"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
     """One layer over the whole prompt, and all its keys and values."""
     hidden, _, k, v = over_prompt(weights, config, chunk, hidden)
-    return constrain(hidden, "batch", None, None), *constrain_cache((k, v))
+    return constrain(hidden, "batch", "tokens", None), *constrain_cache((k, v))
 
 
 def over_prompt(
@@ -60,12 +60,21 @@ def over_prompt(
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
-    if chunk >= width:
-        q, k, v = transformer.qkv(weights, config, hidden, positions)
-        hidden = transformer.finish(weights, config, hidden, causal_attention(q, k, v))
+    if chunk >= width // token_ways(width):
+        # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
+        q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))
+        hidden = transformer.finish(weights, config, hidden, attention_over_tokens(q, k, v))
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+
+def _on_heads(
+    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N K D"], Float[Array, "B N K D"]]:
+    names = ("heads", "kv_heads", "kv_heads")
+    q, k, v = (constrain(x, "batch", "tokens", name, None) for x, name in zip((q, k, v), names, strict=True))
+    return q, k, v
 
 
 def _layer_in_chunks(
@@ -75,12 +84,24 @@ def _layer_in_chunks(
     project = partial(transformer.qkv, weights, config)
     empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
     q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
-    attended = causal_attention(q, k, v)
+    q, k, v = _on_heads(q, k, v)
+    attended = attention_over_tokens(q, k, v)
     return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:
-    """Arrays `into` [B, N, ...], chunk by chunk overwritten with what `function` makes of it and of `read`."""
+    """Arrays `into` [B, N, ...], chunk by chunk overwritten with what `function` makes of it and of `read`.
+
+    Devices that share a prompt's tokens each take chunks of their own: their parts stand as sequences.
+    """
+    batch, width, parts = *read[0].shape[:2], token_ways(read[0].shape[1])
+    apart = lambda x: x.reshape(batch * parts, width // parts, *x.shape[2:])  # noqa: E731
+    together = lambda x: constrain(x.reshape(batch, width, *x.shape[2:]), "batch", "tokens", *[None] * (x.ndim - 2))  # noqa: E731
+    result = _chunk_after_chunk(function, chunk, jax.tree.map(apart, into), *map(apart, read))
+    return jax.tree.map(together, result)
+
+
+def _chunk_after_chunk(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:
     width = read[0].shape[1]
     count = -(-width // chunk)
     size = -(-width // count)

@@ -12,13 +12,18 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from itertools import count
-from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar, cast
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import msgspec
 import yaml
 from typing_extensions import override
 
+# A local path, or one of etils in a bucket: a PurePath that has pathlib's methods.
+if TYPE_CHECKING:
+    AnyPath = Path
+else:
+    AnyPath = PurePath
 T = TypeVar("T")
 KIB, MIB = 2**10, 2**20
 # Configurations of models need four levels. What is deeper is an accident or an attack.
@@ -28,7 +33,7 @@ MOST_YAML = 256 * KIB
 _SHOWN = 80
 
 
-def read_text(file: Path | Traversable, *, most: int) -> str:
+def read_text(file: AnyPath | Traversable, *, most: int) -> str:
     """A UTF-8 file of at most `most` bytes; unpacked where its name ends in .gz, `most` bytes of it at most.
 
     Raises ValueError for a larger file, one that is no whole gzip file, or no UTF-8; OSError as `open` does.
@@ -40,7 +45,7 @@ def read_text(file: Path | Traversable, *, most: int) -> str:
     return as_text(raw, str(file))
 
 
-def read_lines(file: Path | Traversable, *, most: int) -> Iterator[tuple[str, bytes]]:
+def read_lines(file: AnyPath | Traversable, *, most: int) -> Iterator[tuple[str, bytes]]:
     """The lines of a file one by one with their ends, each after its place: "Line 3 of FILE".
 
     A line has at most `most` bytes; unpacked as `read_text` does. Raises as `read_text` does.
@@ -57,7 +62,7 @@ def read_lines(file: Path | Traversable, *, most: int) -> Iterator[tuple[str, by
 
 
 @contextmanager
-def _unpacked(file: Path | Traversable) -> Iterator[IO[bytes]]:
+def _unpacked(file: AnyPath | Traversable) -> Iterator[IO[bytes]]:
     """The bytes of a file; `read(n)` unpacks no more than n where its name ends in .gz."""
     if "\0" in str(file):
         raise ValueError(f"{str(file)!r} is no path: it holds a zero byte.")

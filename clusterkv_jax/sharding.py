@@ -1,8 +1,13 @@
-"""From logical axes to a mesh: tensor parallelism over its last axis, data parallelism over the others.
+"""From logical axes to a mesh of up to three kinds of axes.
+
+    data       sequences of a batch; every axis that is neither of the others
+    sequence   tokens of a prompt while it is read, then KV heads, or slots of a cache
+    model      tensor parallelism: heads, MLP and vocabulary; the last axis of a mesh, "sequence" and "slots" aside
 
 Parameters declare their logical axes in `models.transformer.abstract`, caches in `CACHE_AXES`; the rules here are the
-only place that knows mesh axes. A dimension that its mesh axes do not divide stays whole (two KV heads on eight
-devices are replicated, as is usual for GQA), and `whole_axes` names what stayed so.
+only place that knows mesh axes. A dimension that its mesh axes do not divide stays whole, and `whole_axes` names what
+stayed so. Devices that are left over by too few KV heads share the slots of each head: `fitted_mesh` gives such devices
+an axis of their own, "slots".
 """
 
 import math
@@ -11,19 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-# Logical axes that are split over the mesh's last axis; "batch" is split over the others, everything else stays whole.
-TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
+SEQUENCE, SLOTS = "sequence", "slots"
+# Logical axes that are split over the mesh's model axis, and over the devices that KV heads leave.
+TENSOR_PARALLEL = ("heads", "mlp", "vocab")
 
 CACHE_AXES: dict[int, tuple[str | None, ...]] = {
-    4: ("batch", "kv_heads", None, None),  # keys, values [B, K, C, D]
-    3: ("batch", "kv_heads", None),  # degree, positions [B, K, C]
+    4: ("batch", "kv_heads", "slots", None),  # keys, values [B, K, C, D]
+    3: ("batch", "kv_heads", "slots"),  # degree, positions [B, K, C]
     2: ("batch", "kv_heads"),  # length [B, K]
     1: ("batch",),  # state and position [B]
 }
-
+# The same with every head's slots on one device.
+HEAD_AXES = {rank: tuple(None if name == "slots" else name for name in axes) for rank, axes in CACHE_AXES.items()}
 
 _SIZE = re.compile(r"(data|sequence|model)=([1-9][0-9]{0,4})")
 AXES = ("data", "sequence", "model")
@@ -65,26 +73,55 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
+def fitted_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
+    """The mesh with its model axis split into as many devices as divide the KV heads, and "slots" for the others."""
+    model = _model_axis(mesh)
+    size = mesh.shape[model]
+    split = math.gcd(size, kv_heads)
+    if split in (1, size) or SLOTS in mesh.axis_names:
+        return mesh
+    place = mesh.axis_names.index(model)
+    names = (*mesh.axis_names[: place + 1], SLOTS, *mesh.axis_names[place + 1 :])
+    shape = mesh.devices.shape
+    devices = mesh.devices.reshape(*shape[:place], split, size // split, *shape[place + 1 :])
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
-    """Mesh axes that a logical axis is split over."""
-    if name in TENSOR_PARALLEL:
-        return mesh.axis_names[-1:]
-    return mesh.axis_names[:-1] if name == "batch" else ()
+    """Mesh axes that a logical axis may be split over, the first first."""
+    model = _model_axis(mesh)
+    if name == "batch":
+        return tuple(axis for axis in mesh.axis_names if axis not in (SEQUENCE, SLOTS, model))
+    wanted = {"tokens": (SEQUENCE,), "kv_heads": (model, SEQUENCE), "slots": (SEQUENCE, SLOTS, model)}
+    wanted |= dict.fromkeys(TENSOR_PARALLEL, (model, SLOTS))
+    return tuple(axis for axis in wanted.get(name or "", ()) if axis in mesh.axis_names)
+
+
+def _model_axis(mesh: Any) -> str:
+    return next(axis for axis in reversed(mesh.axis_names) if axis not in (SEQUENCE, SLOTS))
 
 
 def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes and this shape.
 
-    Raises ValueError if two of its dimensions would be split over the same mesh axis.
+    Slots take what is left over by the dimensions before them, and so do KV heads of what tokens take.
+
+    Raises ValueError if two other dimensions would be split over the same mesh axis.
     """
-    entries = []
+    entries: list[tuple[str, ...]] = []
     for name, size in zip(axes, shape, strict=True):
-        split = mesh_axes(name, mesh)
-        entries.append(split if split and size % _ways(split, mesh) == 0 else None)
-    names = [axis for entry in entries if entry for axis in entry]
-    if len(names) != len(set(names)):
-        raise ValueError(f"Logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}.")
-    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+        before = {axis for entry in entries for axis in entry}
+        split: tuple[str, ...] = ()
+        for axis in mesh_axes(name, mesh):
+            if size % _ways((*split, axis), mesh) or (axis in before and (axis == SEQUENCE or name == "slots")):
+                continue
+            if axis in before:
+                raise ValueError(
+                    f"Logical axes {axes} would split two dimensions over one axis of the mesh {mesh.axis_names}."
+                )
+            split = (*split, axis)
+        entries.append(split)
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 def param_shardings(specs: Any, mesh: Mesh) -> Any:
@@ -118,6 +155,22 @@ def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:
     return tuple(sorted(whole))
 
 
+def check_divides(specs: Any, mesh: Mesh) -> None:
+    """Raise ValueError unless the MLP, most of a model, is split over all devices of the mesh's model axis."""
+    parts = _ways(mesh_axes("mlp", mesh), mesh)
+    sizes = {
+        size
+        for spec in jax.tree.leaves(specs)
+        for name, size in zip(spec.axes, spec.shape, strict=True)
+        if name == "mlp"
+    }
+    for size in sorted(sizes):
+        if size % parts:
+            raise ValueError(
+                f"A model axis of {parts} devices cannot share the {size} hidden units of the MLP equally."
+            )
+
+
 def ambient_mesh() -> Any | None:
     """The mesh set by `jax.set_mesh`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -125,13 +178,41 @@ def ambient_mesh() -> Any | None:
 
 
 def ways(name: str) -> int:
-    """Into how many parts the ambient mesh splits a logical axis."""
+    """Into how many parts the ambient mesh may split a logical axis."""
     mesh = ambient_mesh()
     return 1 if mesh is None else _ways(mesh_axes(name, mesh), mesh)
 
 
+def token_ways(tokens: int) -> int:
+    """Into how many parts the ambient mesh splits a prompt of this many tokens.
+
+    Raises ValueError if each device cannot have two equal halves of its own.
+    """
+    parts = ways("tokens")
+    if parts > 1 and tokens % (2 * parts):
+        raise ValueError(
+            f"A mesh of sequence={parts} splits prompts into {2 * parts} equal parts, and {tokens} tokens, padding "
+            "included, cannot be."
+        )
+    return parts
+
+
+def slot_ways(heads: int) -> int:
+    """Into how many parts the ambient mesh may split the slots of this many KV heads."""
+    mesh = ambient_mesh()
+    if mesh is None:
+        return 1
+    most = _ways(mesh_axes("slots", mesh), mesh)
+    return _ways(_axes(partition(("kv_heads", "slots"), (heads, most), mesh)[1]), mesh)
+
+
 def _ways(axes: tuple[str, ...], mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """An entry of a PartitionSpec as mesh axes."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
@@ -140,9 +221,10 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
-def constrain_cache(tree: Any) -> Any:
-    """Cache arrays placed by their rank (see CACHE_AXES)."""
-    return jax.tree.map(lambda x: constrain(x, *CACHE_AXES[x.ndim]), tree)
+def constrain_cache(tree: Any, *, apart: bool = False) -> Any:
+    """Cache arrays placed by their rank: heads on their devices, and `apart` their slots too (see CACHE_AXES)."""
+    axes = CACHE_AXES if apart else HEAD_AXES
+    return jax.tree.map(lambda x: constrain(x, *axes[x.ndim]), tree)
 
 
 def over_heads(function: Callable[..., Any], *args: Any) -> Any:
@@ -155,9 +237,48 @@ def over_heads(function: Callable[..., Any], *args: Any) -> Any:
     mesh = ambient_mesh()
     if mesh is None:
         return function(*args)
+    # Query heads, several to a KV head, go where those are, though more devices might divide them.
+    counts = [x.shape[1] for x in jax.tree.leaves(args) if x.ndim > 1 and x.shape[1] > 1]
+    heads = min(counts, default=1)
+
+    def place(x: Any) -> PartitionSpec:
+        if x.ndim == 1:
+            return partition(HEAD_AXES[1], x.shape, mesh)
+        split = 1 if x.shape[1] % heads else heads
+        return partition(HEAD_AXES[x.ndim], (x.shape[0], split, *x.shape[2:]), mesh)
 
     def specs(tree: Any) -> Any:
-        return jax.tree.map(lambda x: partition(CACHE_AXES[x.ndim], x.shape, mesh), tree)
+        return jax.tree.map(place, tree)
 
     out = jax.eval_shape(function, *args)
     return jax.shard_map(function, mesh=mesh, in_specs=specs(args), out_specs=specs(out), check_vma=False)(*args)
+
+
+def over_slots(function: Callable[..., Any], cache: Any, *others: Any) -> Any:
+    """As `over_heads` of a function that gets a device's slots of the cache alone, and how many stand before them.
+
+    `function(before, cache, *others)` returns a cache of the same kind. Its arrays of rank 3 and 4 have slots; those of
+    `others` have none: heads, or a dimension of 1, come second.
+    """
+    mesh = ambient_mesh()
+    if mesh is None:
+        return function(0, cache, *others)
+    held = jax.tree.map(lambda x: partition(CACHE_AXES[x.ndim], x.shape, mesh), cache)
+    beside = jax.tree.map(lambda x: partition(HEAD_AXES[x.ndim], x.shape, mesh), others)
+
+    def local(cache: Any, *others: Any) -> Any:
+        return function(slots_before(held, cache), cache, *others)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(held, *beside), out_specs=held, check_vma=False)(cache, *others)
+
+
+def slots_before(specs: Any, cache: Any) -> Any:
+    """How many slots of a head stand on devices before this one; inside of a shard_map over these PartitionSpecs."""
+    spec, slots = specs.degree, cache.degree.shape[2]
+    axes = _axes(spec[2])
+    return slots * jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def slot_axes(specs: Any) -> tuple[str, ...]:
+    """The mesh axes over which the slots of a cache with these PartitionSpecs are split."""
+    return _axes(specs.degree[2])

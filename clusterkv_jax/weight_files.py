@@ -3,6 +3,7 @@
 Nothing is believed: what an index names must lie in its folder, and hold what it says and nothing else.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
-from clusterkv_jax.schema import MIB, as_text, checked, from_json, read_text, shown, size
+from clusterkv_jax.schema import MIB, AnyPath, as_text, checked, from_json, read_text, shown, size
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -34,19 +35,30 @@ class CheckpointError(ValueError):
 class Entry:
     """One tensor inside a safetensors file."""
 
-    path: Path
+    path: AnyPath
     dtype: str
     shape: tuple[int, ...]
     offset: int
 
     def map(self) -> np.ndarray:
-        """The tensor as a read-only memory map, released with the array."""
+        """The tensor as a read-only memory map, released with the array; one in a bucket is read whole."""
         if self.dtype not in FILE_TYPES:
             raise CheckpointError(f"{self.path} holds {self.dtype} weights; allowed: {', '.join(FILE_TYPES)}.")
+        if not isinstance(self.path, Path):
+            return self._fetched(jnp.dtype(FILE_TYPES[self.dtype]))
         return np.memmap(self.path, FILE_TYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
 
+    def _fetched(self, kind: np.dtype) -> np.ndarray:
+        size = math.prod(self.shape) * kind.itemsize
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            raw = file.read(size)
+        if len(raw) != size:
+            raise CheckpointError(f"{self.path} is not a complete safetensors file: it ends too early.")
+        return np.frombuffer(raw, kind).reshape(self.shape)
 
-def read_json(path: Path) -> dict[str, Any]:
+
+def read_json(path: AnyPath) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError that names the file where it is missing, too large, or anything else."""
     try:
         with naming(path):
@@ -58,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def naming(file: AnyPath) -> Iterator[None]:
     """What is wrong in the block as a CheckpointError that names the file."""
     try:
         yield
@@ -77,7 +89,7 @@ class _Tensor(Struct):
     data_offsets: tuple[int, int]
 
 
-def entries_of(folder: Path) -> dict[str, Entry]:
+def entries_of(folder: AnyPath) -> dict[str, Entry]:
     """Every tensor of a checkpoint by name; nothing is read but the files' headers."""
     if (folder / SINGLE).is_file():
         return _header(folder / SINGLE)
@@ -98,9 +110,14 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     return {tensor: shards[file][tensor] for tensor, file in places.items()}
 
 
-def _shard(folder: Path, file: str) -> Path:
+def _shard(folder: AnyPath, file: str) -> AnyPath:
     """The path of a shard, which is in the folder itself, or where the hub's cache keeps what its snapshots link to."""
-    path, inside = folder / file, folder.resolve()
+    path = folder / file
+    if not isinstance(folder, Path):
+        if "/" in file or not path.is_file():
+            raise CheckpointError(f"{INDEX} places tensors in {shown(repr(file))}, which is missing from {folder}.")
+        return path
+    inside = folder.resolve()
     if file not in os.listdir(folder) or not path.is_file():
         raise CheckpointError(f"{INDEX} places tensors in {shown(repr(file))}, which is missing from {folder}.")
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
@@ -109,11 +126,11 @@ def _shard(folder: Path, file: str) -> Path:
     return path
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def _header(path: AnyPath) -> dict[str, Entry]:
     return header(path)[0]
 
 
-def header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def header(path: AnyPath) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors of a safetensors file by name, and its metadata; nothing is read but its header."""
     try:
         with path.open("rb") as file:
@@ -121,9 +138,12 @@ def header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             if length > _MOST_JSON:
                 raise CheckpointError(f"{path} has a header of more than {size(_MOST_JSON)}, the most that is read.")
             text = file.read(length)
+        if not isinstance(path, Path) and len(text) < max(1, length):
+            raise CheckpointError(f"{path} is not a complete safetensors file: its header ends too early.")
         # The library's own checks: header, offsets, and a file as long as they say.
-        with safe_open(path, framework="np"):
-            pass
+        if isinstance(path, Path):
+            with safe_open(path, framework="np"):
+                pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file: {shown(error)}.") from None
     with naming(path):

@@ -43,6 +43,19 @@ def causal_attention(
             return _in_parts(q, k, v)
 
 
+def last_queries_backend(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], parts: int) -> str:
+    """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
+    count = q.shape[1] // (2 * parts)
+    return "splash" if not _obstacle(q, k, "splash") and count % 128 == 0 else "xla"
+
+
+def last_queries_attention(
+    q: Float[Array, "B T H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"], *, backend: str
+) -> Float[Array, "B T H D"]:
+    """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash" or "xla"."""
+    return _splash(q, k, v) if backend == "splash" else _in_parts(q, k, v)
+
+
 def _choose(q: Array, k: Array, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:
@@ -77,11 +90,12 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
 
 
 def _in_parts(
-    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
-) -> Float[Array, "B N H D"]:
-    """One segment of queries after the other; on a CPU for few rows of the batch at a time."""
+    q: Float[Array, "B T H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+) -> Float[Array, "B T H D"]:
+    """The last T queries, one segment after the other; on a CPU for few rows of the batch at a time."""
     batch, length, heads, dim = q.shape
-    at_once = SCORES_AT_ONCE[platform()] // (heads * length)
+    before = k.shape[1] - length
+    at_once = SCORES_AT_ONCE[platform()] // (heads * k.shape[1])
     rows = batch
     if platform() == "cpu" and ambient_mesh() is None:
         rows = min(batch, max(1, at_once // LARGEST_BLOCK))
@@ -89,7 +103,10 @@ def _in_parts(
     edges = segment_edges(length)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        parts = [_in_blocks(q[:, :, a:b], k[:, :b], v[:, :b], a, block) for a, b in pairwise(edges)]
+        parts = [
+            _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block)
+            for a, b in pairwise(edges)
+        ]
         return jnp.concatenate(parts, axis=2)
 
     # Heads first: products then leave no array to be transposed but these.
@@ -166,7 +183,8 @@ def _splash(q: Array, k: Array, v: Array) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, length, heads, dim = q.shape
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    rows = k.shape[1]
+    mask = masks.MultiHeadMask([masks.CausalMask((length, rows), offset=rows - length)] * heads)
     block = next(size for size in (1024, 512, 256, 128) if length % size == 0)
     sizes = kernel.BlockSizes(
         block_q=block,

@@ -205,11 +205,11 @@ def test_numbers_that_the_type_does_not_hold(tmp_path):
 
 def test_the_order_that_other_devices_are_given_is_looked_at_too():
     view = np.arange(12, dtype=np.float32).reshape(3, 4).T
-    copy = checkpoints._host_copy(view, np.dtype(np.float32), "gpu", "x")
+    copy = checkpoints.host_copy(view, np.dtype(np.float32), "gpu", "x")
     assert copy.strides == view.strides
     np.testing.assert_array_equal(copy, view)
     with pytest.raises(CheckpointError, match=r"x holds inf"):
-        checkpoints._host_copy(np.where(view == 5, np.inf, view), np.dtype(np.float32), "gpu", "x")
+        checkpoints.host_copy(np.where(view == 5, np.inf, view), np.dtype(np.float32), "gpu", "x")
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path):

@@ -16,7 +16,18 @@ from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_h
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract, forward
 from clusterkv_jax.texts import encode
-from tests.support.checkpoint_files import EMBED, HEAD, LLAMA, SINGLE, assert_holds, random_tensors, same, write
+from tests.support.checkpoint_files import (
+    EMBED,
+    FAMILIES,
+    HEAD,
+    LLAMA,
+    OPT,
+    SINGLE,
+    assert_holds,
+    random_tensors,
+    same,
+    write,
+)
 from tests.support.processes import python
 
 # --- forms of files ---
@@ -31,50 +42,18 @@ def test_single_and_sharded_files_of_every_type(tmp_path, stored, shards):
     assert_holds(load(str(folder), dtype=jnp.bfloat16).params, LLAMA, tensors, jnp.bfloat16)
 
 
-_GLM = {**LLAMA, "model_type": "glm", "head_dim": 8}
-_CHATGLM = {
-    "model_type": "chatglm",
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "multi_query_group_num": 2,
-    "kv_channels": 8,
-    "padded_vocab_size": 64,
-    "seq_length": 128,
-    "add_qkv_bias": True,
-}
-_OPT = {
-    "model_type": "opt",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "ffn_dim": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-OTHERS = {
-    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
-    "qwen2": {**LLAMA, "model_type": "qwen2"},
-    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
-    "glm": _GLM,
-    "chatglm": _CHATGLM,
-    "opt": _OPT,
-}
-
-
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path, family):
-    tensors = random_tensors(OTHERS[family])
-    folder = write(tmp_path / "m", OTHERS[family], tensors, shards=2)
-    assert_holds(load(folder).params, OTHERS[family], tensors, jnp.float32)
+    tensors = random_tensors(FAMILIES[family])
+    folder = write(tmp_path / "m", FAMILIES[family], tensors, shards=2)
+    assert_holds(load(folder).params, FAMILIES[family], tensors, jnp.float32)
 
 
 def test_older_names_of_opt(tmp_path):
-    tensors = random_tensors(_OPT)
+    tensors = random_tensors(OPT)
     older = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     assert older.keys().isdisjoint(tensors)
-    assert_holds(load(write(tmp_path / "m", _OPT, older)).params, _OPT, tensors, jnp.float32)
+    assert_holds(load(write(tmp_path / "m", OPT, older)).params, OPT, tensors, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +116,9 @@ def test_tie_not_stated_with_both_stored(tmp_path):
     """The family's default decides: Llama's is untied, OPT's is tied."""
     tensors = random_tensors(LLAMA)
     assert not load(write(tmp_path / "llama", _tie(LLAMA, None), tensors)).config.tie_embeddings
-    tensors = random_tensors(_OPT)
+    tensors = random_tensors(OPT)
     tensors[HEAD] = tensors["model.decoder.embed_tokens.weight"]
-    assert load(write(tmp_path / "opt", _OPT, tensors)).config.tie_embeddings
+    assert load(write(tmp_path / "opt", OPT, tensors)).config.tie_embeddings
 
 
 def test_untied_without_a_head_is_an_error(tmp_path):
@@ -311,7 +290,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_qwen3_is_read_again_and_computes_the_same(tmp_path, tied):
-    published = {**OTHERS["qwen3"], "tie_word_embeddings": tied, "rope_theta": 1e6, "eos_token_id": 1}
+    published = {**FAMILIES["qwen3"], "tie_word_embeddings": tied, "rope_theta": 1e6, "eos_token_id": 1}
     model = load(write(tmp_path / "m", published, random_tensors(published)))
     save_huggingface(tmp_path / "new", model.params, model.config, dtype="float32")
     again = load(tmp_path / "new")
@@ -324,7 +303,7 @@ def test_a_qwen3_is_read_again_and_computes_the_same(tmp_path, tied):
 def test_what_transformers_reads_of_a_qwen3(tmp_path):
     from transformers import AutoConfig
 
-    published = {**OTHERS["qwen3"], "rope_theta": 1e6}
+    published = {**FAMILIES["qwen3"], "rope_theta": 1e6}
     config = replace(registry.from_hf(published), dtype="float32")
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
     save_huggingface(tmp_path, params, config, dtype="float32")
@@ -336,7 +315,7 @@ def test_what_transformers_reads_of_a_qwen3(tmp_path):
 
 
 def test_only_llama_and_qwen3_are_written(tmp_path):
-    config = registry.from_hf(OTHERS["qwen2"])
+    config = registry.from_hf(FAMILIES["qwen2"])
     params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), abstract(config))
     with pytest.raises(ValueError, match="Only models of the families llama, qwen3 can be written, got 'qwen2'"):
         save_huggingface(tmp_path, params, config)

@@ -247,6 +247,19 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
         assert len(block) == reading.BLOCK
 
 
+def test_the_second_half_of_a_text_is_the_answer_to_the_first(tokenizer, prose):
+    cases = suites.cases("pg19-answers", Options(lengths=(1001,), limit=2, books=prose), tokenizer, 8192)
+    whole = tokenizer.encode(sources.books(prose)["made_up"], add_special_tokens=False)
+    assert len({case.id for case in cases}) == len(cases) == 2
+    for case in cases:
+        assert case.reading is not None
+        text, answer = case.reading
+        assert (len(text), len(answer), case.facts["position"]) == (500, 501, 500)
+        assert any(whole[i : i + 1001] == [*text, *answer] for i in range(len(whole)))
+    with pytest.raises(ValueError, match="length = 1 tokens is too small for a text and an answer"):
+        list(reading.answers("book", (1, 2), 1, 1, 0))
+
+
 def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
     (tmp_path / "cot_8shot.json").write_text(json.dumps([{"question": "One?", "target": "So. The answer is 1."}] * 8))
     rows = [{"question": f"What is {i}?", "answer": f"<<x>>\n#### {i},000"} for i in range(3)]

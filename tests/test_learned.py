@@ -20,6 +20,7 @@ from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected, repetition
 from clusterkv_jax.learned.leverage import leverage
+from clusterkv_jax.learned.surrogates import in_parts
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.families.eviction import best_of_layer
@@ -240,6 +241,18 @@ def test_surrogates_are_kvzaps(case):
         if i == 0:
             for token in np.unique(tokens):
                 assert np.ptp(np.asarray(linear)[0, :, tokens == token], axis=0).max() == 0
+
+
+def test_a_product_in_parts_is_one_in_float32():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 9, 64)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-6, 3, (64, 5)), jnp.float32)
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    got = jax.jit(in_parts)(x, weights)
+    assert got.dtype == jnp.float32
+    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+    rounded = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64)
+    assert np.linalg.norm(rounded - want) > 1e-3 * np.linalg.norm(want)
 
 
 # --- keys, values, outputs ---

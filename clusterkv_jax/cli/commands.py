@@ -5,7 +5,7 @@ Everything heavy (jax, tokenizers, the model) is imported by the command that ne
 
 import typer
 
-from clusterkv_jax.cli import calibrate, evaluate, generate, inspect
+from clusterkv_jax.cli import calibrate, convert, evaluate, generate, inspect
 
 app = typer.Typer(
     add_completion=False,
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command("methods")(generate.list_methods)
 app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
+app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)
 app.add_typer(inspect.inspect, name="inspect")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from clusterkv_jax.kernels.dispatch import platform
+
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -50,9 +52,29 @@ def predicted_scores(parameters: dict[str, Array], hidden: Float[Array, "B N M"]
 
 
 def affine(x: Float[Array, "B N I"], weights: Float[Array, "I O"], bias: Float[Array, " O"]) -> Float[Array, "B N O"]:
-    """x @ weights + bias in float32."""
-    x, weights, bias = (each.astype(jnp.float32) for each in (x, weights, bias))
-    return jnp.einsum("bni,io->bno", x, weights, precision=HIGHEST) + bias[None, None]
+    """x @ weights + bias in float32.
+
+    Matrix units take bfloat16 numbers as they are, so there the weights come in parts: no float32 copy of x is made.
+    """
+    weights, bias = weights.astype(jnp.float32), bias.astype(jnp.float32)
+    if x.dtype == jnp.bfloat16 and platform() != "cpu":
+        product = in_parts(x, weights)
+    else:
+        product = jnp.einsum("bni,io->bno", x.astype(jnp.float32), weights, precision=HIGHEST)
+    return product + bias[None, None]
+
+
+def in_parts(x: Float[Array, "B N I"], weights: Float[Array, "I O"]) -> Float[Array, "B N O"]:
+    """The product in float32 of bfloat16 numbers and float32 weights, which are the sum of three bfloat16 numbers."""
+    parts, rest = [], weights
+    for _ in range(3):
+        part = jax.lax.reduce_precision(
+            rest, exponent_bits=8, mantissa_bits=7
+        )  # a cast there and back would be dropped
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    products = jnp.einsum("bni,pio->bnpo", x, jnp.stack(parts), preferred_element_type=jnp.float32)
+    return jnp.sum(products, axis=2)
 
 
 def check_layer(name: str, weights: Array, bias_name: str, bias: Array, inputs: int) -> None:

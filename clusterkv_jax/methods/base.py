@@ -259,19 +259,26 @@ def rows_held(group: Group) -> Int[Array, " B"]:
 # --- how tokens enter ---
 
 
-def append_and_attend(group: AnyGroup, memory: Any, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
+def append_and_attend(
+    group: AnyGroup, memory: Any, tokens: NewTokens, *, apart: bool = True
+) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
-    longer = append_tokens(group, tokens)
+    longer = append_tokens(group, tokens, apart=apart)
     if tokens.q.shape[1] == 1:
         return attend_cache(longer, tokens.q)[0], longer, memory
     attended = combine(attend_cache(group, tokens.q), attend_new(tokens.q, tokens.k, tokens.v, tokens.real))
     return attended, longer, memory
 
 
-def append_tokens(group: AnyGroup, tokens: NewTokens) -> AnyGroup:
-    """The new tokens behind the rows there are."""
+def append_tokens(group: AnyGroup, tokens: NewTokens, *, apart: bool = False) -> AnyGroup:
+    """The new tokens behind the rows there are; `apart` for methods whose steps do nothing else with a cache."""
     new = jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
-    return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new)
+    return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
+
+
+def slots_apart(method: "Method") -> bool:
+    """Whether devices may share the slots of a head: steps only append to the rows there are and attend to them."""
+    return method.schedule.kind in ("append", "interval") and method.holds in ("tokens", "centroids", "moved")
 
 
 def one_by_one(

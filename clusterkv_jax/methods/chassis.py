@@ -22,6 +22,7 @@ from clusterkv_jax.cache import (
     HeadGroups,
     KVCache,
     Layer,
+    LayerCache,
     NewTokens,
     PagedHeads,
     State,
@@ -31,9 +32,10 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
-from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held
+from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
+from clusterkv_jax.sharding import constrain_cache
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +138,10 @@ def step_layer(
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
-        parts.append(append_and_attend(group, None, mine) if memory is None else method.step(group, memory, mine))
+        if memory is None:
+            parts.append(append_and_attend(group, None, mine, apart=slots_apart(method)))
+        else:
+            parts.append(method.step(group, memory, mine))
     attended, longer, memories = zip(*parts, strict=True)
     out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
     return out, with_groups(layer, longer), memories
@@ -169,7 +174,7 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
         selection = tuple(part.selection for part in parts) if before is None else before
         layers.append(with_groups(layer, [part.cache for part in parts]))
         states.append(tuple(part.memory for part in parts))
-    return replace(cache, layers=tuple(layers), state=tuple(states))
+    return replace(cache, layers=placed(method, tuple(layers)), state=tuple(states))
 
 
 def _recompress_group(
@@ -183,6 +188,12 @@ def _recompress_group(
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
     result = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
     return replace(result, memory=memory | (result.memory or {}))
+
+
+def placed(method: Method, layers: Any) -> Any:
+    """Layers on the devices of the ambient mesh; their slots too, where the method's steps allow it."""
+    of_group = lambda x: constrain_cache(x, apart=slots_apart(method) and isinstance(x, LayerCache))  # noqa: E731
+    return jax.tree.map(of_group, layers, is_leaf=lambda x: isinstance(x, LayerCache | PagedHeads))
 
 
 def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:

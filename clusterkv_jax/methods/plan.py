@@ -13,8 +13,9 @@ from jaxtyping import Array, Int
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import Method, Schedule
+from clusterkv_jax.methods.base import Method, Schedule, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+from clusterkv_jax.sharding import slot_ways
 
 
 def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
@@ -36,7 +37,7 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
         groups.append(
             GroupPlan(
                 heads,
-                aligned(int(np.max(slots))),
+                aligned(int(np.max(slots)), slot_ways(len(heads)) if slots_apart(method) else 1),
                 most_rows=int(np.max(np.minimum(rows[:, -1], lengths + request.reserve))),
                 keep_all=bool(covered) or bool(np.min(rows) >= MOST_ROWS),
                 reserve=request.reserve,
@@ -97,11 +98,14 @@ def stages(rows: np.ndarray) -> np.ndarray:
     return rows if rows.ndim == 3 else rows[..., None]
 
 
-def aligned(slots: int) -> int:
-    """`slots`, on a TPU rounded up to its tile of 16 rows: of another size, XLA would lay the cache out by sequences
-    and copy all of it into and out of the decode loop.
+def aligned(slots: int, devices: int = 1) -> int:
+    """`slots`, rounded up so that each of the devices that share them has as many.
+
+    On a TPU each has whole tiles of 16 rows: of another size, XLA would lay the cache out by sequences and copy all of
+    it into and out of the decode loop.
     """
-    return -(-slots // 16) * 16 if platform() == "tpu" else slots
+    unit = devices * (16 if platform() == "tpu" else 1)
+    return -(-slots // unit) * unit
 
 
 def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:

@@ -25,7 +25,8 @@ def append_rows(
 
     Args:
         keys, values, degree, positions: the slots; positions may be None.
-        length: rows that each head holds.
+        length: rows that each head holds; less than 0 where the slots are the later ones of a head, and tokens may
+            belong before them.
         new_keys, new_values, new_positions: of T tokens; rows are converted to the dtype of the slots.
         real: tokens that are none, and tokens without a slot, are written nowhere.
 

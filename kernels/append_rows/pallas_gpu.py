@@ -69,7 +69,7 @@ def _kernel(new_keys, new_values, new_positions, real, length, *buffers, tile):
     column = arange(power_of_two(width))
     across = (column < width)[None, :]
     slot = length[row, head] + token
-    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot < keys.shape[2])
+    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < keys.shape[2])
     for new, buffer in ((new_keys, keys), (new_values, values)):
         # Read whether it is stored or not, so that the reads do not wait for each other.
         at = new.at[row, head, token[:, None], column[None, :]]

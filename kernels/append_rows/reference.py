@@ -10,7 +10,8 @@ from clusterkv_jax.kernels.ordinals import ordinals
 def append_rows(keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     batch, heads, tokens, _ = new_keys.shape
-    slots = jnp.where(real[:, None, :], length[..., None] + ordinals(tokens, 3), keys.shape[2])
+    slots = length[..., None] + ordinals(tokens, 3)
+    slots = jnp.where(real[:, None, :] & (slots >= 0), slots, keys.shape[2])
 
     def put(buffer: Array, rows: Array) -> Array:
         one_head = lambda b, r, i: b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)  # noqa: E731

@@ -23,6 +23,36 @@ LLAMA = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+_GLM = {**LLAMA, "model_type": "glm", "head_dim": 8}
+_CHATGLM = {
+    "model_type": "chatglm",
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "multi_query_group_num": 2,
+    "kv_channels": 8,
+    "padded_vocab_size": 64,
+    "seq_length": 128,
+    "add_qkv_bias": True,
+}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "glm": _GLM,
+    "chatglm": _CHATGLM,
+    "opt": OPT,
+}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -1,6 +1,6 @@
 """The suites by name: what `clusterkv evaluate --suite` takes, each a function from options to cases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -221,6 +221,11 @@ def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: i
     return _read(sources.books(options.books), lengths, options, tasks, tokenizer)
 
 
+def _long_answers(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    lengths, books = _lengths(options, positions), sources.books(options.books)
+    return _read(books, lengths, options, tasks, tokenizer, reading.answers)
+
+
 def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     lengths = _lengths(options, positions)
     if options.data is not None:
@@ -233,9 +238,14 @@ def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, position
 
 
 def _read(
-    texts: dict[str, str], lengths: Sequence[int], options: Options, tasks: tuple[str, ...], tokenizer: Any
+    texts: dict[str, str],
+    lengths: Sequence[int],
+    options: Options,
+    tasks: tuple[str, ...],
+    tokenizer: Any,
+    cut: Callable[..., Iterator[Case]] = reading.segments,
 ) -> list[Case]:
-    """Every book, or those named as tasks."""
+    """Every book, or those named as tasks, cut into cases."""
     if missing := [task for task in tasks if task not in texts]:
         raise ValueError(f"There is no book {missing[0]!r}; there are {', '.join(sorted(texts))}.")
     return [
@@ -243,7 +253,7 @@ def _read(
         for length in lengths
         for name, text in texts.items()
         if not tasks or name in tasks
-        for case in reading.segments(
+        for case in cut(
             name,
             tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False)),
             options.limit or 8,
@@ -264,6 +274,7 @@ SUITES = {
     "niah": Suite("a needle at 11 depths of texts of several lengths (5 each)", ("niah",), _niah),
     "gsm8k": Suite("GSM8K with eight worked examples in the cache", ("gsm8k",), _gsm8k),
     "pg19": Suite("perplexity of books by position (8 segments each)", (), _pg19),
+    "pg19-answers": Suite("perplexity of books' second halves, written under the budget", (), _long_answers),
     "wikitext": Suite("perplexity of WikiText-2 by position (8 segments)", (), _wikitext),
     "longeval": Suite("LongEval's line retrieval (25 records, 4 questions each)", ("lines",), _lines),
 }

@@ -98,6 +98,8 @@ def append_scores(scores: Float[Array, "B K C"], length: Int[Array, "B K"], toke
     assert tokens.scores is not None
     new = jnp.swapaxes(tokens.scores, 1, 2)
     number = ordinals(scores.shape[2], 3) - length[..., None]
+    if new.shape[2] == 1:  # nothing to gather: one pass over the scores
+        return jnp.where((number == 0) & tokens.real[:, None], new, scores)
     count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None, None]
     at = jnp.broadcast_to(jnp.clip(number, 0, new.shape[2] - 1), scores.shape)
     return jnp.where((number >= 0) & (number < count), jnp.take_along_axis(new, at, axis=2), scores)

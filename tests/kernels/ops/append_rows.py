@@ -35,7 +35,8 @@ def check_append_of(shape, implementation, examples):
     batch, heads, slots, tokens, dim, row_dtype, slot_dtype, with_positions = shape
     run = compiled(implementation)
 
-    def check(seed, share, length):
+    def check(seed, share, length, before):
+        length = length - before  # of a head whose first slots are elsewhere
         rng = np.random.default_rng(seed)
         real = rng.random((batch, tokens)) < share
         empty = np.arange(slots) >= length[..., None]
@@ -49,7 +50,7 @@ def check_append_of(shape, implementation, examples):
         expected = [None if x is None else np.array(x) for x in (*buffers, positions)]
         stored = (*(x.astype(slot_dtype) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
         for b, k, t in np.ndindex(batch, heads, tokens):
-            if real[b, t] and length[b, k] + t < slots:
+            if real[b, t] and 0 <= length[b, k] + t < slots:
                 for x, y in zip(expected[: 3 + with_positions], stored, strict=False):
                     x[b, k, length[b, k] + t] = y[b, min(k, y.shape[1] - 1), t]
         assert (results[3] is None) == (positions is None)
@@ -59,7 +60,8 @@ def check_append_of(shape, implementation, examples):
 
     largest = slots + 3
     shares = st.sampled_from([1.0, 0.5, 0.0])
-    drawn(check, examples, st.integers(0, 2**16), shares, lengths(batch, heads, largest, slots - tokens, slots))
+    held = lengths(batch, heads, largest, slots - tokens, slots)
+    drawn(check, examples, st.integers(0, 2**16), shares, held, st.sampled_from([0, 0, 2, slots]))
 
 
 def append_of_padding(*args):
@@ -76,6 +78,12 @@ def append_over_the_last_rows(keys, *operands):
     return reference.append_rows(keys, *slots, length, new_keys, new_values, new, real)
 
 
+def append_from_the_end(*operands):
+    *slots, length, new_keys, new_values, new, real = operands
+    length = jnp.where(length < 0, length + slots[0].shape[2], length)
+    return reference.append_rows(*slots, length, new_keys, new_values, new, real)
+
+
 def append_of_short_rows(*operands):
     *slots, new_keys, new_values, new, real = operands
     return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), new_values, new, real)
@@ -83,7 +91,13 @@ def append_of_short_rows(*operands):
 
 CHECKS = [check_append]
 BROKEN = {
-    check_append: [append_of_padding, append_behind_the_first_head, append_over_the_last_rows, append_of_short_rows],
+    check_append: [
+        append_of_padding,
+        append_behind_the_first_head,
+        append_over_the_last_rows,
+        append_from_the_end,
+        append_of_short_rows,
+    ],
 }
 
 

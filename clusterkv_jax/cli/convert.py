@@ -1,0 +1,46 @@
+"""`clusterkv convert`: a model of the hub as an Orbax checkpoint that every host reads its own part of."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
+
+EXAMPLES = """[bold]What for[/bold]
+
+A model that many hosts share is read from one folder or bucket by all of them, each its own part of every tensor.
+Orbax's format (OCDBT) is made for that:
+
+  clusterkv convert meta-llama/Llama-3.1-70B ./llama-70b
+  gcloud storage cp --recursive ./llama-70b gs://my-bucket/
+
+  clusterkv evaluate gs://my-bucket/llama-70b --suite ruler ...
+
+The model passes through memory in parts of half a gigabyte. Killed, the same command goes on where it was; the folder
+gets its name when it is whole. Needs the extra pods: pip install 'clusterkv-jax[pods]'.
+"""
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder with safetensors, a hub id, or demo.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="The folder to write, which does not exist.", show_default=False)],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="that of the token embeddings")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Write a Hugging Face model as an Orbax checkpoint with checksums, tensor by tensor."""
+    with one_sentence_errors(debug):
+        import jax
+
+        from clusterkv_jax import conversion
+
+        jax.config.update("jax_platforms", "cpu")  # accelerators are left to whoever computes
+        with progress_bar(100, "percent") as on_percent:
+            wrote = conversion.convert(
+                source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
+            )
+        text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."
+        Console().print(text, highlight=False, soft_wrap=True)

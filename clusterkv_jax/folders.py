@@ -1,0 +1,130 @@
+"""The folder of a model: the packaged one, a local one, one of the hub or of a bucket, and the tokenizer in it."""
+
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from clusterkv_jax.extras import library
+from clusterkv_jax.schema import AnyPath, shown
+from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json
+
+_BESIDE = (".json", ".model", ".txt", ".jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def locate(name: str | os.PathLike[str]) -> AnyPath:
+    """The folder of "demo", a local path, a gs:// address, or a hub id, whose files are downloaded.
+
+    Raises CheckpointError (a ValueError) that says what is allowed.
+    """
+    if name == "demo":
+        folder = Path(str(resources.files("clusterkv_jax.models") / "demo"))
+        if not (folder / "config.json").is_file():
+            raise CheckpointError("The demo model is missing from this installation.")
+        return folder
+    if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
+        raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
+    if path.startswith("gs://"):
+        return _in_bucket(path)
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
+        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise CheckpointError(
+            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                # Some repositories hold the same weights again in their authors' own layout.
+                ignore_patterns=["consolidated*", "original/*"],
+            )
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {reason}."
+        ) from error
+
+
+def _in_bucket(address: str) -> AnyPath:
+    paths = library("etils.epath", f"Reading {address}", "pods")
+    folder = paths.Path(address)
+    try:
+        found = (folder / "config.json").is_file()
+    except Exception as error:  # of the client that etils takes, which may be missing
+        raise CheckpointError(f"{address} cannot be read: {shown(error)}.") from error
+    if not found:
+        raise CheckpointError(f"There is no model in {address}: it lacks config.json.")
+    return folder
+
+
+def files_beside(folder: AnyPath) -> list[str]:
+    """Names of the small files that belong to a model: configurations, tokenizer, templates."""
+    names = [path.name for path in folder.iterdir() if path.suffix in _BESIDE and path.name != INDEX]
+    return sorted(name for name in names if (folder / name).is_file())
+
+
+@contextmanager
+def nearby(folder: AnyPath, names: Iterable[str]) -> Iterator[Path]:
+    """A local folder that holds these files: the folder itself, or for one of a bucket a copy of them."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for name in names:
+            with (folder / name).open("rb") as source, (Path(copy) / name).open("wb") as target:
+                shutil.copyfileobj(source, target)
+        yield Path(copy)
+
+
+def tokenizer_in(folder: AnyPath) -> Any:
+    """The tokenizer of a folder, or None where it has none.
+
+    Raises CheckpointError (a ValueError) naming the file at fault.
+    """
+    with nearby(folder, files_beside(folder) if not isinstance(folder, Path) else ()) as near:
+        return _tokenizer(near)
+
+
+def _tokenizer(folder: Path) -> Any:
+    files = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not files:
+        return None
+    if "tokenizer_config.json" in files:
+        read_json(folder / "tokenizer_config.json")
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    # transformers announces on import that it found no torch: here that is as it should be.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its parsers raise whatever they meet
+        if "tokenizer.json" in files:
+            raise CheckpointError(f"{folder / 'tokenizer.json'} makes no tokenizer: {shown(error)}.") from error
+        # Other files need libraries that may be missing, and a model serves token ids without them.
+        warnings.warn(f"The tokenizer in {folder} could not be loaded, so tokenizer is None: {error}", stacklevel=3)
+        return None
+    finally:
+        if advice is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        else:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice

@@ -1,0 +1,72 @@
+"""A converted model on meshes of eight fake devices: the numbers of one device, and each device reads its own part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clusterkv_jax import conversion, orbax_files
+from clusterkv_jax.checkpoints import load
+from clusterkv_jax.models.transformer import abstract, forward
+from clusterkv_jax.sharding import named_mesh, param_shardings
+from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
+
+pytest.importorskip("orbax.checkpoint")
+
+QWEN = {**FAMILIES["qwen2"], "num_key_value_heads": 2}  # two KV heads stay whole on each of eight devices
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces and chunks so small that a tiny model has many."""
+    monkeypatch.setattr(conversion, "_CHUNK", 1024)
+    monkeypatch.setattr(orbax_files, "_LEAST_PIECE", 128)
+
+
+@pytest.mark.parametrize("text", ["data=2,model=4", "model=8", "data=8", "sequence=2,model=4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("published", [LLAMA, QWEN], ids=["llama", "qwen2"])
+def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
+    source = write(tmp_path / "source", published, random_tensors(published), shards=2)
+    conversion.convert(source, tmp_path / "target", dtype=dtype)
+    alone, many = load(source, dtype=dtype), load(tmp_path / "target", mesh=named_mesh(text), dtype=dtype)
+    assert same(alone.params, many.params)
+    assert many.config == alone.config
+    assert many.config.weights == alone.config.weights
+    shardings = param_shardings(abstract(many.config), many.mesh)
+    assert jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, many.params, shardings))
+
+
+@pytest.mark.parametrize("text", ["data=2,model=4", "model=8"])
+def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
+    source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    conversion.convert(source, tmp_path / "target")
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    logits = []
+    for folder in (source, tmp_path / "target"):
+        model = load(folder, mesh=named_mesh(text))
+        with jax.set_mesh(model.mesh):
+            logits.append(np.asarray(forward(model.params, model.config, tokens)))
+    np.testing.assert_array_equal(*logits)
+
+
+def test_each_device_reads_its_own_pieces_once(tmp_path, small, monkeypatch):
+    """Of what is split over `model`, an eighth each; replicas over `data` share what was read."""
+    source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    conversion.convert(source, tmp_path / "target")
+    reads = []
+    read = orbax_files.Pieces._whole_pieces
+
+    def counted(self, first, last, rows):
+        reads.append((self.where.split()[0], first * rows, last * rows))
+        return read(self, first, last, rows)
+
+    monkeypatch.setattr(orbax_files.Pieces, "_whole_pieces", counted)
+    for text, parts in (("model=8", 8), ("data=2,model=4", 4)):
+        reads.clear()
+        load(tmp_path / "target", mesh=named_mesh(text))
+        assert len(set(reads)) == len(reads)
+        for name, size in (("embed", 64), ("layers.0.attention.q", 8), ("layers.1.mlp.gate", 48)):
+            step = size // parts
+            found = sorted(lines[1:] for lines in reads if lines[0] == name)
+            assert found == [(i * step, (i + 1) * step) for i in range(parts)]

@@ -1,0 +1,133 @@
+"""Every method gives the tokens of one device on every kind of mesh, and no step moves a cache between devices."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from tests.mesh.test_sharding import CENTROID, CHELSEA, placed, untied
+from tests.support.methods import every_method, named
+from tests.support.tiny import prompt, taught
+
+HALF = ckv.Budget(ratio=0.5)
+WORDS = ((3, 5), (7, 1, 4), (2,))
+MESHES = ("model=8", "data=2,model=4", "data=4,model=2", "sequence=4,model=2")
+METHODS = [
+    ckv.Full(),
+    CENTROID,
+    CHELSEA,
+    *every_method(HALF),
+    ckv.Compactor(HALF, sinks=2, recent=2, chunk=16),
+    ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS),
+    ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS),
+    ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),
+    ckv.ClusterKV(HALF, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
+    ckv.InfiniGen(HALF, partial_ratio=0.5, dense_layers=0),
+]
+# Each method meets one mesh in the ordinary run, and neighbours in this list different ones.
+CASES = [
+    pytest.param(text, method, marks=[] if (i + j) % len(MESHES) == 0 else pytest.mark.exhaustive)
+    for i, method in enumerate(METHODS)
+    for j, text in enumerate(MESHES)
+]
+COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+WIDTHS = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+
+def model_on(text: str, kv_heads: int = 4) -> ckv.Model:
+    return placed(untied(taught(kv_heads=kv_heads)), fitted_mesh(named_mesh(text), kv_heads))
+
+
+def answers(model: ckv.Model, method) -> ckv.Result:
+    prompts, questions = [prompt(1, 48), prompt(2, 33)], [prompt(3, 5), prompt(4, 3)]
+    return ckv.generate(model, prompts, method=method, questions=questions, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(("text", "method"), CASES, ids=lambda x: x if isinstance(x, str) else named(x))
+def test_tokens_are_those_of_one_device(text, method):
+    alone, many = (answers(model, method) for model in (untied(taught(kv_heads=4)), model_on(text)))
+    assert many.tokens == alone.tokens
+    assert many.stats.kept_rows == alone.stats.kept_rows
+
+
+def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:
+    """Bytes of what each collective of a program delivers to a device."""
+    text = program.lower(*args, **options).compile().as_text()
+    assert text is not None
+    return [
+        sum(WIDTHS[kind] * math.prod(map(int, filter(None, shape.split(",")))) for kind, shape in arrays)
+        for arrays in (re.findall(r"(\w+)\[([\d,]*)\]", result) for result in COLLECTIVE.findall(text))
+    ]
+
+
+@pytest.mark.parametrize(("text", "kv_heads"), [("model=8", 2), *((text, 4) for text in MESHES)])
+def test_a_step_moves_no_cache(text, kv_heads):
+    """Devices that share a head's slots exchange outputs; two more collectives a layer, of hidden states."""
+    model, tokens = model_on(text, kv_heads), 248
+    assert model.mesh is not None
+    with jax.set_mesh(model.mesh):
+        ids = np.asarray([prompt(1, tokens), prompt(2, tokens)])
+        cache, _ = ckv.prefill(model.params, model.config, ckv.Full(), ids, np.asarray([tokens] * 2), max_new_tokens=8)
+        state = DecodeState(cache, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
+        arguments = model.params, model.config, ckv.Full(), state, jax.random.key(0), jnp.int32(0), jnp.int32(4)
+        sizes = moved(decode_loop, *arguments, sampling=ckv.Sampling(), eos_ids=(), steps=8)
+    layers, hidden = model.config.num_layers, 4 * 2 * model.config.hidden_size
+    shares_slots = len(cache.layers[0].keys.sharding.spec) > 2
+    large = [size for size in sizes if size >= hidden / 4]
+    assert len(large) <= (3 if shares_slots else 2) * layers
+    rows = cache.layers[0].keys
+    assert max(sizes) <= 8 * (hidden + 4 * 2 * model.config.num_heads) < rows.nbytes / 4
+
+
+def test_slots_lie_on_the_devices_that_heads_leave():
+    model = model_on("model=8", kv_heads=2)
+    assert model.mesh is not None
+    assert dict(model.mesh.shape) == {"model": 2, "slots": 4}
+    with jax.set_mesh(model.mesh):
+        cache, _ = ckv.prefill(model.params, model.config, CENTROID, np.asarray([prompt(1, 96)]), np.asarray([96]))
+    keys = cache.layers[0].keys
+    assert keys.addressable_shards[0].data.shape == (1, 1, keys.shape[2] // 4, keys.shape[3])
+
+
+def test_heads_of_their_own_budgets_share_every_device():
+    """A group of one head leaves all devices but one; its slots lie on all of them."""
+    budget = ckv.Budget(ratio=0.5, shares=((1.6, 1.2, 0.8, 0.4), (0.4, 0.8, 1.2, 1.6)))
+    method = ckv.GravityKV(budget, sinks=2, recent=4, chunk=16, interval=4)
+    alone, many = (answers(model, method) for model in (untied(taught(kv_heads=4)), model_on("model=8")))
+    assert many.tokens == alone.tokens
+    model = model_on("model=8")
+    assert model.mesh is not None
+    with jax.set_mesh(model.mesh):
+        cache, _ = ckv.prefill(model.params, model.config, method, np.asarray([prompt(1, 96)]), np.asarray([96]))
+    held = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(cache.layers) if x.ndim == 4]
+    assert held == [1 / 8] * len(held)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_a_sequence_axis_reads_what_one_device_reads(chunk):
+    """Rows that are kept too, and with projections in chunks."""
+    alone, many = untied(taught(kv_heads=4)), model_on("sequence=8")
+    texts = [prompt(1, 120), prompt(2, 100)]
+    one, eight = (ckv.generate(m, texts, method=CENTROID, max_new_tokens=8, prefill_chunk=chunk) for m in (alone, many))
+    assert eight.tokens == one.tokens
+    assert eight.stats.kept_rows == one.stats.kept_rows
+
+
+def test_what_devices_cannot_share_is_refused():
+    model = model_on("sequence=4,model=2")
+    assert model.mesh is not None
+    message = "A mesh of sequence=4 splits prompts into 8 equal parts, and 50 tokens, padding included, cannot be."
+    with jax.set_mesh(model.mesh), pytest.raises(ValueError, match=message):
+        ckv.prefill(model.params, model.config, ckv.Full(), np.asarray([prompt(1, 50)]), np.asarray([50]))
+    with pytest.raises(ValueError, match="A model axis of 5 devices cannot share the 768 hidden units"):
+        ckv.load("demo", mesh=named_mesh("model=5", jax.devices()[:5]))
+    longest = dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=50))
+    with pytest.raises(ValueError, match="into 8 equal parts, and 50 tokens"):
+        ckv.generate(longest, [prompt(1, 20)], max_new_tokens=4)
