@@ -80,13 +80,14 @@ def load(
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
     checkpoint = open_checkpoint(name)
     folder, config = checkpoint.folder, checkpoint.config
-    mesh = None if mesh is None else fitted_mesh(auto_mesh(mesh), config.num_kv_heads)
+    mesh = None if mesh is None else auto_mesh(mesh)
+    fitted = None if mesh is None else fitted_mesh(mesh, config.num_kv_heads)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     target = _dtype(dtype, checkpoint.dtype, platform)
     specs = abstract(config)
-    if mesh is not None:
-        check_divides(specs, mesh)
-    shardings = jax.tree.map(lambda _: None, specs) if mesh is None else param_shardings(specs, mesh)
+    if fitted is not None:
+        check_divides(specs, fitted)
+    shardings = jax.tree.map(lambda _: None, specs) if fitted is None else param_shardings(specs, fitted)
     copy = partial(host_copy, dtype=target, platform=platform)
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
     config = replace(config, weights=checkpoint.fingerprint(target))

@@ -3,7 +3,6 @@
 Profiles show the stages on the host under the names given to them here, those on the device as programs name them.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.models.transformer import embed
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.sampling import Sampling, check_seed
-from clusterkv_jax.sharding import fetch
+from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
 
 Progress = Callable[[str, int, int], None]
@@ -147,7 +146,7 @@ def generate(
     batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
-    with compilation() as compiled, _mesh(model), explained:
+    with compilation() as compiled, on_mesh(model.mesh, model.config.num_kv_heads), explained:
         begin = time.perf_counter()
         key = jax.random.key(seed)
         cache, logits, row_counts = _read(model, method, batch, key, progress)
@@ -193,7 +192,7 @@ def compile_ahead(
     method, sampling = completed(model, method or Full()), sampling or Sampling()
     batch = make_batch(model, prompts, **sizes)
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
-    with compilation() as total, _mesh(model), explained:
+    with compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads), explained:
         if method.holds == "host":
             return total
         compile, key = compiler(on_program), jax.random.key(0)
@@ -392,7 +391,3 @@ def _first_not_finite(model: Model, text: Tokens) -> str | None:
     )
     look("the output head", logits[:, None])
     return places[0] if places else None
-
-
-def _mesh(model: Model) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)

@@ -10,6 +10,7 @@ stayed so. Devices that are left over by too few KV heads share the slots of eac
 an axis of their own, "slots".
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -85,6 +86,11 @@ def fitted_mesh(mesh: Mesh, kv_heads: int) -> Mesh:
     shape = mesh.devices.shape
     devices = mesh.devices.reshape(*shape[:place], split, size // split, *shape[place + 1 :])
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def on_mesh(mesh: Mesh | None, kv_heads: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes a model's mesh, as it fits its KV heads, the ambient one; without a mesh, nothing."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(fitted_mesh(mesh, kv_heads))
 
 
 def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:

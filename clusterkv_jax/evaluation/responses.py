@@ -22,7 +22,7 @@ from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import compilation, jit
-from clusterkv_jax.sharding import fetch
+from clusterkv_jax.sharding import fetch, on_mesh
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256
@@ -91,7 +91,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
-    mesh = contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
+    mesh = on_mesh(model.mesh, model.config.num_kv_heads)
     explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.holds == "host")
     with compilation() as compiled, mesh, explained:
         cache, logits = prefill(

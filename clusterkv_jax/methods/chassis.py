@@ -35,7 +35,7 @@ from clusterkv_jax.cache import (
 from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.sharding import constrain_cache
+from clusterkv_jax.sharding import constrain, constrain_cache
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +107,10 @@ def _compress_group(
     if queries is not None:
         queries = query_heads(queries, plan.heads, prompt.keys.shape[1], axis=1)
     scores = None if prompt.scores is None else prompt.scores[:, jnp.asarray(plan.heads)]
-    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, prompt.hidden, scores, key, selection, plan)
+    hidden = None if prompt.hidden is None else constrain(prompt.hidden, "batch", None, None)
+    # A head's rows come together: left to the partitioner, each step of a method would have its own collectives.
+    cache, queries, scores = constrain_cache((cache, queries, scores))
+    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, hidden, scores, key, selection, plan)
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)
     memory = rows.memory if result.memory is None else result.memory
@@ -182,6 +185,7 @@ def _recompress_group(
 ) -> Compressed:
     if memory is None or "due" not in memory:
         return Compressed(group, memory)
+    group = constrain_cache(group)  # as after the prompt
     counts = rows_held(group)
     target = jnp.where(counts >= memory["due"], memory["budget"], counts)
     slots = group.degree.shape[2]

@@ -8,7 +8,7 @@ import pytest
 from clusterkv_jax import conversion, orbax_files
 from clusterkv_jax.checkpoints import load
 from clusterkv_jax.models.transformer import abstract, forward
-from clusterkv_jax.sharding import named_mesh, param_shardings
+from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
 
 pytest.importorskip("orbax.checkpoint")
@@ -33,7 +33,8 @@ def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
     assert same(alone.params, many.params)
     assert many.config == alone.config
     assert many.config.weights == alone.config.weights
-    shardings = param_shardings(abstract(many.config), many.mesh)
+    assert many.mesh is not None
+    shardings = param_shardings(abstract(many.config), fitted_mesh(many.mesh, many.config.num_kv_heads))
     assert jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, many.params, shardings))
 
 
@@ -45,7 +46,7 @@ def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     logits = []
     for folder in (source, tmp_path / "target"):
         model = load(folder, mesh=named_mesh(text))
-        with jax.set_mesh(model.mesh):
+        with on_mesh(model.mesh, model.config.num_kv_heads):
             logits.append(np.asarray(forward(model.params, model.config, tokens)))
     np.testing.assert_array_equal(*logits)
 

@@ -11,7 +11,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.decoding import DecodeState, decode_loop
-from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
 from tests.mesh.test_sharding import CENTROID, CHELSEA, placed, untied
 from tests.support.methods import every_method, named
 from tests.support.tiny import prompt, taught
@@ -42,7 +42,7 @@ WIDTHS = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 def model_on(text: str, kv_heads: int = 4) -> ckv.Model:
-    return placed(untied(taught(kv_heads=kv_heads)), fitted_mesh(named_mesh(text), kv_heads))
+    return placed(untied(taught(kv_heads=kv_heads)), named_mesh(text))
 
 
 def answers(model: ckv.Model, method) -> ckv.Result:
@@ -71,8 +71,7 @@ def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:
 def test_a_step_moves_no_cache(text, kv_heads):
     """Devices that share a head's slots exchange outputs; two more collectives a layer, of hidden states."""
     model, tokens = model_on(text, kv_heads), 248
-    assert model.mesh is not None
-    with jax.set_mesh(model.mesh):
+    with on_mesh(model.mesh, model.config.num_kv_heads):
         ids = np.asarray([prompt(1, tokens), prompt(2, tokens)])
         cache, _ = ckv.prefill(model.params, model.config, ckv.Full(), ids, np.asarray([tokens] * 2), max_new_tokens=8)
         state = DecodeState(cache, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
@@ -89,8 +88,8 @@ def test_a_step_moves_no_cache(text, kv_heads):
 def test_slots_lie_on_the_devices_that_heads_leave():
     model = model_on("model=8", kv_heads=2)
     assert model.mesh is not None
-    assert dict(model.mesh.shape) == {"model": 2, "slots": 4}
-    with jax.set_mesh(model.mesh):
+    assert dict(fitted_mesh(model.mesh, 2).shape) == {"model": 2, "slots": 4}
+    with on_mesh(model.mesh, model.config.num_kv_heads):
         cache, _ = ckv.prefill(model.params, model.config, CENTROID, np.asarray([prompt(1, 96)]), np.asarray([96]))
     keys = cache.layers[0].keys
     assert keys.addressable_shards[0].data.shape == (1, 1, keys.shape[2] // 4, keys.shape[3])
@@ -103,8 +102,7 @@ def test_heads_of_their_own_budgets_share_every_device():
     alone, many = (answers(model, method) for model in (untied(taught(kv_heads=4)), model_on("model=8")))
     assert many.tokens == alone.tokens
     model = model_on("model=8")
-    assert model.mesh is not None
-    with jax.set_mesh(model.mesh):
+    with on_mesh(model.mesh, model.config.num_kv_heads):
         cache, _ = ckv.prefill(model.params, model.config, method, np.asarray([prompt(1, 96)]), np.asarray([96]))
     held = [x.addressable_shards[0].data.nbytes / x.nbytes for x in jax.tree.leaves(cache.layers) if x.ndim == 4]
     assert held == [1 / 8] * len(held)
@@ -122,9 +120,8 @@ def test_a_sequence_axis_reads_what_one_device_reads(chunk):
 
 def test_what_devices_cannot_share_is_refused():
     model = model_on("sequence=4,model=2")
-    assert model.mesh is not None
     message = "A mesh of sequence=4 splits prompts into 8 equal parts, and 50 tokens, padding included, cannot be."
-    with jax.set_mesh(model.mesh), pytest.raises(ValueError, match=message):
+    with on_mesh(model.mesh, model.config.num_kv_heads), pytest.raises(ValueError, match=message):
         ckv.prefill(model.params, model.config, ckv.Full(), np.asarray([prompt(1, 50)]), np.asarray([50]))
     with pytest.raises(ValueError, match="A model axis of 5 devices cannot share the 768 hidden units"):
         ckv.load("demo", mesh=named_mesh("model=5", jax.devices()[:5]))

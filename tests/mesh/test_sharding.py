@@ -10,7 +10,15 @@ from jax.sharding import PartitionSpec as P
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import abstract
-from clusterkv_jax.sharding import auto_mesh, named_mesh, param_shardings, partition, replicated, whole_axes
+from clusterkv_jax.sharding import (
+    auto_mesh,
+    fitted_mesh,
+    named_mesh,
+    param_shardings,
+    partition,
+    replicated,
+    whole_axes,
+)
 from tests.support.methods import LargeValuesInPages, page_method
 from tests.support.tiny import prompt, taught, tiny
 
@@ -28,7 +36,7 @@ def mesh(*shape):
 
 def placed(model, mesh):
     """The model as `load(..., mesh=)` lays it out."""
-    shardings = param_shardings(abstract(model.config), mesh)
+    shardings = param_shardings(abstract(model.config), fitted_mesh(mesh, model.config.num_kv_heads))
     scored = zip(shardings["layers"], model.params["layers"], strict=True)
     layers = tuple(each | ({"surrogate": replicated(mesh)} if "surrogate" in x else {}) for each, x in scored)
     shardings = shardings | {"layers": layers}
