@@ -19,7 +19,6 @@ from clusterkv_jax.sharding import (
     replicated,
     whole_axes,
 )
-from tests.support.methods import LargeValuesInPages, page_method
 from tests.support.tiny import prompt, taught, tiny
 
 HALF = ckv.Budget(ratio=0.5)
@@ -53,23 +52,12 @@ def untied(model):
 @pytest.mark.parametrize(
     ("shape", "method"),
     [
-        ((2, 4), ckv.Full()),
-        ((2, 4), CENTROID),
         ((1, 4), CHELSEA),
         ((8,), CENTROID),
-        ((2, 4), ckv.H2O(HALF)),
-        ((2, 4), ckv.CaM(HALF)),
-        ((2, 4), ckv.AdaKV(HALF, window=4, kernel=3, decode_interval=4)),
         ((8,), ckv.AdaKV(HALF, window=4, kernel=3)),
-        ((2, 4), ckv.ExpectedAttention(HALF, future=16, scope="layer", decode_interval=4)),
-        ((2, 4), ckv.Compactor(HALF, sinks=2, recent=2, chunk=16)),
         ((8,), ckv.DropKV(HALF, window=4, kernel=3, scope="layer", decode_interval=4)),
-        ((2, 4), ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS)),
         ((8,), ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS)),
-        ((2, 4), ckv.OrbitKV(HALF, sinks=2, recent=4, interval=4)),
-        ((2, 4), ckv.KVzap(HALF, sinks=2, recent=4, decode_interval=4)),
-        ((2, 4), page_method(HALF)),
-        ((2, 4), page_method(HALF, kind=LargeValuesInPages)),
+        ((2, 4), ckv.ExpectedAttention(HALF, future=16, scope="layer", decode_interval=4)),
     ],
 )
 def test_tokens_are_those_of_one_device(shape, method):
