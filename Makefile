@@ -55,9 +55,10 @@ test-kernels: $(STAMPS)/test
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
 
-# Apart from `make test`: every method compiles again for each mesh, and processes are killed and started again.
+# Apart from `make test`: methods compile again for meshes, a kind of mesh each (ARGS="-m exhaustive" tries the other
+# pairs), and processes are killed and started again.
 test-mesh: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/mesh
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/mesh
 
 # Apart from `make test`: archives are built and installed, a small model is trained, benchmarks run small.
 test-build: $(STAMPS)/test
