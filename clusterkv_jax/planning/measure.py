@@ -1,0 +1,316 @@
+"""From a question to measures: programs are traced, compiled for the mesh, and asked what they allocate.
+
+A TPU's compiler needs no TPU. For GPUs only collectives are read from a program, which is compiled for as many devices
+of the CPU; what a CPU's program allocates says nothing about a GPU's, so temporaries are estimated by arithmetic.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import KVCache, groups
+from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.planning.arithmetic import along, of_all_layers
+from clusterkv_jax.planning.collectives import per_step
+from clusterkv_jax.planning.described import Call, Job, chip_bytes
+from clusterkv_jax.planning.devices import devices_of
+from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
+from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
+from clusterkv_jax.presets import preset
+from clusterkv_jax.reading import TOKENS_AT_ONCE
+from clusterkv_jax.sharding import CACHE_AXES, mesh_axes, named_mesh, param_shardings, partition, whole_axes
+
+# Layers of the two decode programs whose difference is what a layer takes.
+FEW, MORE = 2, 4
+MOST_CHIPS = 256
+SHORTEST = 512
+Progress = Callable[[str], None]
+
+
+def question_method(question: Question, share: float = 1.0) -> Method:
+    """The method of a question, with this share of its ratio. Raises ValueError for one that cannot be planned."""
+    budget = None if question.ratio is None else Budget(ratio=question.ratio * share)
+    method = preset(question.method, budget)
+    name = type(method).__name__
+    if method.holds == "host":
+        raise ValueError(f"plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
+    if missing := {"repetition", "scores"} & method.needs(0):
+        what = "repeats a prompt" if "repetition" in missing else "goes by scores that a calibration has learned"
+        raise ValueError(f"plan knows a model by its config.json alone, and {name} {what}; take another --method.")
+    return method
+
+
+def measure(question: Question, progress: Progress = lambda doing: None) -> Measures:
+    """Everything that a plan is made of, for the topology of the question, in a process that can compile for it.
+
+    Raises ValueError, in one sentence, for what cannot be planned.
+    """
+    config, topology = model_config(question.model), parse_topology(question.topology)
+    sizes, text = choose_mesh(config, topology.count, question.mesh)
+    mesh = named_mesh(text, devices_of(topology))
+    job = Job(config, question_method(question), mesh, question.batch, question.context, question.new_tokens)
+    progress(f"tracing {question.context:,} tokens")
+    _check(job)
+    jobs = [job, replace(job, context=second_context(job))]
+    full = replace(job, method=Full())
+    ratios = {} if question.ratio is None else {question.ratio * share: share for share in (1.0, 0.5)}
+    compiled, decode = (_for_tpu if topology.chip.platform == "tpu" else _for_gpu)(job, topology, progress)
+    weights, cache = decode.pop("weights"), decode.pop("cache")
+    return Measures(
+        mesh=sizes,
+        batch_ways=_batch_ways(mesh, question.batch),
+        batch=question.batch,
+        context=question.context,
+        positions=config.max_positions,
+        layers=config.num_layers,
+        weights=chip_bytes(job.params) * weights,
+        step_reads=step_reads(job, weights, cache),
+        hidden=hidden_bytes(job),
+        cache=tuple(Point(job.context, chip_bytes(job.cache) * cache) for job in jobs),
+        prefill=tuple(compiled),
+        full_cache=chip_bytes(full.cache) * cache,
+        by_ratio=tuple(
+            Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
+            for ratio, share in ratios.items()
+        ),
+        whole=whole_axes(abstract(config), mesh),
+        layouts=tuple(layouts(config, job.params, job.cache, question)),
+        **decode,
+    )
+
+
+def _check(job: Job) -> None:
+    """Traces the plan's own request, so that what is wrong with it is said of it and not of another."""
+    if job.context > job.config.max_positions:
+        raise ValueError(f"--context {job.context} exceeds the model's {job.config.max_positions} positions.")
+    _ = job.cache
+
+
+def second_context(job: Job) -> int:
+    """Another context, for the slope: half as long, or twice where that would be short."""
+    return job.context // 2 if job.context >= 2 * SHORTEST else min(2 * job.context, job.config.max_positions)
+
+
+def contexts(job: Job) -> Iterator[int]:
+    """Contexts to compile prefill for, the plan's own first."""
+    yield job.context
+    context = second_context(job)
+    while context >= SHORTEST or context > job.context:
+        yield context
+        if context > job.context:
+            return
+        context //= 2
+
+
+def _batch_ways(mesh: Mesh, batch: int) -> int:
+    ways = math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
+    return ways if batch % ways == 0 else 1
+
+
+# --- TPUs: compiled ---
+
+
+def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+    """Temporaries of prefill at up to two contexts, and what the decode programs tell."""
+    points, refusals, code = [], [], 0.0
+    for context in contexts(job):
+        at = job if context == job.context else replace(job, context=context)
+        progress(f"compiling prefill of {context:,} tokens for {topology.name}")
+        try:
+            size, program = prefill_temporaries(at)
+        except jax.errors.JaxRuntimeError as error:
+            refusals.append(_refusal(error, f"prefill of {job.batch} x {context:,} tokens"))
+            continue
+        points.append(Point(context, size))
+        code = max(code, program)
+        if len(points) == 2:
+            break
+    if not points:
+        raise ValueError(f"{topology.name} cannot read {job.batch} prompts of even {context:,} tokens: {refusals[-1]}")
+    result = decode_measures(job, topology, progress, refusals)
+    return points, result | {"programs": result["programs"] + code, "refusals": tuple(refusals)}
+
+
+def prefill_temporaries(job: Job) -> tuple[float, float]:
+    """The most that a program of prefill needs beside parameters and caches, and the size of all programs.
+
+    Of layers with different plans, the one that leaves the largest cache is compiled and the one that leaves the
+    smallest.
+    """
+    distinct = list({id(call): call for call in job.calls}.values())
+    layers = [call for call in distinct if _plan(call)]
+    others = [call for call in distinct if not _plan(call)]
+    ends = [pick(layers, key=lambda call: chip_bytes(call.out[1])) for pick in (max, min)]
+    chosen = list({id(call): call for call in ends}.values())
+    needs, code = [], 0.0
+    for call in [*others, *chosen]:
+        memory = call.lowered.compile().memory_analysis()
+        needs.append(needed(job, call, memory))
+        programs = len(layers) / len(chosen) if call in chosen else 1
+        code += programs * memory.generated_code_size_in_bytes
+    return max(needs), code
+
+
+def needed(job: Job, call: Call, memory: Any) -> float:
+    """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
+    cache = chip_bytes(call.out[1:3]) if _plan(call) else 0
+    # Hidden states that are handed on in place are among the results; those that are only read are not.
+    reads = any(getattr(x, "shape", None) == _hidden_shape(job) for x in call.args)
+    read = hidden_bytes(job) if reads and not memory.alias_size_in_bytes else 0
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - cache + read
+
+
+def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+    """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
+    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    for context in contexts(job):
+        at = job if context == job.context else replace(job, context=context)
+        try:
+            found = []
+            for count in layers:
+                progress(f"compiling decode of {count} layers for {topology.name}")
+                found.append(at.decode(count).compile())
+        except jax.errors.JaxRuntimeError as error:
+            refusals.append(_refusal(error, f"decoding {job.batch} x {context:,} tokens in {count} layers"))
+            continue
+        return _extrapolated(at, layers, found)
+    raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1]}")
+
+
+def _extrapolated(job: Job, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
+    memories = [one.memory_analysis() for one in found]
+    few, more, total = layers[0], layers[-1], job.config.num_layers
+    line = lambda name: along(getattr(memories[0], name), getattr(memories[-1], name), few, more, total)  # noqa: E731
+    steps = [per_step(one.as_text(), job.mesh.size) for one in found]
+    params, cache = _first(job, more)
+    last = memories[-1]
+    return {
+        "compiled_layers": layers,
+        "decode": line("temp_size_in_bytes"),
+        "programs": line("generated_code_size_in_bytes"),
+        "collectives": of_all_layers(steps[0], steps[-1], (few, more, total)),
+        # By how much the compiler's layouts exceed the shapes.
+        "weights": (last.argument_size_in_bytes - last.alias_size_in_bytes) / chip_bytes(params),
+        "cache": last.alias_size_in_bytes / chip_bytes(cache),
+    }
+
+
+def _first(job: Job, layers: int) -> tuple[Any, KVCache]:
+    """Parameters and cache of the first layers."""
+    params = {**job.params, "layers": job.params["layers"][:layers]}
+    return params, replace(job.cache, layers=job.cache.layers[:layers], state=job.cache.state[:layers])
+
+
+def _refusal(error: Exception, doing: str) -> str:
+    """What the compiler says of a program that exceeds the chip's memory; any other error is raised again."""
+    text = " ".join(str(error).split())
+    if not text.startswith("RESOURCE_EXHAUSTED"):
+        raise error
+    return f"The compiler refuses {doing}: {text.removeprefix('RESOURCE_EXHAUSTED: ').split('. ')[0].rstrip('.')}."
+
+
+# --- GPUs: arithmetic ---
+
+
+def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+    points = [Point(context, estimated(job, context)) for context in (job.context, second_context(job))]
+    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
+    steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
+    logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
+    return points, {
+        "compiled_layers": (),
+        # The logits, and the cache of a layer that is compressed.
+        "decode": logits + max(map(chip_bytes, job.cache.layers)),
+        "programs": 0.0,
+        "collectives": of_all_layers(steps[0], steps[-1], (layers[0], layers[-1], job.config.num_layers)),
+        "weights": 1.0,
+        "cache": 1.0,
+    }
+
+
+def estimated(job: Job, context: int) -> float:
+    """Temporaries of a layer's prefill, by its arrays: hidden states, queries, keys, values and what they attend to,
+    keys and values in the order of a cache, and the MLP's of as many tokens as go through it at once.
+    """
+    config, mesh = job.config, job.mesh
+    split = lambda name, size: _ways(mesh, name, size)  # noqa: E731
+    tokens = job.batch / _batch_ways(mesh, job.batch) * context
+    queries = config.num_heads / split("heads", config.num_heads) * config.head_dim
+    keys = config.num_kv_heads / split("kv_heads", config.num_kv_heads) * config.head_dim
+    inner = config.intermediate_size / split("mlp", config.intermediate_size)
+    per_token = config.hidden_size + 2 * queries + 4 * keys
+    return _itemsize(job) * (
+        tokens * per_token + min(tokens, TOKENS_AT_ONCE) * (2 * inner + 2 * config.hidden_size)
+    )
+
+
+def _ways(mesh: Any, name: str, size: int) -> int:
+    ways = math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
+    return ways if size % ways == 0 else 1
+
+
+# --- shapes ---
+
+
+def _plan(call: Call) -> LayerPlan | None:
+    """The plan of a layer, of a program that compresses one."""
+    return next((x for x in call.args if isinstance(x, LayerPlan)), None)
+
+
+def _hidden_shape(job: Job) -> tuple[int, ...]:
+    return job.batch, job.context, job.config.hidden_size
+
+
+def _itemsize(job: Job) -> int:
+    return job.params["embed"].dtype.itemsize
+
+
+def hidden_bytes(job: Job) -> float:
+    """Hidden states of the batch, which are split with it alone."""
+    return math.prod(_hidden_shape(job)) * _itemsize(job) / _batch_ways(job.mesh, job.batch)
+
+
+def step_reads(job: Job, weights: float, cache: float) -> float:
+    """Bytes that a decode step reads: parameters but for the table of embeddings, of which it takes a row, and of the
+    cache all, or of a method that keeps more than it attends to, the rows of its budget and its index.
+    """
+    table = 0 if job.config.tie_embeddings else chip_bytes(job.params["embed"])
+    plans = [plan for call in job.calls if (plan := _plan(call))]
+    rows = 0.0
+    for layer, state, plan in zip(job.cache.layers, job.cache.state, plans, strict=True):
+        rows += chip_bytes(state)
+        for group, planned in zip(groups(layer), plan.groups, strict=False):
+            share = 1.0 if job.method.forgets else min(1.0, planned.most_rows / planned.capacity)
+            rows += chip_bytes(group) * share
+    return (chip_bytes(job.params) - table) * weights + rows * cache
+
+
+def layouts(config: ModelConfig, params: Any, cache: KVCache, question: Question) -> Iterator[Layout]:
+    """What a chip holds on other meshes of two axes, by the shapes alone."""
+    specs = abstract(config)
+    powers = [2**i for i in range(MOST_CHIPS.bit_length())]
+    for model in (size for size in powers if config.num_heads % size == 0):
+        for data in (size for size in powers if size * model <= MOST_CHIPS and question.batch % size == 0):
+            mesh: Any = AbstractMesh((data, model), ("data", "model"))
+            shardings = jax.tree.leaves(param_shardings(specs, mesh))
+            weights = sum(map(_held, jax.tree.leaves(params), shardings))
+            spec = lambda x: NamedSharding(mesh, partition(CACHE_AXES[x.ndim], x.shape, mesh))  # noqa: B023, E731
+            rows = sum(_held(x, spec(x)) for x in jax.tree.leaves(cache))
+            itemsize = params["embed"].dtype.itemsize
+            hidden = question.batch / data * question.context * config.hidden_size * itemsize
+            yield Layout(data, model, weights, rows, hidden)
+
+
+def _held(x: Any, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
