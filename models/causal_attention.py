@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh, partition
@@ -191,6 +192,7 @@ def _causal_mask(length: int, rows: int, heads: int, block: int) -> Any:
     before = rows - length
 
     class Causal(masks.CausalMask):
+        @override
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = idx
             first, last = queries.start + before, queries.stop + before

@@ -1,9 +1,9 @@
 """From measures to a plan: pure functions of numbers.
 
-    a chip holds   parameters + the cache of all layers + compiled programs + the larger of two temporaries
-    prefill        grows with the tokens of a batch, along the line through two contexts that were compiled
-    cache          grows with the batch, and along the line through two contexts
-    decode         as compiled, whatever the context: its temporaries are those of a step
+a chip holds   parameters + the cache of all layers + compiled programs + the larger of two temporaries
+prefill        as compiled, and for other numbers of tokens more or less by what a layer's arrays take
+cache          grows with the batch, and along the line through two contexts
+decode         as compiled, whatever the context: its temporaries are those of a step
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -94,14 +94,15 @@ def memory(measures: Measures, batch: int | None = None, context: float | None =
     """What a chip holds at another batch or context, by default those that were asked for."""
     batch = measures.batch if batch is None else batch
     context = measures.context if context is None else context
-    times = batch / measures.batch
+    ways = measures.groups if batch % measures.groups == 0 else 1
+    times = (batch / ways) / (measures.batch / measures.batch_ways)
     # As many tokens in another shape: temporaries of prefill depend on their number.
     return Memory(
         weights=measures.weights,
         cache=on_line(measures.cache, context) * times,
         programs=measures.programs,
         prefill=on_line(measures.prefill, context * times),
-        decode=measures.decode,
+        decode=measures.decode * max(1.0, times),
     )
 
 
@@ -115,9 +116,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def largest_batch(measures: Measures, chip: Chip) -> int:
-    """The most sequences of this context, as many on every chip; 0 if not even one each."""
-    ways = measures.batch_ways
-    return ways * largest(lambda n: memory(measures, batch=n * ways).total <= chip.hbm, MOST_BATCH // ways)
+    """The most sequences of this context, as many in every group of chips; 0 if not even one each."""
+    groups = measures.groups
+    return groups * largest(lambda n: memory(measures, batch=n * groups).total <= chip.hbm, MOST_BATCH // groups)
 
 
 def longest_context(measures: Measures, chip: Chip) -> int:

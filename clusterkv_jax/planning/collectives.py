@@ -18,7 +18,7 @@ class Collective:
     """All collectives of a kind in one decode step: how many, and the bytes that a chip sends for them."""
 
     kind: str
-    count: float
+    count: int
     bytes: float
 
 
@@ -28,7 +28,9 @@ def per_step(text: str, devices: int) -> tuple[Collective, ...]:
     Branches of conditionals are left out: they compress, and most steps do not. Loops inside count once.
     """
     computations = _computations(text)
-    bodies = [name for lines in computations.values() for line in lines for name in re.findall(r"body=%?([\w.-]+)", line)]
+    bodies = [
+        name for lines in computations.values() for line in lines for name in re.findall(r"body=%?([\w.-]+)", line)
+    ]
     step = max((_reached(computations, body) for body in bodies), key=len, default=set())
     found = [one for name in sorted(step) for line in computations[name] if (one := _parsed(line, devices))]
     return tuple(

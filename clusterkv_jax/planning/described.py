@@ -110,7 +110,7 @@ class Job:
         """The decode program of the first `layers` layers, lowered."""
         params = {**self.params, "layers": self.params["layers"][:layers]}
         cache = replace(self.cache, layers=self.cache.layers[:layers], state=self.cache.state[:layers])
-        whole = partial(array, self.mesh)
+        whole: Any = partial(array, self.mesh)
         state = DecodeState(cache, whole((self.batch,), jnp.int32), whole((self.batch,), jnp.bool_))
         key = jax.eval_shape(lambda: jax.random.key(0))
         numbers = whole(key.shape, key.dtype), whole((), jnp.int32), whole((), jnp.int32)

@@ -5,7 +5,6 @@ of the CPU; what a CPU's program allocates says nothing about a GPU's, so tempor
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -64,10 +63,11 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
     jobs = [job, replace(job, context=second_context(job))]
     full = replace(job, method=Full())
     ratios = {} if question.ratio is None else {question.ratio * share: share for share in (1.0, 0.5)}
-    compiled, decode = (_for_tpu if topology.chip.platform == "tpu" else _for_gpu)(job, topology, progress)
+    prefill, decode = (_for_tpu if topology.chip.platform == "tpu" else _for_gpu)(job, topology, progress)
     weights, cache = decode.pop("weights"), decode.pop("cache")
     return Measures(
         mesh=sizes,
+        groups=_groups(mesh),
         batch_ways=_batch_ways(mesh, question.batch),
         batch=question.batch,
         context=question.context,
@@ -76,8 +76,11 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
         weights=chip_bytes(job.params) * weights,
         step_reads=step_reads(job, weights, cache),
         hidden=hidden_bytes(job),
-        cache=tuple(Point(job.context, chip_bytes(job.cache) * cache) for job in jobs),
-        prefill=tuple(compiled),
+        cache=tuple(Point(at.context, chip_bytes(at.cache) * cache) for at in jobs),
+        prefill=tuple(
+            Point(at.context, max(0.0, prefill + estimated(job, at.context) - estimated(job, job.context)))
+            for at in jobs
+        ),
         full_cache=chip_bytes(full.cache) * cache,
         by_ratio=tuple(
             Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
@@ -101,44 +104,41 @@ def second_context(job: Job) -> int:
     return job.context // 2 if job.context >= 2 * SHORTEST else min(2 * job.context, job.config.max_positions)
 
 
-def contexts(job: Job) -> Iterator[int]:
-    """Contexts to compile prefill for, the plan's own first."""
-    yield job.context
-    context = second_context(job)
-    while context >= SHORTEST or context > job.context:
-        yield context
-        if context > job.context:
-            return
+def halves(job: Job) -> Iterator[Job]:
+    """The same job with its context, and with ever shorter ones, for compilers that refuse the longer."""
+    yield job
+    context = job.context // 2
+    while context >= SHORTEST:
+        yield replace(job, context=context)
         context //= 2
 
 
+def _groups(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
+
+
 def _batch_ways(mesh: Mesh, batch: int) -> int:
-    ways = math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
-    return ways if batch % ways == 0 else 1
+    return _groups(mesh) if batch % _groups(mesh) == 0 else 1
 
 
 # --- TPUs: compiled ---
 
 
-def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
-    """Temporaries of prefill at up to two contexts, and what the decode programs tell."""
-    points, refusals, code = [], [], 0.0
-    for context in contexts(job):
-        at = job if context == job.context else replace(job, context=context)
-        progress(f"compiling prefill of {context:,} tokens for {topology.name}")
+def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, dict[str, Any]]:
+    """Temporaries of prefill, and what the decode programs tell."""
+    refusals: list[str] = []
+    for at in halves(job):
+        doing = f"prefill of {at.batch} x {at.context:,} tokens"
+        progress(f"compiling {doing} for {topology.name}")
         try:
-            size, program = prefill_temporaries(at)
+            compiled, code = prefill_temporaries(at)
         except jax.errors.JaxRuntimeError as error:
-            refusals.append(_refusal(error, f"prefill of {job.batch} x {context:,} tokens"))
+            refusals.append(_refusal(error, doing))
             continue
-        points.append(Point(context, size))
-        code = max(code, program)
-        if len(points) == 2:
-            break
-    if not points:
-        raise ValueError(f"{topology.name} cannot read {job.batch} prompts of even {context:,} tokens: {refusals[-1]}")
-    result = decode_measures(job, topology, progress, refusals)
-    return points, result | {"programs": result["programs"] + code, "refusals": tuple(refusals)}
+        prefill = compiled + estimated(job, job.context) - estimated(job, at.context)
+        decode = decode_measures(job, topology, progress, refusals)
+        return prefill, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
+    raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1]}")
 
 
 def prefill_temporaries(job: Job) -> tuple[float, float]:
@@ -173,15 +173,16 @@ def needed(job: Job, call: Call, memory: Any) -> float:
 def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
     """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
     layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
-    for context in contexts(job):
-        at = job if context == job.context else replace(job, context=context)
+    for at in halves(job):
+        found = []
         try:
-            found = []
             for count in layers:
                 progress(f"compiling decode of {count} layers for {topology.name}")
                 found.append(at.decode(count).compile())
         except jax.errors.JaxRuntimeError as error:
-            refusals.append(_refusal(error, f"decoding {job.batch} x {context:,} tokens in {count} layers"))
+            refusals.append(
+                _refusal(error, f"decoding {at.batch} x {at.context:,} tokens in {layers[len(found)]} layers")
+            )
             continue
         return _extrapolated(at, layers, found)
     raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1]}")
@@ -222,13 +223,13 @@ def _refusal(error: Exception, doing: str) -> str:
 # --- GPUs: arithmetic ---
 
 
-def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
-    points = [Point(context, estimated(job, context)) for context in (job.context, second_context(job))]
+def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, dict[str, Any]]:
+    """The same, of temporaries that are estimated."""
     layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
-    return points, {
+    return estimated(job, job.context), {
         "compiled_layers": (),
         # The logits, and the cache of a layer that is compressed.
         "decode": logits + max(map(chip_bytes, job.cache.layers)),
@@ -250,9 +251,7 @@ def estimated(job: Job, context: int) -> float:
     keys = config.num_kv_heads / split("kv_heads", config.num_kv_heads) * config.head_dim
     inner = config.intermediate_size / split("mlp", config.intermediate_size)
     per_token = config.hidden_size + 2 * queries + 4 * keys
-    return _itemsize(job) * (
-        tokens * per_token + min(tokens, TOKENS_AT_ONCE) * (2 * inner + 2 * config.hidden_size)
-    )
+    return _itemsize(job) * (tokens * per_token + min(tokens, TOKENS_AT_ONCE) * (2 * inner + 2 * config.hidden_size))
 
 
 def _ways(mesh: Any, name: str, size: int) -> int:

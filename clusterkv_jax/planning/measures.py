@@ -32,6 +32,7 @@ class Measures:
 
     Attributes:
         mesh: sizes of the axes.
+        groups: of chips that read different sequences, where the batch can be divided by their number.
         batch_ways: into how many parts the batch is split.
         batch: sequences that were compiled for.
         context: tokens of each prompt.
@@ -42,7 +43,7 @@ class Measures:
         step_reads: bytes that a decode step reads, of parameters and cache.
         hidden: hidden states of a batch, which a layer hands on to the next; part of the temporaries of prefill.
         cache: of the method, at two contexts, the first of them that of the plan.
-        prefill: temporaries of prefill at two contexts: hidden states and what a layer's program allocates.
+        prefill: temporaries of prefill at the same contexts: hidden states and what a layer's program allocates.
         decode: temporaries of the decode program.
         programs: compiled programs, which lie in the chip's memory too.
         full_cache: of a cache without compression.
@@ -54,6 +55,7 @@ class Measures:
     """
 
     mesh: dict[str, int]
+    groups: int
     batch_ways: int
     batch: int
     context: int

@@ -48,7 +48,9 @@ def ask(question: Question, seconds: float, progress: Callable[[str], None]) -> 
                 ) from None
             log.seek(0)
             last = ([line.strip() for line in log if line.strip()] or ["it said nothing"])[-1]
-            raise ValueError(f"Compiling for {topology.name} ended without a result: {last[-300:].rstrip('.')}.") from None
+            raise ValueError(
+                f"Compiling for {topology.name} ended without a result: {last[-300:].rstrip('.')}."
+            ) from None
         finally:
             timer.cancel()
             process.kill()

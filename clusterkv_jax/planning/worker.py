@@ -1,4 +1,4 @@
-"""`python -m clusterkv_jax.planning.worker`: a question from standard input, measures to standard output, as JSON lines.
+"""`python -m clusterkv_jax.planning.worker`: a question from standard input, measures as JSON lines to standard output.
 
 A process of its own, since libtpu reads its settings from the environment once, and since a compiler may abort.
 """
