@@ -77,10 +77,7 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
         step_reads=step_reads(job, weights, cache),
         hidden=hidden_bytes(job),
         cache=tuple(Point(at.context, chip_bytes(at.cache) * cache) for at in jobs),
-        prefill=tuple(
-            Point(at.context, max(0.0, prefill + estimated(job, at.context) - estimated(job, job.context)))
-            for at in jobs
-        ),
+        prefill=tuple(Point(at.context, scaled(job, prefill, at)) for at in jobs),
         full_cache=chip_bytes(full.cache) * cache,
         by_ratio=tuple(
             Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
@@ -135,7 +132,7 @@ def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, d
         except jax.errors.JaxRuntimeError as error:
             refusals.append(_refusal(error, doing))
             continue
-        prefill = compiled + estimated(job, job.context) - estimated(job, at.context)
+        prefill = scaled(at, compiled, job)
         decode = decode_measures(job, topology, progress, refusals)
         return prefill, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
     raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1]}")
@@ -229,7 +226,7 @@ def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, d
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
-    return estimated(job, job.context), {
+    return hidden_bytes(job) + estimated(job), {
         "compiled_layers": (),
         # The logits, and the cache of a layer that is compressed.
         "decode": logits + max(map(chip_bytes, job.cache.layers)),
@@ -240,18 +237,26 @@ def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, d
     }
 
 
-def estimated(job: Job, context: int) -> float:
-    """Temporaries of a layer's prefill, by its arrays: hidden states, queries, keys, values and what they attend to,
-    keys and values in the order of a cache, and the MLP's of as many tokens as go through it at once.
+def estimated(job: Job) -> float:
+    """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, and those of as many
+    tokens as go through projections and MLP at once.
     """
     config, mesh = job.config, job.mesh
     split = lambda name, size: _ways(mesh, name, size)  # noqa: E731
-    tokens = job.batch / _batch_ways(mesh, job.batch) * context
+    tokens = job.batch / _batch_ways(mesh, job.batch) * job.context
     queries = config.num_heads / split("heads", config.num_heads) * config.head_dim
     keys = config.num_kv_heads / split("kv_heads", config.num_kv_heads) * config.head_dim
     inner = config.intermediate_size / split("mlp", config.intermediate_size)
-    per_token = config.hidden_size + 2 * queries + 4 * keys
-    return _itemsize(job) * (tokens * per_token + min(tokens, TOKENS_AT_ONCE) * (2 * inner + 2 * config.hidden_size))
+    # Queries and what they attend to; keys and values, and both in the order of a cache.
+    arrays = tokens * (2 * queries + 4 * keys)
+    return _itemsize(job) * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * (inner + config.hidden_size))
+
+
+def scaled(job: Job, compiled: float, other: Job) -> float:
+    """Temporaries of prefill of another context, from those that a compiled program has: hidden states with the tokens,
+    the rest as `estimated` says.
+    """
+    return hidden_bytes(other) + (compiled - hidden_bytes(job)) * estimated(other) / estimated(job)
 
 
 def _ways(mesh: Any, name: str, size: int) -> int:

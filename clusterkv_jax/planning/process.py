@@ -15,6 +15,8 @@ import msgspec
 from clusterkv_jax.planning.measures import Measures, Question
 from clusterkv_jax.planning.topology import Topology, parse_topology
 
+WORKER = ("-m", "clusterkv_jax.planning.worker")
+
 
 def ask(question: Question, seconds: float, progress: Callable[[str], None]) -> Measures:
     """The measures of a question.
@@ -28,33 +30,25 @@ def ask(question: Question, seconds: float, progress: Callable[[str], None]) -> 
             "pip install 'clusterkv-jax[plan]'."
         )
     late = threading.Event()
+    command, streams = [sys.executable, *WORKER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "clusterkv_jax.planning.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | environment(topology),
+        with subprocess.Popen(command, stderr=log, env=os.environ | environment(topology), **streams) as process:
+            timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+            timer.start()
+            try:
+                return _answer(process, question, progress)
+            except EOFError:
+                pass
+            finally:
+                timer.cancel()
+                process.kill()
+        log.seek(0)
+        last = ([line.strip() for line in log if line.strip()] or ["it said nothing"])[-1]
+    if late.is_set():
+        raise ValueError(
+            f"Compiling for {topology.name} took longer than {seconds:g} s; a larger --time-limit allows more."
         )
-        timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
-        timer.start()
-        try:
-            return _answer(process, question, progress)
-        except EOFError:
-            if late.is_set():
-                raise ValueError(
-                    f"Compiling for {topology.name} took longer than {seconds:g} s; a larger --time-limit allows more."
-                ) from None
-            log.seek(0)
-            last = ([line.strip() for line in log if line.strip()] or ["it said nothing"])[-1]
-            raise ValueError(
-                f"Compiling for {topology.name} ended without a result: {last[-300:].rstrip('.')}."
-            ) from None
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
+    raise ValueError(f"Compiling for {topology.name} ended without a result: {last[-300:].rstrip('.')}.")
 
 
 def environment(topology: Topology) -> dict[str, str]:
@@ -71,7 +65,7 @@ def _answer(process: Any, question: Question, progress: Callable[[str], None]) -
         process.stdin.write(msgspec.json.encode(question).decode())
         process.stdin.close()
     except BrokenPipeError:
-        raise EOFError from None
+        raise EOFError from None  # it has ended before it listened
     for line in process.stdout:
         message = json.loads(line) if line.startswith("{") else {}
         if "progress" in message:
