@@ -218,6 +218,8 @@ def _splash(q: Array, k: Array, v: Array) -> Array:
         block_q_dq=block,
         block_kv_dq=block,
     )
-    attend: Any = kernel.make_splash_mha_single_device(_causal_mask(length, k.shape[1], heads, block), block_sizes=sizes)
+    attend: Any = kernel.make_splash_mha_single_device(
+        _causal_mask(length, k.shape[1], heads, block), block_sizes=sizes
+    )
     q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(dim**-0.5, q.dtype), k, v))
     return jax.vmap(attend)(q, k, v).swapaxes(1, 2)

@@ -186,9 +186,11 @@ def test_topologies():
 def test_a_model_is_split_over_as_many_chips_as_its_heads_allow():
     config = model_config("llama-3.1-70b")
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.dtype) == (80, 64, 8, "bfloat16")
-    assert [model_ways(config, count) for count in (1, 6, 8, 16, 12)] == [1, 2, 8, 8, 4]
-    assert choose_mesh(config, 16, None) == ({"data": 2, "sequence": 1, "model": 8}, "data=2,model=8")
-    assert choose_mesh(config, 16, "model=16")[0]["model"] == 16
+    assert [model_ways(config, count, 2) for count in (1, 6, 8, 16, 12)] == [1, 2, 8, 8, 4]
+    assert choose_mesh(config, 16, 2, None) == ({"data": 2, "sequence": 1, "model": 8}, "data=2,model=8")
+    # One sequence: all chips share it, two of them the slots of a head.
+    assert choose_mesh(config, 16, 1, None)[1] == "model=16"
+    assert choose_mesh(config, 16, 1, "data=4,model=4")[0]["model"] == 4
 
 
 def test_a_folder_with_its_configuration_alone_is_a_model(tmp_path):
@@ -246,7 +248,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
 
 def test_notes_say_what_the_numbers_rest_on():
     text = " ".join(notes(ASKED, MEASURES, V5E))
-    assert "8 is the largest divisor of 16 chips" in text
+    assert "The mesh is data=2,model=8, by the heads" in text
     assert "2 and 4 layers were compiled; 80 follow the line" in text
     alone = replace(MEASURES, batch=1, batch_ways=1, whole=("kv_heads",), compiled_layers=())
     text = " ".join(notes(replace(ASKED, batch=1), alone, V5E))

@@ -45,7 +45,7 @@ def plan(
     max_new_tokens: Annotated[int, _size(help="Tokens that may follow.", min=1)] = 512,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="as many as divide the heads"),
+        typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="by heads and batch"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory over context, as .png (needs matplotlib).")] = None,
     time_limit: Annotated[float, typer.Option(help="Most seconds for compiling.", min=1)] = 1200,
@@ -88,7 +88,7 @@ def check(question: Any) -> Any:
 
     chips = parse_topology(question.topology)
     config = model_config(question.model)
-    choose_mesh(config, chips.count, question.mesh)
+    choose_mesh(config, chips.count, question.batch, question.mesh)
     if question.context > config.max_positions:
         raise ValueError(f"--context {question.context} exceeds the model's {config.max_positions} positions.")
     entry = find_preset(question.method)

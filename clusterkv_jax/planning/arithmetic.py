@@ -1,7 +1,7 @@
 """From measures to a plan: pure functions of numbers.
 
 a chip holds   parameters + the cache of all layers + compiled programs + the larger of two temporaries
-prefill        as compiled, and for other numbers of tokens more or less by what a layer's arrays take
+prefill        grows with the tokens of a batch, along the line through two contexts
 cache          grows with the batch, and along the line through two contexts
 decode         as compiled, whatever the context: its temporaries are those of a step
 """

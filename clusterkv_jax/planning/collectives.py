@@ -8,7 +8,9 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _BITS = {"pred": 8, "f8": 8, "s4": 4, "u4": 4}
 
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
-_CALL = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.-]+)")
+_CALL = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_CALL_OR_LOOP = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
 _COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*\w*)\[([0-9,]*)\]")
 
@@ -27,11 +29,10 @@ def per_step(text: str, devices: int) -> tuple[Collective, ...]:
 
     Branches of conditionals are left out: they compress, and most steps do not. Loops inside count once.
     """
-    computations = _computations(text)
-    bodies = [
-        name for lines in computations.values() for line in lines for name in re.findall(r"body=%?([\w.-]+)", line)
-    ]
-    step = max((_reached(computations, body) for body in bodies), key=len, default=set())
+    computations, entry = _computations(text)
+    outside = _reached(computations, entry, _CALL)
+    bodies = [name for outer in outside for line in computations[outer] for name in _BODY.findall(line)]
+    step = max((_reached(computations, body, _CALL_OR_LOOP) for body in bodies), key=len, default=set())
     found = [one for name in sorted(step) for line in computations[name] if (one := _parsed(line, devices))]
     return tuple(
         Collective(kind, len(sizes), sum(sizes))
@@ -40,27 +41,29 @@ def per_step(text: str, devices: int) -> tuple[Collective, ...]:
     )
 
 
-def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name."""
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation by its name, and the name of the program's own."""
     result: dict[str, list[str]] = {}
     lines: list[str] = []
+    entry = ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
             lines = result.setdefault(head[1], [])
+            entry = head[1] if line.startswith("ENTRY") else entry
         else:
             lines.append(line)
-    return result
+    return result, entry
 
 
-def _reached(computations: dict[str, list[str]], start: str) -> set[str]:
-    """`start` and all that it calls, without branches of conditionals."""
-    reached, todo = set(), [start]
+def _reached(computations: dict[str, list[str]], start: str, called: re.Pattern[str]) -> set[str]:
+    """`start` and all that it calls, in one of these ways; branches of conditionals are in neither."""
+    reached: set[str] = set()
+    todo = [start]
     while todo:
         name = todo.pop()
-        if name in reached or name not in computations:
-            continue
-        reached.add(name)
-        todo += [called for line in computations[name] for called in _CALL.findall(line)]
+        if name not in reached and name in computations:
+            reached.add(name)
+            todo += [other for line in computations[name] for other in called.findall(line)]
     return reached
 
 

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from clusterkv_jax.cache import KVCache
+from clusterkv_jax.cache import KVCache, LayerCache
 from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
-from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.base import Method, slots_apart
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import CACHE_AXES, param_shardings, partition
+from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
 
 WHOLE = PartitionSpec()
+HIDDEN = ("batch", "tokens", None)
 # Tokens of a call of the decode loop, as `generate` has it.
 SEGMENT = 32
 
@@ -42,6 +43,20 @@ def parameters(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
 def chip_bytes(tree: Any) -> int:
     """Bytes of a tree of described arrays that each device holds."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -> Any:
+    """Results of prefill as its programs constrain them: hidden states, of this shape, and arrays of caches."""
+
+    def place(part: Any) -> Any:
+        apart = isinstance(part, LayerCache) and slots_apart(method)
+        return jax.tree.map(lambda x: put(x, (CACHE_AXES if apart else HEAD_AXES)[x.ndim]), part)
+
+    def put(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        axes = HIDDEN if x.shape == hidden else axes
+        return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
+
+    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, LayerCache))
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,9 @@ class Job:
             key = program, tree, *((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
             if key not in known:
                 lowered = program.lower(*args)
-                known[key] = Call(program, args, jax.tree.map(self._placed, lowered.out_info), lowered)
+                known[key] = Call(
+                    program, args, placed(lowered.out_info, self.method, self.mesh, self.hidden.shape), lowered
+                )
             calls.append(known[key])
             return known[key].out
 
@@ -122,8 +139,8 @@ class Job:
         known = not hasattr(x, "shape") or isinstance(x, jax.ShapeDtypeStruct)
         return x if known else array(self.mesh, x.shape, x.dtype)
 
-    def _placed(self, x: Any) -> jax.ShapeDtypeStruct:
-        """A result laid out by its rank, as programs constrain theirs."""
-        hidden = x.shape == (self.batch, self.context, self.config.hidden_size)
-        axes = ("batch", None, None) if hidden else CACHE_AXES[x.ndim]
-        return array(self.mesh, x.shape, x.dtype, partition(axes, x.shape, self.mesh))
+    @property
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        """Hidden states of the prompts."""
+        shape = (self.batch, self.context, self.config.hidden_size)
+        return array(self.mesh, shape, self.params["embed"].dtype, partition(HIDDEN, shape, self.mesh))

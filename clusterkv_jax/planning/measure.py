@@ -16,23 +16,31 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
-from clusterkv_jax.planning.described import Call, Job, chip_bytes
+from clusterkv_jax.planning.described import Call, Job, chip_bytes, placed
 from clusterkv_jax.planning.devices import devices_of
 from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
 from clusterkv_jax.presets import preset
 from clusterkv_jax.reading import TOKENS_AT_ONCE
-from clusterkv_jax.sharding import CACHE_AXES, mesh_axes, named_mesh, param_shardings, partition, whole_axes
+from clusterkv_jax.sharding import (
+    check_divides,
+    fitted_mesh,
+    mesh_axes,
+    named_mesh,
+    param_shardings,
+    partition,
+    whole_axes,
+)
 
 # Layers of the two decode programs whose difference is what a layer takes.
 FEW, MORE = 2, 4
 MOST_CHIPS = 256
 SHORTEST = 512
+ALIGNED = 1024
 Progress = Callable[[str], None]
 
 
@@ -55,8 +63,9 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
     Raises ValueError, in one sentence, for what cannot be planned.
     """
     config, topology = model_config(question.model), parse_topology(question.topology)
-    sizes, text = choose_mesh(config, topology.count, question.mesh)
-    mesh = named_mesh(text, devices_of(topology))
+    sizes, text = choose_mesh(config, topology.count, question.batch, question.mesh)
+    mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
+    check_divides(abstract(config), mesh)
     job = Job(config, question_method(question), mesh, question.batch, question.context, question.new_tokens)
     progress(f"tracing {question.context:,} tokens")
     _check(job)
@@ -75,16 +84,16 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
         layers=config.num_layers,
         weights=chip_bytes(job.params) * weights,
         step_reads=step_reads(job, weights, cache),
-        hidden=hidden_bytes(job),
+        hidden=chip_bytes(job.hidden),
         cache=tuple(Point(at.context, chip_bytes(at.cache) * cache) for at in jobs),
-        prefill=tuple(Point(at.context, scaled(job, prefill, at)) for at in jobs),
+        prefill=tuple(prefill),
         full_cache=chip_bytes(full.cache) * cache,
         by_ratio=tuple(
             Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
             for ratio, share in ratios.items()
         ),
         whole=whole_axes(abstract(config), mesh),
-        layouts=tuple(layouts(config, job.params, job.cache, question)),
+        layouts=tuple(layouts(job)),
         **decode,
     )
 
@@ -97,8 +106,11 @@ def _check(job: Job) -> None:
 
 
 def second_context(job: Job) -> int:
-    """Another context, for the slope: half as long, or twice where that would be short."""
-    return job.context // 2 if job.context >= 2 * SHORTEST else min(2 * job.context, job.config.max_positions)
+    """Another context, for the slope: three quarters, so that long prompts are read in parts in both; or twice where
+    that would be short.
+    """
+    less = job.context * 3 // 4 // ALIGNED * ALIGNED
+    return less if less >= SHORTEST else min(2 * job.context, job.config.max_positions)
 
 
 def halves(job: Job) -> Iterator[Job]:
@@ -121,20 +133,24 @@ def _batch_ways(mesh: Mesh, batch: int) -> int:
 # --- TPUs: compiled ---
 
 
-def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, dict[str, Any]]:
-    """Temporaries of prefill, and what the decode programs tell."""
+def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+    """Temporaries of prefill at two contexts, and what the decode programs tell."""
     refusals: list[str] = []
     for at in halves(job):
-        doing = f"prefill of {at.batch} x {at.context:,} tokens"
-        progress(f"compiling {doing} for {topology.name}")
-        try:
-            compiled, code = prefill_temporaries(at)
-        except jax.errors.JaxRuntimeError as error:
-            refusals.append(_refusal(error, doing))
-            continue
-        prefill = scaled(at, compiled, job)
-        decode = decode_measures(job, topology, progress, refusals)
-        return prefill, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
+        points, code = [], 0.0
+        for near in (at, replace(at, context=second_context(at))):
+            doing = f"prefill of {near.batch} x {near.context:,} tokens"
+            progress(f"compiling {doing} for {topology.name}")
+            try:
+                compiled, program = prefill_temporaries(near)
+            except jax.errors.JaxRuntimeError as error:
+                refusals.append(_refusal(error, doing))
+                break
+            points.append(Point(near.context, compiled))
+            code = max(code, program)
+        if len(points) == 2:
+            decode = decode_measures(job, topology, progress, refusals)
+            return points, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
     raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1]}")
 
 
@@ -162,8 +178,8 @@ def needed(job: Job, call: Call, memory: Any) -> float:
     """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
     cache = chip_bytes(call.out[1:3]) if _plan(call) else 0
     # Hidden states that are handed on in place are among the results; those that are only read are not.
-    reads = any(getattr(x, "shape", None) == _hidden_shape(job) for x in call.args)
-    read = hidden_bytes(job) if reads and not memory.alias_size_in_bytes else 0
+    reads = any(getattr(x, "shape", None) == job.hidden.shape for x in call.args)
+    read = chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - cache + read
 
 
@@ -220,13 +236,14 @@ def _refusal(error: Exception, doing: str) -> str:
 # --- GPUs: arithmetic ---
 
 
-def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[float, dict[str, Any]]:
+def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
     """The same, of temporaries that are estimated."""
     layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
-    return hidden_bytes(job) + estimated(job), {
+    jobs = job, replace(job, context=second_context(job))
+    return [Point(at.context, chip_bytes(at.hidden) + estimated(at)) for at in jobs], {
         "compiled_layers": (),
         # The logits, and the cache of a layer that is compressed.
         "decode": logits + max(map(chip_bytes, job.cache.layers)),
@@ -241,27 +258,19 @@ def estimated(job: Job) -> float:
     """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, and those of as many
     tokens as go through projections and MLP at once.
     """
-    config, mesh = job.config, job.mesh
-    split = lambda name, size: _ways(mesh, name, size)  # noqa: E731
-    tokens = job.batch / _batch_ways(mesh, job.batch) * job.context
-    queries = config.num_heads / split("heads", config.num_heads) * config.head_dim
-    keys = config.num_kv_heads / split("kv_heads", config.num_kv_heads) * config.head_dim
-    inner = config.intermediate_size / split("mlp", config.intermediate_size)
+    config = job.config
+
+    def held(name: str, size: int) -> int:
+        spec = partition((name,), (size,), job.mesh)
+        return NamedSharding(job.mesh, spec).shard_shape((size,))[0]
+
+    tokens = chip_bytes(job.hidden) / config.hidden_size / job.hidden.dtype.itemsize
+    queries = held("heads", config.num_heads) * config.head_dim
+    keys = held("kv_heads", config.num_kv_heads) * config.head_dim
+    inner = held("mlp", config.intermediate_size)
     # Queries and what they attend to; keys and values, and both in the order of a cache.
     arrays = tokens * (2 * queries + 4 * keys)
-    return _itemsize(job) * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * (inner + config.hidden_size))
-
-
-def scaled(job: Job, compiled: float, other: Job) -> float:
-    """Temporaries of prefill of another context, from those that a compiled program has: hidden states with the tokens,
-    the rest as `estimated` says.
-    """
-    return hidden_bytes(other) + (compiled - hidden_bytes(job)) * estimated(other) / estimated(job)
-
-
-def _ways(mesh: Any, name: str, size: int) -> int:
-    ways = math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
-    return ways if size % ways == 0 else 1
+    return job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * (inner + config.hidden_size))
 
 
 # --- shapes ---
@@ -270,19 +279,6 @@ def _ways(mesh: Any, name: str, size: int) -> int:
 def _plan(call: Call) -> LayerPlan | None:
     """The plan of a layer, of a program that compresses one."""
     return next((x for x in call.args if isinstance(x, LayerPlan)), None)
-
-
-def _hidden_shape(job: Job) -> tuple[int, ...]:
-    return job.batch, job.context, job.config.hidden_size
-
-
-def _itemsize(job: Job) -> int:
-    return job.params["embed"].dtype.itemsize
-
-
-def hidden_bytes(job: Job) -> float:
-    """Hidden states of the batch, which are split with it alone."""
-    return math.prod(_hidden_shape(job)) * _itemsize(job) / _batch_ways(job.mesh, job.batch)
 
 
 def step_reads(job: Job, weights: float, cache: float) -> float:
@@ -300,21 +296,17 @@ def step_reads(job: Job, weights: float, cache: float) -> float:
     return (chip_bytes(job.params) - table) * weights + rows * cache
 
 
-def layouts(config: ModelConfig, params: Any, cache: KVCache, question: Question) -> Iterator[Layout]:
+def layouts(job: Job) -> Iterator[Layout]:
     """What a chip holds on other meshes of two axes, by the shapes alone."""
-    specs = abstract(config)
+    specs = abstract(job.config)
     powers = [2**i for i in range(MOST_CHIPS.bit_length())]
-    for model in (size for size in powers if config.num_heads % size == 0):
-        for data in (size for size in powers if size * model <= MOST_CHIPS and question.batch % size == 0):
-            mesh: Any = AbstractMesh((data, model), ("data", "model"))
+    for model in (size for size in powers if job.config.num_heads % size == 0):
+        split = math.gcd(model, job.config.num_kv_heads)
+        for data in (size for size in powers if size * model <= MOST_CHIPS and job.batch % size == 0):
+            mesh: Any = AbstractMesh((data, split, model // split), ("data", "model", "slots"))
+            dtype = job.params["embed"].dtype
             shardings = jax.tree.leaves(param_shardings(specs, mesh))
-            weights = sum(map(_held, jax.tree.leaves(params), shardings))
-            spec = lambda x: NamedSharding(mesh, partition(CACHE_AXES[x.ndim], x.shape, mesh))  # noqa: B023, E731
-            rows = sum(_held(x, spec(x)) for x in jax.tree.leaves(cache))
-            itemsize = params["embed"].dtype.itemsize
-            hidden = question.batch / data * question.context * config.hidden_size * itemsize
-            yield Layout(data, model, weights, rows, hidden)
-
-
-def _held(x: Any, sharding: NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            held = zip(jax.tree.leaves(job.params), shardings, strict=True)
+            weights = sum(math.prod(by.shard_shape(x.shape)) * dtype.itemsize for x, by in held)
+            cache = chip_bytes(placed((job.cache.layers, job.cache.state), job.method, mesh))
+            yield Layout(data, model, weights, cache, math.prod(job.hidden.shape) * dtype.itemsize / data)

@@ -43,7 +43,7 @@ class Measures:
         step_reads: bytes that a decode step reads, of parameters and cache.
         hidden: hidden states of a batch, which a layer hands on to the next; part of the temporaries of prefill.
         cache: of the method, at two contexts, the first of them that of the plan.
-        prefill: temporaries of prefill at the same contexts: hidden states and what a layer's program allocates.
+        prefill: temporaries of prefill at two contexts: hidden states and what a layer's program allocates.
         decode: temporaries of the decode program.
         programs: compiled programs, which lie in the chip's memory too.
         full_cache: of a cache without compression.

@@ -61,11 +61,9 @@ def notes(question: Question, measures: Measures, topology: Topology) -> list[st
     """What the numbers rest on, a sentence each."""
     found = []
     groups = measures.groups
-    if question.mesh is None and groups > 1:
-        model = measures.mesh["model"]
+    if question.mesh is None:
         found.append(
-            f"The mesh is {mesh_text(measures.mesh)}: {model} is the largest divisor of {topology.count} chips that "
-            "query heads and KV heads allow; --mesh takes another."
+            f"The mesh is {mesh_text(measures.mesh)}, by the heads of the model and the batch; --mesh takes another."
         )
     if groups > measures.batch_ways:
         found.append(f"A batch of {measures.batch} is not divided by {groups}: every group of chips reads all of it.")
@@ -77,7 +75,8 @@ def notes(question: Question, measures: Measures, topology: Topology) -> list[st
             found.append(
                 f"Decode programs of {few} and {more} layers were compiled; {measures.layers} follow the line."
             )
-        found.append("At other batches and contexts, temporaries of prefill grow as a layer's arrays do.")
+        at = " and ".join(f"{point.at:,.0f}" for point in measures.prefill)
+        found.append(f"Prefill was compiled for {at} tokens; limits follow the line.")
     else:
         found.append(
             "Temporaries are estimated from the arrays of a layer; collectives are those of a program for as many "

@@ -72,19 +72,24 @@ def parse_topology(text: str) -> Topology:
     return Topology(text, chip, math.prod(map(int, size.split("x"))))
 
 
-def model_ways(config: ModelConfig, count: int) -> int:
-    """Over how many of `count` chips a model is best split: as many as divide both kinds of heads."""
+def model_ways(config: ModelConfig, count: int, batch: int) -> int:
+    """Over how many of `count` chips a model is best split: as many as divide both kinds of heads, and more where the
+    batch cannot be divided by the rest; those share the slots of a head.
+    """
     heads = math.gcd(config.num_heads, config.num_kv_heads)
-    return next(ways for ways in range(count, 0, -1) if count % ways == 0 and heads % ways == 0)
+    fewest = max(ways for ways in range(1, count + 1) if count % ways == 0 and heads % ways == 0)
+    shared = math.gcd(config.num_heads, config.intermediate_size)
+    more = (ways for ways in range(fewest, count + 1) if count % ways == 0 and shared % ways == 0)
+    return next((ways for ways in more if batch % (count // ways) == 0), fewest)
 
 
-def choose_mesh(config: ModelConfig, count: int, text: str | None) -> tuple[dict[str, int], str]:
+def choose_mesh(config: ModelConfig, count: int, batch: int, text: str | None) -> tuple[dict[str, int], str]:
     """The sizes of a mesh over `count` chips, and it as a text; by default `model_ways`, the rest for data.
 
     Raises ValueError for a text that is no mesh, or one of another number of chips.
     """
     if text is None:
-        ways = model_ways(config, count)
+        ways = model_ways(config, count, batch)
         text = f"data={count // ways},model={ways}" if count > ways else f"model={ways}"
     sizes = mesh_sizes(text)
     if math.prod(sizes.values()) != count:

@@ -19,7 +19,7 @@ pytestmark = [
 
 SMALL = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 2048, "intermediate_size": 4096}
 SMALL |= {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
-SMALL |= {"max_position_embeddings": 65536, "torch_dtype": "bfloat16"}
+SMALL |= {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def small(tmp_path_factory):
     """A plan for a model of six layers from its config.json alone, of which it compiled two and four; and all six."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(json.dumps(SMALL))
-    process = python(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "centroidkv", 32768)
+    process = python(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "centroidkv", 65536)
     found = json.loads(process.stdout.splitlines()[-1])
     return msgspec.convert(found["plan"], Measures), found["direct"]
 
@@ -53,7 +53,7 @@ def test_a_plan_that_leaves_out_a_group_is_wrong(small):
         assert replace(memory, **{group: 0.0}).total != pytest.approx(whole, rel=0.01), group
 
 
-def test_temporaries_of_another_context_follow_the_arrays_of_a_layer(small):
+def test_temporaries_of_another_context_follow_the_line(small):
     measures, direct = small
-    twice = arithmetic.memory(measures, context=2 * measures.context).prefill
-    assert twice == pytest.approx(direct["prefill of twice the context"], rel=0.15)
+    longer = arithmetic.memory(measures, context=1.5 * measures.context).prefill
+    assert longer == pytest.approx(direct["prefill of a longer context"], rel=0.1)

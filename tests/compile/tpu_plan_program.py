@@ -12,33 +12,33 @@ from dataclasses import asdict, replace
 
 from clusterkv_jax.planning import measure
 from clusterkv_jax.planning.collectives import per_step
-from clusterkv_jax.planning.described import Job
+from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import devices_of
 from clusterkv_jax.planning.measures import Question
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import choose_mesh, parse_topology
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 
 def whole_programs(question: Question) -> dict[str, float]:
     """The decode program of all layers, and every program of prefill, by their own memory_analysis()."""
     config, topology = model_config(question.model), parse_topology(question.topology)
-    _, text = choose_mesh(config, topology.count, question.mesh)
-    mesh = named_mesh(text, devices_of(topology))
+    _, text = choose_mesh(config, topology.count, question.batch, question.mesh)
+    mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
     method = measure.question_method(question)
     job = Job(config, method, mesh, question.batch, question.context, question.new_tokens)
     decode = job.decode(config.num_layers).compile()
     memory = decode.memory_analysis()
-    other = replace(job, context=2 * question.context)
+    other = replace(job, context=question.context * 3 // 2)
     layer = other.calls[1].lowered.compile().memory_analysis()
-    hidden = 2 * other.batch * other.context * config.hidden_size
+    hidden = chip_bytes(other.hidden)
     return {
         "arguments": memory.argument_size_in_bytes,
         "cache": memory.alias_size_in_bytes,
         "decode": memory.temp_size_in_bytes,
         "programs": memory.generated_code_size_in_bytes,
         "collectives": sum(one.count for one in per_step(decode.as_text(), mesh.size)),
-        "prefill of twice the context": layer.temp_size_in_bytes + hidden,
+        "prefill of a longer context": layer.temp_size_in_bytes + hidden,
     }
 
 
