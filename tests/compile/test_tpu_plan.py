@@ -27,7 +27,7 @@ def small(tmp_path_factory):
     """A plan for a model of six layers from its config.json alone, of which it compiled two and four; and all six."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(json.dumps(SMALL))
-    process = python(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "centroidkv", 65536)
+    process = python(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "snapkv", 65536)
     found = json.loads(process.stdout.splitlines()[-1])
     return msgspec.convert(found["plan"], Measures), found["direct"]
 
