@@ -1,18 +1,23 @@
 """Plans: arithmetic, collectives of a program's text, tables, JSON and errors; nothing is compiled for a TPU here."""
 
+import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from clusterkv_jax import cli
+from clusterkv_jax.cli.plan import show
 from clusterkv_jax.planning import arithmetic, collectives, process
 from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
 from clusterkv_jax.planning.report import notes, plan, verdict
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import GIB, choose_mesh, model_ways, parse_topology
 
+ROOT = Path(__file__).parent.parent
 ASKED = Question("llama-3.1-70b", "centroidkv", 0.2, 1024, 2, 64, "v5e:4x4", None)
 V5E = parse_topology("v5e:4x4")
 # 1 GiB of weights; a cache of 1 GiB at 1,024 tokens, 0.5 at half; temporaries of prefill of 2 GiB, 1 at half.
@@ -265,6 +270,15 @@ def test_a_picture_shows_the_full_cache_beside(answers, tmp_path):
     assert [question.method for question in answers] == ["centroidkv", "full"]
 
 
+def test_the_guide_shows_what_the_command_prints():
+    """Its example is the printed form of a plan that was compiled."""
+    found = json.loads((ROOT / "tests" / "golden" / "plan_llama_70b_v5e_4x4.json").read_text())
+    console = Console(width=100, record=True, file=io.StringIO())
+    show(found, console)
+    printed = "\n".join(line.rstrip() for line in console.export_text().splitlines())
+    assert f"```text\n{printed}\n```" in (ROOT / "docs" / "guides" / "plan.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -301,6 +315,10 @@ def test_a_missing_compiler_names_the_extra(monkeypatch):
     [
         ("import time; time.sleep(60)", "took longer than 1 s; a larger"),
         ("import sys; sys.exit('the compiler has died')", "ended without a result: the compiler has died"),
+        (
+            "import sys; sys.exit('F1123 07:43 17 layout.cc:1] Check failed: x > 0\\nE1 abort')",
+            "result: Check failed: x > 0",
+        ),
         ('print(\'{"error": "It is too large."}\')', "It is too large"),
     ],
 )

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,12 +44,18 @@ def ask(question: Question, seconds: float, progress: Callable[[str], None]) -> 
                 timer.cancel()
                 process.kill()
         log.seek(0)
-        last = ([line.strip() for line in log if line.strip()] or ["it said nothing"])[-1]
+        lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
     if late.is_set():
         raise ValueError(
             f"Compiling for {topology.name} took longer than {seconds:g} s; a larger --time-limit allows more."
         )
-    raise ValueError(f"Compiling for {topology.name} ended without a result: {last[-300:].rstrip('.')}.")
+    raise ValueError(f"Compiling for {topology.name} ended without a result: {_cause(lines)}.")
+
+
+def _cause(lines: list[str]) -> str:
+    """What a compiler that aborts says first of it, or the last that any process says."""
+    fatal = (found[1] for line in lines if (found := re.match(r"F\d{4} .*?\] (.*)", line)))
+    return next(fatal, lines[-1])[-300:].rstrip(".")
 
 
 def environment(topology: Topology) -> dict[str, str]:
