@@ -5,13 +5,16 @@ Prompts are padded on the right, so causality alone keeps padding out of the row
 
 import math
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh, partition
@@ -31,8 +34,8 @@ def causal_attention(
 ) -> Float[Array, "B N H D"]:
     """softmax(q k / sqrt(D)) v where query n sees the keys 0..n; query head h reads KV head h // (H / K).
 
-    `backend` None takes the fastest that serves these shapes on the default device: "cudnn" on a GPU (16-bit types),
-    "splash" on a TPU, "xla" otherwise. Naming a backend that cannot serve them raises ValueError.
+    `backend` None takes the fastest that serves these shapes on the device that is compiled for: "cudnn" on a GPU
+    (16-bit types), "splash" on a TPU, "xla" otherwise. Naming a backend that cannot serve them raises ValueError.
     """
     match _choose(q, k, backend):
         case "cudnn":
@@ -67,12 +70,12 @@ def _choose(q: Array, k: Array, backend: str | None) -> str:
 
 
 def _obstacle(q: Array, k: Array, backend: str) -> str | None:
-    """Why a backend cannot serve these operands on the default device, None if it can."""
+    """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
     if backend == "xla":
         return None
     device = {"cudnn": "gpu", "splash": "tpu"}[backend]
-    if jax.default_backend() != device:
-        return f"it needs a {device}, the default device is {jax.default_backend()}"
+    if platform() != device:
+        return f"it needs a {device}, the device is {platform()}"
     length, dim = q.shape[1], q.shape[-1]
     if _spec(q, "heads") != _spec(k, "kv_heads"):
         return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
@@ -178,13 +181,32 @@ def _cudnn(q: Array, k: Array, v: Array) -> Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
 
 
-def _splash(q: Array, k: Array, v: Array) -> Array:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+@cache
+def _causal_mask(length: int, rows: int, heads: int, block: int) -> Any:
+    """The kernel's mask of the last `length` of so many rows. The library looks at every block of it, number by number:
+    a minute's work for 131,072 tokens. So blocks off the diagonal are always the same two.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    blocks = np.zeros((block, block), bool), np.ones((block, block), bool)
+    before = rows - length
+
+    class Causal(masks.CausalMask):
+        @override
+        def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+            queries, keys = idx
+            first, last = queries.start + before, queries.stop + before
+            if keys.start < last and keys.stop > first + 1:
+                return super().__getitem__(idx)
+            return blocks[keys.start < last]
+
+    return masks.MultiHeadMask([Causal((length, rows), offset=before)] * heads)
+
+
+def _splash(q: Array, k: Array, v: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
     _, length, heads, dim = q.shape
-    rows = k.shape[1]
-    mask = masks.MultiHeadMask([masks.CausalMask((length, rows), offset=rows - length)] * heads)
     block = next(size for size in (1024, 512, 256, 128) if length % size == 0)
     sizes = kernel.BlockSizes(
         block_q=block,
@@ -196,6 +218,8 @@ def _splash(q: Array, k: Array, v: Array) -> Array:
         block_q_dq=block,
         block_kv_dq=block,
     )
-    attend: Any = kernel.make_splash_mha_single_device(mask, block_sizes=sizes)
+    attend: Any = kernel.make_splash_mha_single_device(
+        _causal_mask(length, k.shape[1], heads, block), block_sizes=sizes
+    )
     q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(dim**-0.5, q.dtype), k, v))
     return jax.vmap(attend)(q, k, v).swapaxes(1, 2)

@@ -110,3 +110,14 @@ def test_odd_lengths_are_padded_for_cudnn(monkeypatch, length):
     q, k, v = normal(0, 2, length, 4, 8), normal(1, 2, length, 2, 8), normal(2, 2, length, 2, 8)
     assert relative(attention._cudnn(q, k, v), dense(q, k, v)) < 1e-6
     assert lengths == [0]
+
+
+@pytest.mark.parametrize("rows", [512, 1024, 640])
+def test_the_mask_of_the_tpu_kernel_is_causal_block_by_block(rows):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    mask, plain = attention._causal_mask(512, rows, 2, 128), masks.CausalMask((512, rows), offset=rows - 512)
+    for i in range(0, 512, 128):
+        for j in range(0, rows, 128):
+            block = slice(i, i + 128), slice(j, j + 128)
+            np.testing.assert_array_equal(mask.masks[0][block], plain[block])

@@ -5,7 +5,7 @@ Everything heavy (jax, tokenizers, the model) is imported by the command that ne
 
 import typer
 
-from clusterkv_jax.cli import calibrate, convert, evaluate, generate, inspect
+from clusterkv_jax.cli import calibrate, convert, evaluate, generate, inspect, plan
 
 app = typer.Typer(
     add_completion=False,
@@ -20,5 +20,6 @@ app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.add_typer(inspect.inspect, name="inspect")
 app.command(context_settings=evaluate.PASS_ON)(evaluate.lm_eval)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from tpu_topology import tpu_devices
 
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.planning.devices import tpu_devices
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 KV_HEADS, QUERY_HEADS, DIM = described.LLAMA.num_kv_heads, described.LLAMA.num_heads, described.LLAMA.head_dim

@@ -6,26 +6,18 @@ memory there are the parameters and the caches of the layers that are done.
 """
 
 import json
-import math
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import described
-import jax
-import jax.numpy as jnp
-import numpy as np
-from tpu_topology import tpu_devices
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding
 from clusterkv_jax.cache import groups
-from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.planning.described import Job, chip_bytes
+from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import list_presets, preset
+from clusterkv_jax.sharding import named_mesh
 
 CONFIG = replace(described.LLAMA, num_layers=2)
 SHARE = ckv.Budget(ratio=0.2, base="prompt")
@@ -38,27 +30,12 @@ def method_of(name: str) -> Any:
 
 def compile_layer(name: str, tokens: int) -> dict[str, float]:
     """Layer 0 of Llama-3.1-8B over one prompt of `tokens` tokens, a fifth of it kept."""
-    mesh = jax.sharding.Mesh(np.array(tpu_devices("v5p:2x2x1")[:1]), ("model",))
-    method = method_of(name)
-    whole = partial(described.array, mesh)
-    weights = jax.tree.map(lambda spec: whole(spec.shape, jnp.bfloat16), abstract(CONFIG)["layers"][0])
-    request = Request(
-        np.asarray([tokens]), CONFIG.num_layers, CONFIG.num_kv_heads, reserve=128, row_bytes=516, rope=CONFIG.rope
-    )
-    with jax.set_mesh(mesh), mock.patch("jax.default_backend", return_value="tpu"):
-        plan = plan_layer(method, 0, request)
-        hidden = whole((1, tokens, CONFIG.hidden_size), jnp.bfloat16)
-        rows = whole((1, len(plan.heads), 1), jnp.int32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        arguments = (weights, CONFIG, method, plan, None, hidden, whole((1,), jnp.int32), rows)
-        lowered = decoding._prefill_layer.lower(*arguments, whole(key.shape, key.dtype), None)
-        _, layer, _, _ = lowered.out_info
-        compiled = lowered.compile()
-    memory = compiled.memory_analysis()
+    mesh = named_mesh("model=1", tpu_devices("v5p:2x2x1")[:1])
+    call = Job(CONFIG, method_of(name), mesh, 1, tokens, 128).calls[1]
+    _, layer, _, _ = call.out
+    memory = call.lowered.compile().memory_analysis()
     return {
-        "cache": sum(
-            math.prod(x.shape) * x.dtype.itemsize for g in groups(layer) for x in (g.keys, g.values, g.degree)
-        ),
+        "cache": chip_bytes([(g.keys, g.values, g.degree) for g in groups(layer)]),
         "slots": sum(g.keys.shape[1] * g.keys.shape[2] for g in groups(layer)) / CONFIG.num_kv_heads,
         "full_cache": 2 * tokens * CONFIG.num_kv_heads * CONFIG.head_dim * 2,
         # Gate and up of the MLP; queries, what they attended to, and normalised hidden states: bf16.
@@ -71,6 +48,8 @@ def compile_layer(name: str, tokens: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    # Presets with shares are those of one model.
-    names = sys.argv[2:] or [name for name in list_presets() if not getattr(method_of(name), "budget", SHARE).shares]
+    # Presets with shares are those of one model, and what has a model repeat its prompt needs the model's words.
+    presets = {name: method_of(name) for name in list_presets()}
+    others = [n for n, x in presets.items() if not x.needs(0) & {"repetition", "scores"}]
+    names = sys.argv[2:] or [name for name in others if not getattr(presets[name], "budget", SHARE).shares]
     print(json.dumps({name: compile_layer(name, int(sys.argv[1])) for name in names}))

@@ -1,0 +1,146 @@
+"""A request of prompts to a model that is not there: described arrays on a mesh, and the programs that prefill calls.
+
+`prefill` itself is traced, so that the programs are those that it would call, and their arguments those that they would
+get; nothing is computed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from clusterkv_jax.cache import KVCache, LayerCache
+from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
+from clusterkv_jax.methods.base import Method, slots_apart
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
+
+WHOLE = PartitionSpec()
+HIDDEN = ("batch", "tokens", None)
+# Tokens of a call of the decode loop, as `generate` has it.
+SEGMENT = 32
+
+
+def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE) -> jax.ShapeDtypeStruct:
+    """An array on the mesh, by default whole on every device."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def parameters(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """A model's parameters as `load` lays them out."""
+    specs = abstract(config)
+    place = lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(place, specs, param_shardings(specs, mesh))
+
+
+def chip_bytes(tree: Any) -> int:
+    """Bytes of a tree of described arrays that each device holds."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -> Any:
+    """Results of prefill as its programs constrain them: hidden states, of this shape, and arrays of caches."""
+
+    def place(part: Any) -> Any:
+        apart = isinstance(part, LayerCache) and slots_apart(method)
+        return jax.tree.map(lambda x: put(x, (CACHE_AXES if apart else HEAD_AXES)[x.ndim]), part)
+
+    def put(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        axes = HIDDEN if x.shape == hidden else axes
+        return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
+
+    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, LayerCache))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program with its arguments, and its described results."""
+
+    program: Any
+    args: tuple[Any, ...]
+    out: Any
+    lowered: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Prompts of `context` tokens each, and up to `new_tokens` that follow them."""
+
+    config: ModelConfig
+    method: Method
+    mesh: Mesh
+    batch: int
+    context: int
+    new_tokens: int
+
+    @cached_property
+    def params(self) -> Params:
+        """Described parameters in the published type."""
+        return parameters(self.config, self.mesh, jnp.dtype(self.config.dtype))
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache after prefill, as it is laid out."""
+        return self._traced[0]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The programs that prefill calls, in their order; equal calls are the same object."""
+        return self._traced[1]
+
+    @cached_property
+    def _traced(self) -> tuple[KVCache, tuple[Call, ...]]:
+        known: dict[Any, Call] = {}
+        calls, caches = [], []
+
+        def run(program: Any, *args: Any) -> Any:
+            args = jax.tree.map(self._described, args)
+            leaves, tree = jax.tree.flatten(args)
+            key = program, tree, *((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
+            if key not in known:
+                lowered = program.lower(*args)
+                known[key] = Call(
+                    program, args, placed(lowered.out_info, self.method, self.mesh, self.hidden.shape), lowered
+                )
+            calls.append(known[key])
+            return known[key].out
+
+        def read(key: Any, tokens: Any) -> int:
+            lengths = np.full(self.batch, self.context, np.int32)
+            sizes: Any = {"max_new_tokens": self.new_tokens, "key": key, "run": run}
+            caches.append(prefill(self.params, self.config, self.method, tokens, lengths, **sizes)[0])
+            return 0
+
+        tokens = jax.ShapeDtypeStruct((self.batch, self.context), jnp.int32)
+        with jax.set_mesh(self.mesh):
+            jax.eval_shape(read, jax.eval_shape(lambda: jax.random.key(0)), tokens)
+        return caches[0], tuple(calls)
+
+    def decode(self, layers: int) -> Any:
+        """The decode program of the first `layers` layers, lowered."""
+        params = {**self.params, "layers": self.params["layers"][:layers]}
+        cache = replace(self.cache, layers=self.cache.layers[:layers], state=self.cache.state[:layers])
+        whole: Any = partial(array, self.mesh)
+        state = DecodeState(cache, whole((self.batch,), jnp.int32), whole((self.batch,), jnp.bool_))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        numbers = whole(key.shape, key.dtype), whole((), jnp.int32), whole((), jnp.int32)
+        fixed: Any = {"sampling": Sampling(), "eos_ids": self.config.eos_ids, "steps": SEGMENT}
+        with jax.set_mesh(self.mesh):
+            return vars(decode_loop)["lower"](params, self.config, self.method, state, *numbers, **fixed)
+
+    def _described(self, x: Any) -> Any:
+        known = not hasattr(x, "shape") or isinstance(x, jax.ShapeDtypeStruct)
+        return x if known else array(self.mesh, x.shape, x.dtype)
+
+    @property
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        """Hidden states of the prompts."""
+        shape = (self.batch, self.context, self.config.hidden_size)
+        return array(self.mesh, shape, self.params["embed"].dtype, partition(HIDDEN, shape, self.mesh))

@@ -1,0 +1,312 @@
+"""From a question to measures: programs are traced, compiled for the mesh, and asked what they allocate.
+
+A TPU's compiler needs no TPU. For GPUs only collectives are read from a program, which is compiled for as many devices
+of the CPU; what a CPU's program allocates says nothing about a GPU's, so temporaries are estimated by arithmetic.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache import KVCache, groups
+from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.planning.arithmetic import along, of_all_layers
+from clusterkv_jax.planning.collectives import per_step
+from clusterkv_jax.planning.described import Call, Job, chip_bytes, placed
+from clusterkv_jax.planning.devices import devices_of
+from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
+from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
+from clusterkv_jax.presets import preset
+from clusterkv_jax.reading import TOKENS_AT_ONCE
+from clusterkv_jax.sharding import (
+    check_divides,
+    fitted_mesh,
+    mesh_axes,
+    named_mesh,
+    param_shardings,
+    partition,
+    whole_axes,
+)
+
+# Layers of the two decode programs whose difference is what a layer takes.
+FEW, MORE = 2, 4
+MOST_CHIPS = 256
+SHORTEST = 512
+ALIGNED = 1024
+Progress = Callable[[str], None]
+
+
+def question_method(question: Question, share: float = 1.0) -> Method:
+    """The method of a question, with this share of its ratio. Raises ValueError for one that cannot be planned."""
+    budget = None if question.ratio is None else Budget(ratio=question.ratio * share)
+    method = preset(question.method, budget)
+    name = type(method).__name__
+    if method.holds == "host":
+        raise ValueError(f"plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
+    if missing := {"repetition", "scores"} & method.needs(0):
+        what = "repeats a prompt" if "repetition" in missing else "goes by scores that a calibration has learned"
+        raise ValueError(f"plan knows a model by its config.json alone, and {name} {what}; take another --method.")
+    return method
+
+
+def measure(question: Question, progress: Progress = lambda doing: None) -> Measures:
+    """Everything that a plan is made of, for the topology of the question, in a process that can compile for it.
+
+    Raises ValueError, in one sentence, for what cannot be planned.
+    """
+    config, topology = model_config(question.model), parse_topology(question.topology)
+    sizes, text = choose_mesh(config, topology.count, question.batch, question.mesh)
+    mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
+    check_divides(abstract(config), mesh)
+    job = Job(config, question_method(question), mesh, question.batch, question.context, question.new_tokens)
+    progress(f"tracing {question.context:,} tokens")
+    _check(job)
+    jobs = [job, replace(job, context=second_context(job))]
+    full = replace(job, method=Full())
+    ratios = {} if question.ratio is None else {question.ratio * share: share for share in (1.0, 0.5)}
+    prefill, decode = (_for_tpu if topology.chip.platform == "tpu" else _for_gpu)(job, topology, progress)
+    weights, cache = decode.pop("weights"), decode.pop("cache")
+    return Measures(
+        mesh=sizes,
+        groups=_groups(mesh),
+        batch_ways=_batch_ways(mesh, question.batch),
+        batch=question.batch,
+        context=question.context,
+        positions=config.max_positions,
+        layers=config.num_layers,
+        weights=chip_bytes(job.params) * weights,
+        step_reads=step_reads(job, weights, cache),
+        hidden=chip_bytes(job.hidden),
+        cache=tuple(Point(at.context, chip_bytes(at.cache) * cache) for at in jobs),
+        prefill=tuple(prefill),
+        full_cache=chip_bytes(full.cache) * cache,
+        by_ratio=tuple(
+            Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
+            for ratio, share in ratios.items()
+        ),
+        whole=whole_axes(abstract(config), mesh),
+        layouts=tuple(layouts(job)),
+        **decode,
+    )
+
+
+def _check(job: Job) -> None:
+    """Traces the plan's own request, so that what is wrong with it is said of it and not of another."""
+    if job.context > job.config.max_positions:
+        raise ValueError(f"--context {job.context} exceeds the model's {job.config.max_positions} positions.")
+    _ = job.cache
+
+
+def second_context(job: Job) -> int:
+    """Another context, for the slope: three quarters, so that long prompts are read in parts in both; or twice where
+    that would be short.
+    """
+    less = job.context * 3 // 4 // ALIGNED * ALIGNED
+    return less if less >= SHORTEST else min(2 * job.context, job.config.max_positions)
+
+
+def halves(job: Job) -> Iterator[Job]:
+    """The same job with its context, and with ever shorter ones, for compilers that refuse the longer."""
+    yield job
+    context = job.context // 2
+    while context >= SHORTEST:
+        yield replace(job, context=context)
+        context //= 2
+
+
+def _groups(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
+
+
+def _batch_ways(mesh: Mesh, batch: int) -> int:
+    return _groups(mesh) if batch % _groups(mesh) == 0 else 1
+
+
+# --- TPUs: compiled ---
+
+
+def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+    """Temporaries of prefill at two contexts, and what the decode programs tell."""
+    refusals: list[str] = []
+    for at in halves(job):
+        points, code = [], 0.0
+        for near in (at, replace(at, context=second_context(at))):
+            doing = f"prefill of {near.batch} x {near.context:,} tokens"
+            progress(f"compiling {doing} for {topology.name}")
+            try:
+                compiled, program = prefill_temporaries(near)
+            except jax.errors.JaxRuntimeError as error:
+                refusals.append(_refusal(error, doing))
+                break
+            points.append(Point(near.context, compiled))
+            code = max(code, program)
+        if len(points) == 2:
+            decode = decode_measures(job, topology, progress, refusals)
+            return points, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
+    raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1]}")
+
+
+def prefill_temporaries(job: Job) -> tuple[float, float]:
+    """The most that a program of prefill needs beside parameters and caches, and the size of all programs.
+
+    Of layers with different plans, the one that leaves the largest cache is compiled and the one that leaves the
+    smallest.
+    """
+    distinct = list({id(call): call for call in job.calls}.values())
+    layers = [call for call in distinct if _plan(call)]
+    others = [call for call in distinct if not _plan(call)]
+    ends = [pick(layers, key=lambda call: chip_bytes(call.out[1])) for pick in (max, min)]
+    chosen = list({id(call): call for call in ends}.values())
+    needs, code = [], 0.0
+    for call in [*others, *chosen]:
+        memory = call.lowered.compile().memory_analysis()
+        needs.append(needed(job, call, memory))
+        programs = len(layers) / len(chosen) if call in chosen else 1
+        code += programs * memory.generated_code_size_in_bytes
+    return max(needs), code
+
+
+def needed(job: Job, call: Call, memory: Any) -> float:
+    """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
+    cache = chip_bytes(call.out[1:3]) if _plan(call) else 0
+    # Hidden states that are handed on in place are among the results; those that are only read are not.
+    reads = any(getattr(x, "shape", None) == job.hidden.shape for x in call.args)
+    read = chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - cache + read
+
+
+def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+    """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
+    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    for at in halves(job):
+        found = []
+        try:
+            for count in layers:
+                progress(f"compiling decode of {count} layers for {topology.name}")
+                found.append(at.decode(count).compile())
+        except jax.errors.JaxRuntimeError as error:
+            refusals.append(
+                _refusal(error, f"decoding {at.batch} x {at.context:,} tokens in {layers[len(found)]} layers")
+            )
+            continue
+        return _extrapolated(at, layers, found)
+    raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1]}")
+
+
+def _extrapolated(job: Job, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
+    memories = [one.memory_analysis() for one in found]
+    few, more, total = layers[0], layers[-1], job.config.num_layers
+    line = lambda name: along(getattr(memories[0], name), getattr(memories[-1], name), few, more, total)  # noqa: E731
+    steps = [per_step(one.as_text(), job.mesh.size) for one in found]
+    params, cache = _first(job, more)
+    last = memories[-1]
+    return {
+        "compiled_layers": layers,
+        "decode": line("temp_size_in_bytes"),
+        "programs": line("generated_code_size_in_bytes"),
+        "collectives": of_all_layers(steps[0], steps[-1], (few, more, total)),
+        # By how much the compiler's layouts exceed the shapes.
+        "weights": (last.argument_size_in_bytes - last.alias_size_in_bytes) / chip_bytes(params),
+        "cache": last.alias_size_in_bytes / chip_bytes(cache),
+    }
+
+
+def _first(job: Job, layers: int) -> tuple[Any, KVCache]:
+    """Parameters and cache of the first layers."""
+    params = {**job.params, "layers": job.params["layers"][:layers]}
+    return params, replace(job.cache, layers=job.cache.layers[:layers], state=job.cache.state[:layers])
+
+
+def _refusal(error: Exception, doing: str) -> str:
+    """What the compiler says of a program that exceeds the chip's memory; any other error is raised again."""
+    text = " ".join(str(error).split())
+    if not text.startswith("RESOURCE_EXHAUSTED"):
+        raise error
+    return f"The compiler refuses {doing}: {text.removeprefix('RESOURCE_EXHAUSTED: ').split('. ')[0].rstrip('.')}."
+
+
+# --- GPUs: arithmetic ---
+
+
+def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+    """The same, of temporaries that are estimated."""
+    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
+    steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
+    logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
+    jobs = job, replace(job, context=second_context(job))
+    return [Point(at.context, chip_bytes(at.hidden) + estimated(at)) for at in jobs], {
+        "compiled_layers": (),
+        # The logits, and the cache of a layer that is compressed.
+        "decode": logits + max(map(chip_bytes, job.cache.layers)),
+        "programs": 0.0,
+        "collectives": of_all_layers(steps[0], steps[-1], (layers[0], layers[-1], job.config.num_layers)),
+        "weights": 1.0,
+        "cache": 1.0,
+    }
+
+
+def estimated(job: Job) -> float:
+    """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, and those of as many
+    tokens as go through projections and MLP at once.
+    """
+    config = job.config
+
+    def held(name: str, size: int) -> int:
+        spec = partition((name,), (size,), job.mesh)
+        return NamedSharding(job.mesh, spec).shard_shape((size,))[0]
+
+    tokens = chip_bytes(job.hidden) / config.hidden_size / job.hidden.dtype.itemsize
+    queries = held("heads", config.num_heads) * config.head_dim
+    keys = held("kv_heads", config.num_kv_heads) * config.head_dim
+    inner = held("mlp", config.intermediate_size)
+    # Queries and what they attend to; keys and values, and both in the order of a cache.
+    arrays = tokens * (2 * queries + 4 * keys)
+    return job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * (inner + config.hidden_size))
+
+
+# --- shapes ---
+
+
+def _plan(call: Call) -> LayerPlan | None:
+    """The plan of a layer, of a program that compresses one."""
+    return next((x for x in call.args if isinstance(x, LayerPlan)), None)
+
+
+def step_reads(job: Job, weights: float, cache: float) -> float:
+    """Bytes that a decode step reads: parameters but for the table of embeddings, of which it takes a row, and of the
+    cache all, or of a method that keeps more than it attends to, the rows of its budget and its index.
+    """
+    table = 0 if job.config.tie_embeddings else chip_bytes(job.params["embed"])
+    plans = [plan for call in job.calls if (plan := _plan(call))]
+    rows = 0.0
+    for layer, state, plan in zip(job.cache.layers, job.cache.state, plans, strict=True):
+        rows += chip_bytes(state)
+        for group, planned in zip(groups(layer), plan.groups, strict=False):
+            share = 1.0 if job.method.forgets else min(1.0, planned.most_rows / planned.capacity)
+            rows += chip_bytes(group) * share
+    return (chip_bytes(job.params) - table) * weights + rows * cache
+
+
+def layouts(job: Job) -> Iterator[Layout]:
+    """What a chip holds on other meshes of two axes, by the shapes alone."""
+    specs = abstract(job.config)
+    powers = [2**i for i in range(MOST_CHIPS.bit_length())]
+    for model in (size for size in powers if job.config.num_heads % size == 0):
+        split = math.gcd(model, job.config.num_kv_heads)
+        for data in (size for size in powers if size * model <= MOST_CHIPS and job.batch % size == 0):
+            mesh: Any = AbstractMesh((data, split, model // split), ("data", "model", "slots"))
+            dtype = job.params["embed"].dtype
+            shardings = jax.tree.leaves(param_shardings(specs, mesh))
+            held = zip(jax.tree.leaves(job.params), shardings, strict=True)
+            weights = sum(math.prod(by.shard_shape(x.shape)) * dtype.itemsize for x, by in held)
+            cache = chip_bytes(placed((job.cache.layers, job.cache.state), job.method, mesh))
+            yield Layout(data, model, weights, cache, math.prod(job.hidden.shape) * dtype.itemsize / data)

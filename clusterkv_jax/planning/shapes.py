@@ -1,0 +1,51 @@
+"""A model's configuration alone, without its weights."""
+
+import json
+import os
+import re
+from importlib import resources
+from pathlib import Path
+
+from clusterkv_jax.checkpoints import CheckpointError, load_config
+from clusterkv_jax.models import registry
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.schema import shown
+
+
+def packaged_shapes() -> dict[str, Path]:
+    """Files of `configs/models/` by name: published configurations, in Hugging Face format."""
+    folder = Path(str(resources.files("clusterkv_jax.configs") / "models"))
+    return {file.stem: file for file in sorted(folder.glob("*.json"))}
+
+
+def model_config(name: str) -> ModelConfig:
+    """The configuration of "demo", a packaged shape, a folder with a `config.json`, or a hub id.
+
+    Raises CheckpointError (a ValueError), in one sentence, for what is none of them or not supported.
+    """
+    shapes = packaged_shapes()
+    if name in shapes:
+        return registry.from_hf(json.loads(shapes[name].read_text(encoding="utf-8")), str(shapes[name]))
+    if name == "demo":
+        return load_config(Path(str(resources.files("clusterkv_jax.models") / "demo")))
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return load_config(folder)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise CheckpointError(
+            f"There is no folder {shown(repr(name))}; allowed: 'demo', {', '.join(shapes)}, a folder with a "
+            "config.json, or a hub id 'owner/name'."
+        )
+    return load_config(_published(name))
+
+
+def _published(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CheckpointError(
+            f"There is no local folder {name!r}, and the hub did not deliver its config.json: {reason}."
+        ) from error

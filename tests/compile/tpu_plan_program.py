@@ -1,0 +1,47 @@
+"""Plans a small model for a TPU, and compiles directly what the plan says something about; run by test_tpu_plan.
+
+Prints as JSON the plan's measures, and what the compiler tells of programs of all layers and of another context.
+A process of its own, as tpu_decode_program.
+
+Usage: python tests/compile/tpu_plan_program.py FOLDER TOPOLOGY METHOD CONTEXT
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+from clusterkv_jax.planning import measure
+from clusterkv_jax.planning.collectives import per_step
+from clusterkv_jax.planning.described import Job, chip_bytes
+from clusterkv_jax.planning.devices import devices_of
+from clusterkv_jax.planning.measures import Question
+from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.planning.topology import choose_mesh, parse_topology
+from clusterkv_jax.sharding import fitted_mesh, named_mesh
+
+
+def whole_programs(question: Question) -> dict[str, float]:
+    """The decode program of all layers, and every program of prefill, by their own memory_analysis()."""
+    config, topology = model_config(question.model), parse_topology(question.topology)
+    _, text = choose_mesh(config, topology.count, question.batch, question.mesh)
+    mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
+    method = measure.question_method(question)
+    job = Job(config, method, mesh, question.batch, question.context, question.new_tokens)
+    decode = job.decode(config.num_layers).compile()
+    memory = decode.memory_analysis()
+    other = replace(job, context=question.context * 3 // 2)
+    layer = other.calls[1].lowered.compile().memory_analysis()
+    hidden = chip_bytes(other.hidden)
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "cache": memory.alias_size_in_bytes,
+        "decode": memory.temp_size_in_bytes,
+        "programs": memory.generated_code_size_in_bytes,
+        "collectives": sum(one.count for one in per_step(decode.as_text(), mesh.size)),
+        "prefill of a longer context": layer.temp_size_in_bytes + hidden,
+    }
+
+
+if __name__ == "__main__":
+    asked = Question(sys.argv[1], sys.argv[3], 0.2, int(sys.argv[4]), 1, 256, sys.argv[2], None)
+    print(json.dumps({"plan": asdict(measure.measure(asked)), "direct": whole_programs(asked)}))
