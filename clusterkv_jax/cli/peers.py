@@ -54,7 +54,7 @@ class Peers:
         now = time.monotonic()
         self._beats: dict[int, str] = {}
         self._seen, self._contact, self._ends = dict.fromkeys(range(count), now), now, {}
-        self._over = threading.Event()
+        self._over, self._all_done = threading.Event(), False
         self._signals = _signals()
         self._abort = _on_abort(self._aborted)
         self.hosts = dict.fromkeys(range(count), "unknown host")
@@ -91,6 +91,7 @@ class Peers:
             self._over.set()
         else:
             self.hear("done")
+            self._all_done = True
             self._over.set()
             with contextlib.suppress(Exception):  # process 0 may be gone before it has answered
                 self.tell(f"bye/{self.index}", "")
@@ -135,6 +136,8 @@ class Peers:
 
     def _aborted(self) -> None:
         """A library gives up this process: jax does so when the connection to process 0 breaks."""
+        if self._all_done:  # process 0 has left first, and this may be the thread that says goodbye
+            _leave(0)
         host, port = self._address.rsplit(":", 1)
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2) as line:
             if line.recv(1):  # a living process 0 speaks first

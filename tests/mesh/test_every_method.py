@@ -12,7 +12,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
-from tests.mesh.test_sharding import CENTROID, CHELSEA, placed, untied
+from tests.mesh.test_sharding import CENTROID, CHELSEA, calmed, placed, untied
 from tests.support.methods import every_method, named
 from tests.support.tiny import prompt, taught
 
@@ -45,15 +45,6 @@ def model_on(text: str, kv_heads: int = 4) -> ckv.Model:
     return placed(untied(taught(kv_heads=kv_heads)), named_mesh(text))
 
 
-def calm(model: ckv.Model) -> ckv.Model:
-    """With queries that look around: DropKV divides by 1 - p, which is rounding where a random model sees one row."""
-    layers = tuple(
-        {**layer, "attention": {**layer["attention"], "q": 0.3 * layer["attention"]["q"]}}
-        for layer in model.params["layers"]
-    )
-    return dataclasses.replace(model, params={**model.params, "layers": layers})
-
-
 def answers(model: ckv.Model, method) -> ckv.Result:
     prompts, questions = [prompt(1, 48), prompt(2, 33)], [prompt(3, 5), prompt(4, 3)]
     return ckv.generate(model, prompts, method=method, questions=questions, max_new_tokens=12)
@@ -62,7 +53,7 @@ def answers(model: ckv.Model, method) -> ckv.Result:
 @pytest.mark.parametrize(("text", "method"), CASES, ids=lambda x: x if isinstance(x, str) else named(x))
 def test_tokens_are_those_of_one_device(text, method):
     models = untied(taught(kv_heads=4)), model_on(text)
-    alone, many = (answers(calm(m) if isinstance(method, ckv.DropKV) else m, method) for m in models)
+    alone, many = (answers(calmed(m, method), method) for m in models)
     assert many.tokens == alone.tokens
     assert many.stats.kept_rows == alone.stats.kept_rows
 
