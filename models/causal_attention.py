@@ -80,6 +80,8 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
     if _spec(q, "heads") != _spec(k, "kv_heads"):
         return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
     if backend == "cudnn":
+        if jax.default_backend() != "gpu":
+            return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"
         if q.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it needs bfloat16 or float16, got {q.dtype}"
         return (
