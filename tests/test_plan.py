@@ -260,6 +260,10 @@ def test_notes_say_what_the_numbers_rest_on():
     assert "A batch of 1 is not divided by 2" in text
     assert "does not divide kv_heads" in text
     assert "Temporaries are estimated" in text
+    assert "surrogate" not in text
+    assert "auto is planned with a linear surrogate" in " ".join(
+        notes(replace(ASKED, method="auto"), replace(MEASURES, learned=True), V5E)
+    )
 
 
 def test_a_picture_shows_the_full_cache_beside(answers, tmp_path):

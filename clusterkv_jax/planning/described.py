@@ -33,11 +33,16 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = 
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def parameters(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    """A model's parameters as `load` lays them out."""
+def parameters(config: ModelConfig, mesh: Mesh, dtype: Any, *, learned: bool = False) -> Params:
+    """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`."""
     specs = abstract(config)
     place = lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(place, specs, param_shardings(specs, mesh))
+    params = jax.tree.map(place, specs, param_shardings(specs, mesh))
+    if not learned:
+        return params
+    shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
+    surrogate = {name: array(mesh, shape, jnp.float32) for name, shape in shapes.items()}
+    return params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
 
 
 def chip_bytes(tree: Any) -> int:
@@ -83,7 +88,8 @@ class Job:
     @cached_property
     def params(self) -> Params:
         """Described parameters in the published type."""
-        return parameters(self.config, self.mesh, jnp.dtype(self.config.dtype))
+        learned = "scores" in self.method.needs(0)
+        return parameters(self.config, self.mesh, jnp.dtype(self.config.dtype), learned=learned)
 
     @property
     def cache(self) -> KVCache:

@@ -51,9 +51,11 @@ def question_method(question: Question, share: float = 1.0) -> Method:
     name = type(method).__name__
     if method.holds == "host":
         raise ValueError(f"plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
-    if missing := {"repetition", "scores"} & method.needs(0):
-        what = "repeats a prompt" if "repetition" in missing else "goes by scores that a calibration has learned"
-        raise ValueError(f"plan knows a model by its config.json alone, and {name} {what}; take another --method.")
+    if "repetition" in method.needs(0):
+        raise ValueError(
+            f"plan knows a model by its config.json alone, and {name} repeats a prompt by the model's tokenizer; take "
+            "another --method."
+        )
     return method
 
 
@@ -94,6 +96,7 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
         ),
         whole=whole_axes(abstract(config), mesh),
         layouts=tuple(layouts(job)),
+        learned="scores" in job.method.needs(0),
         **decode,
     )
 

@@ -52,6 +52,7 @@ class Measures:
         whole: logical axes that the mesh does not divide, so that they stay whole on every chip.
         layouts: other meshes.
         refusals: what the compiler refused, a sentence each.
+        learned: whether the method goes by scores of a calibration.
     """
 
     mesh: dict[str, int]
@@ -75,6 +76,7 @@ class Measures:
     whole: tuple[str, ...]
     layouts: tuple[Layout, ...]
     refusals: tuple[str, ...] = ()
+    learned: bool = False
 
 
 @dataclass(frozen=True)

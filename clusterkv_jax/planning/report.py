@@ -82,6 +82,8 @@ def notes(question: Question, measures: Measures, topology: Topology) -> list[st
             "Temporaries are estimated from the arrays of a layer; collectives are those of a program for as many "
             "devices of the CPU, which adds 16-bit numbers as 32-bit ones."
         )
+    if measures.learned:
+        found.append(f"{question.method} is planned with a linear surrogate of scores and equal shares of all heads.")
     found.append("Milliseconds are what bandwidths alone allow; each collective costs its latency too.")
     return found
 

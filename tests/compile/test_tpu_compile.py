@@ -43,6 +43,18 @@ def test_the_decode_loop_works_in_the_donated_cache():
     assert program["conditionals"] == 1
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2", "v6e:4x4"])
+def test_learned_scores_move_no_cache(topology):
+    """OrbitKV, compressing while it decodes: only the 16 chips of the last share slots, and gather one layer's keys."""
+    program = run("tpu_decode_program.py", "auto", LAYERS, "1", "32768", topology)
+    assert program["alias"] >= program["cache"]
+    assert program["conditionals"] == 1
+    if topology == "v6e:4x4":
+        assert program["largest collective"] <= program["cache"]
+    else:
+        assert program["largest collective"] <= 0.02 * program["cache"]
+
+
 def test_decoding_with_pages_allocates_nothing():
     """The pages are written where they lie; what grows with them are outputs of attention, one for each page."""
     program = run("tpu_decode_program.py", "adakv", LAYERS, BATCH, TOKENS)

@@ -1,11 +1,12 @@
 """Compiles the decode program for a TPU topology and prints what it found as JSON; run by test_tpu_compile.
 
-Usage: python tests/compile/tpu_decode_program.py PRESET LAYERS BATCH TOKENS
+Usage: python tests/compile/tpu_decode_program.py PRESET LAYERS BATCH TOKENS [TOPOLOGY]
 A process of its own: libtpu reads its settings from the environment once, and a compiler's abort must not end the
 tests.
 """
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -16,14 +17,26 @@ import clusterkv_jax as ckv
 from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import preset
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 NEW_TOKENS = 512  # several times the interval after which clustering methods compress again
 
 
-def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, float]:
-    """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over eight v5e chips, 20 % of the prompt kept."""
-    mesh = named_mesh("model=8", tpu_devices("v5e:2x4"))
+COLLECTIVE = re.compile(r"= (\(.*?\)|\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\(")
+
+
+def largest_array(result: str) -> int:
+    """Bytes of the largest array in the result of an instruction, as it is written."""
+    widths = {"pred": 1, "bf16": 2}
+    arrays = re.findall(r"\b(pred|bf16|f32|s32|u32)\[([\d,]*)\]", result)
+    sizes = [widths.get(kind, 4) * math.prod(map(int, filter(None, shape.split(",")))) for kind, shape in arrays]
+    return max(sizes, default=0)
+
+
+def compile_loop(name: str, layers: int, batch: int, tokens: int, topology: str = "v5e:2x4") -> dict[str, float]:
+    """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over the chips, 20 % of the prompt kept."""
+    devices = tpu_devices(topology)
+    mesh = fitted_mesh(named_mesh(f"model={len(devices)}", devices), described.LLAMA.num_kv_heads)
     config = replace(described.LLAMA, num_layers=layers)
     job = Job(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS)
     compiled = job.decode(layers).compile()
@@ -33,9 +46,10 @@ def compile_loop(name: str, layers: int, batch: int, tokens: int) -> dict[str, f
         "temporary": memory.temp_size_in_bytes,
         "alias": memory.alias_size_in_bytes,
         "conditionals": len(re.findall(r"\bconditional\(", compiled.as_text())),
+        "largest collective": max(map(largest_array, COLLECTIVE.findall(compiled.as_text())), default=0),
         "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_loop(sys.argv[1], *map(int, sys.argv[2:]))))
+    print(json.dumps(compile_loop(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:])))

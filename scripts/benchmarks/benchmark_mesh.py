@@ -1,0 +1,141 @@
+"""Times reading and decoding over several devices, by mesh, method and compiler options; random weights.
+
+    python scripts/benchmarks/benchmark_mesh.py --mesh one --mesh model=2 --method full --method centroidkv
+
+"one" is a single device. Each line is a mesh, a method and a variant of the decode program: the time to read the
+prompt, the time of a decode step, and the bytes of weights and cache on a device beside the most that it ever held.
+Weights are born on their devices, so that a model need not fit one of them.
+"""
+
+import argparse
+import contextlib
+import statistics
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from benchmark_common import environment, timed
+from jax.sharding import Mesh
+
+import clusterkv_jax as ckv
+from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.presets import list_presets, preset
+from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, param_shardings
+
+STEPS, SEGMENTS = 32, 6  # steps of a segment, and segments, of which the first is not counted
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
+    "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+    "both": {
+        "xla_gpu_enable_command_buffer": GRAPHS,
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True,
+    },
+}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="'demo', a packaged shape, or a folder of config.json")
+    parser.add_argument("--mesh", action="append", help="'one' or such as model=2; repeat it", default=None)
+    parser.add_argument("--method", action="append", help="a preset; repeat it", default=None)
+    parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="of the decode program", default=None)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", help="folder for a profile of each variant's last segment", default=None)
+    options = parser.parse_args()
+    print(f"{environment()}, {options.model}, {options.batch} x {options.tokens} tokens\n")
+    print("| mesh | method | variant | reading | step | weights | cache | most held |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for text in options.mesh or ["one", "model=2"]:
+        benchmark(text, options)
+
+
+def benchmark(text: str, options: argparse.Namespace) -> None:
+    """All lines of a mesh."""
+    config = model_config(options.model)
+    whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
+    mesh = fitted_mesh(whole, config.num_kv_heads)
+    params = random_params(config, mesh, jnp.dtype(options.dtype))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (options.batch, options.tokens)).astype(np.int32)
+    for name in options.method or ["full", "centroidkv"]:
+        budget = ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None
+        method = preset(name, budget)
+        scope = contextlib.nullcontext() if text == "one" else jax.set_mesh(mesh)
+        with scope:
+            for line in lines(config, params, method, tokens, options):
+                print(f"| {text} | {name} | {line} |", flush=True)
+
+
+def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, options: argparse.Namespace) -> Any:
+    """A line for each variant of the decode program."""
+    batch, width = tokens.shape
+    reserve = SEGMENTS * STEPS * len(options.variant or VARIANTS)
+
+    def read() -> Any:
+        return ckv.prefill(params, config, method, tokens, np.full(batch, width), max_new_tokens=reserve)
+
+    seconds = []
+    for _ in range(1 + options.repeats):
+        cache_now: Any = None  # the one before it goes first
+        took, (cache_now, _) = timed(read)
+        seconds.append(took)
+    state = DecodeState(cache_now, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+    held = f"{on_device(params) / 2**30:.2f} GiB | {on_device(cache_now.layers) / 2**30:.3f} GiB"
+    arguments = params, config, method
+    for name in options.variant or list(VARIANTS):
+        numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
+        lowered = decode_loop.lower(*arguments, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS)
+        program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
+        times = []
+        for segment in range(SEGMENTS):
+            last = options.profile is not None and segment == SEGMENTS - 1
+            with jax.profiler.trace(f"{options.profile}/{name}") if last else contextlib.nullcontext():
+                took, (state, _, _) = timed(partial(program, params, state, *numbers))
+            times.append(took / STEPS)
+        step = statistics.median(times[1:]) * 1e3
+        yield f"{name} | {statistics.median(seconds[1:] or seconds):.3f} s | {step:.3f} ms | {held} | {most_held()}"
+
+
+def random_params(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """Random weights on their devices; equal shapes share a generator."""
+    specs = abstract(config)
+    check_divides(specs, mesh)
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs))))
+
+    @cache
+    def generator(shape: tuple[int, ...], sharding: Any) -> Any:
+        scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+        return jax.jit(lambda key: (scale * jax.random.normal(key, shape, dtype)).astype(dtype), out_shardings=sharding)
+
+    def draw(spec: Any, sharding: Any) -> jax.Array:
+        return generator(spec.shape, sharding)(next(keys))
+
+    return jax.tree.map(draw, specs, param_shardings(specs, mesh))
+
+
+def on_device(tree: Any) -> int:
+    """Bytes of arrays on the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def most_held() -> str:
+    """The most bytes that a device ever held, where it says so."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return f"{stats['peak_bytes_in_use'] / 2**30:.2f} GiB" if "peak_bytes_in_use" in stats else "unknown"
+
+
+if __name__ == "__main__":
+    main()
