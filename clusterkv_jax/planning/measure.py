@@ -154,7 +154,7 @@ def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Poi
         if len(points) == 2:
             decode = decode_measures(job, topology, progress, refusals)
             return points, decode | {"programs": decode["programs"] + code, "refusals": tuple(refusals)}
-    raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1]}")
+    raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1][:-1]}.")
 
 
 def prefill_temporaries(job: Job) -> tuple[float, float]:
@@ -201,7 +201,7 @@ def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: 
             )
             continue
         return _extrapolated(at, layers, found)
-    raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1]}")
+    raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1][:-1]}.")
 
 
 def _extrapolated(job: Job, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
