@@ -31,7 +31,7 @@ def tpu_devices(name: str) -> list[Any]:
         return topologies.get_topology_desc(name, platform="tpu").devices
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"libtpu describes no topology {name!r}: {reason}.") from error
+        raise ValueError(f"The TPU library (libtpu) describes no topology {name!r}: {reason}.") from error
 
 
 def devices_of(topology: Topology) -> list[Any]:

@@ -50,10 +50,10 @@ def question_method(question: Question, share: float = 1.0) -> Method:
     method = preset(question.method, budget)
     name = type(method).__name__
     if method.holds == "host":
-        raise ValueError(f"plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
+        raise ValueError(f"A plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
     if "repetition" in method.needs(0):
         raise ValueError(
-            f"plan knows a model by its config.json alone, and {name} repeats a prompt by the model's tokenizer; take "
+            f"A plan knows a model by its config.json alone, and {name} repeats a prompt by the model's tokenizer; take "
             "another --method."
         )
     return method
