@@ -53,8 +53,8 @@ def question_method(question: Question, share: float = 1.0) -> Method:
         raise ValueError(f"A plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
     if "repetition" in method.needs(0):
         raise ValueError(
-            f"A plan knows a model by its config.json alone, and {name} repeats a prompt by its tokenizer; take another "
-            "--method."
+            f"A plan knows a model by its config.json alone, and {name} repeats a prompt by its tokenizer; take "
+            "another --method."
         )
     return method
 
