@@ -19,7 +19,7 @@ from clusterkv_jax.cli.process import ERROR, RESTART
 from clusterkv_jax.evaluation.replicas import replicas
 from tests.support.job import Job, small_model
 
-PODS = Path(__file__).parent.parent / "configs" / "pods"
+PODS = Path(__file__).parents[2] / "configs" / "pods"
 # Accelerator, topology, chips, chips of a host: of Google's tables.
 SLICES = {
     "v5e-16.yaml": ("tpu-v5-lite-podslice", "4x4", 16, 4),
