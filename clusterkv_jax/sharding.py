@@ -107,7 +107,10 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
 
 
 def _model_axis(mesh: Any) -> str:
-    return next(axis for axis in reversed(mesh.axis_names) if axis not in (SEQUENCE, SLOTS))
+    for axis in reversed(mesh.axis_names):
+        if axis not in (SEQUENCE, SLOTS):
+            return axis
+    raise ValueError(f"A mesh needs an axis beside {SEQUENCE!r} and {SLOTS!r}, got {mesh.axis_names}.")
 
 
 def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -> PartitionSpec:

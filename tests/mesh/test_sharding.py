@@ -114,6 +114,12 @@ def test_what_does_not_divide_stays_whole_and_is_named():
     assert partition(("batch", "kv_heads", None), (4, 2, 7), mesh(1, 8)) == P("data", None, None)
 
 
+def test_a_mesh_needs_a_model_axis():
+    alone = jax.make_mesh((8,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"A mesh needs an axis beside 'sequence' and 'slots', got \('sequence',\)."):
+        ckv.load("demo", mesh=alone)
+
+
 def test_one_mesh_axis_cannot_split_two_dimensions():
     with pytest.raises(ValueError, match="two dimensions over one axis"):
         partition(("heads", "mlp"), (8, 8), mesh(8))
