@@ -13,20 +13,7 @@ from typer.testing import CliRunner
 from clusterkv_jax import cli
 from clusterkv_jax.evaluation.batching import shares
 from clusterkv_jax.evaluation.replicas import replicas
-from tests.support.job import Job, answers, evaluated, small_model, stub
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
-    """The answers of one device of one process."""
-    folder = tmp_path_factory.mktemp("alone") / "results"
-    evaluated(model, folder)
-    return answers(folder)
+from tests.support.job import Job, answers, evaluated, stub
 
 
 def device(number, process):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.support.job import ASKED, EXAMPLES, Job, answers, evaluated, small_model, stub
+from tests.support.job import ASKED, EXAMPLES, Job, answers, stub
 
 RESTART = 75
 
@@ -79,19 +79,6 @@ def test_a_frozen_process(job, unbroken, count, victim, again):
         assert f"Process {victim} (" in said
         assert "has not been heard of for 5 s." in said
     goes_on(job, again, unbroken)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return small_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
-    """The answers of one device of one process."""
-    folder = tmp_path_factory.mktemp("alone") / "results"
-    evaluated(model, folder)
-    return answers(folder)
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
