@@ -11,6 +11,7 @@ an axis of their own, "slots".
 """
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 SEQUENCE, SLOTS = "sequence", "slots"
@@ -136,7 +137,7 @@ def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
-def param_shardings(specs: Any, mesh: Mesh) -> Any:
+def param_shardings(specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A NamedSharding for every TensorSpec of `models.transformer.abstract(config)`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec.axes, spec.shape, mesh)), specs)
 
@@ -152,10 +153,15 @@ def fetch(tree: Any) -> Any:
     def whole(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
-        mesh = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        return jax.jit(lambda x: x, out_shardings=replicated(mesh))(x)
+        return _gather(replicated(x.sharding.mesh))(x)  # pyright: ignore[reportAttributeAccessIssue]
 
     return jax.device_get(jax.tree.map(whole, tree))
+
+
+@functools.cache
+def _gather(sharding: NamedSharding) -> Any:
+    """One compiled program for all arrays of a shape: batches ask again and again."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def whole_axes(specs: Any, mesh: Mesh) -> tuple[str, ...]:

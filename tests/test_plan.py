@@ -5,17 +5,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.cli.plan import show
-from clusterkv_jax.planning import arithmetic, collectives, process
+from clusterkv_jax.planning import arithmetic, collectives, measure, process
+from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
 from clusterkv_jax.planning.report import notes, plan, verdict
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import GIB, choose_mesh, model_ways, parse_topology
+from clusterkv_jax.sharding import named_mesh
 
 ROOT = Path(__file__).parent.parent
 ASKED = Question("llama-3.1-70b", "centroidkv", 0.2, 1024, 2, 64, "v5e:4x4", None)
@@ -264,6 +268,16 @@ def test_notes_say_what_the_numbers_rest_on():
     assert "auto is planned with a linear surrogate" in " ".join(
         notes(replace(ASKED, method="auto"), replace(MEASURES, learned=True), V5E)
     )
+
+
+def test_other_meshes_hold_the_surrogate_too():
+    """The mesh of the plan is one of those that are listed, and holds there what it holds here."""
+    method, mesh = ckv.OrbitKV(ckv.Budget(ratio=0.25)), named_mesh("model=2", jax.devices()[:2])
+    job = Job(model_config("demo"), method, mesh, 1, 512, 32)
+    assert all("surrogate" in layer for layer in job.params["layers"])
+    same = next(x for x in measure.layouts(job) if (x.data, x.model) == (1, 2))
+    assert same.weights == chip_bytes(job.params)
+    assert same.cache == chip_bytes((job.cache.layers, job.cache.state))
 
 
 def test_a_picture_shows_the_full_cache_beside(answers, tmp_path):

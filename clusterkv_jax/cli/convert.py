@@ -16,7 +16,7 @@ Orbax's format (OCDBT) is made for that:
   clusterkv convert meta-llama/Llama-3.1-70B ./llama-70b
   gcloud storage cp --recursive ./llama-70b gs://my-bucket/
 
-  clusterkv evaluate gs://my-bucket/llama-70b --suite ruler ...
+  clusterkv evaluate --suite ruler --model gs://my-bucket/llama-70b ...
 
 The model passes through memory in parts of half a gigabyte. Killed, the same command goes on where it was; the folder
 gets its name when it is whole. Needs the extra pods: pip install 'clusterkv-jax[pods]'.

@@ -111,7 +111,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     """A plan as tables and sentences."""
     from clusterkv_jax.planning.report import mesh_text, verdict
 
-    ratio = "" if found["cache_ratio"] is None else f" {found['cache_ratio']:.0%}"
+    ratio = "" if found["cache_ratio"] is None else f" {100 * found['cache_ratio']:g}%"
     title = f"{found['model']}, {found['method']}{ratio}, {found['batch']} x {found['context']:,} tokens"
     console.print(f"{title}, {found['topology']} as {mesh_text(found['mesh'])}", highlight=False)
     console.print(_memory(found))

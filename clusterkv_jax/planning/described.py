@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.cache import KVCache, LayerCache
 from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
@@ -28,12 +28,14 @@ HIDDEN = ("batch", "tokens", None)
 SEGMENT = 32
 
 
-def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE) -> jax.ShapeDtypeStruct:
+def array(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE
+) -> jax.ShapeDtypeStruct:
     """An array on the mesh, by default whole on every device."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def parameters(config: ModelConfig, mesh: Mesh, dtype: Any, *, learned: bool = False) -> Params:
+def parameters(config: ModelConfig, mesh: Mesh | AbstractMesh, dtype: Any, *, learned: bool = False) -> Params:
     """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`."""
     specs = abstract(config)
     place = lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)  # noqa: E731
@@ -88,8 +90,11 @@ class Job:
     @cached_property
     def params(self) -> Params:
         """Described parameters in the published type."""
-        learned = "scores" in self.method.needs(0)
-        return parameters(self.config, self.mesh, jnp.dtype(self.config.dtype), learned=learned)
+        return self.params_on(self.mesh)
+
+    def params_on(self, mesh: Mesh | AbstractMesh) -> Params:
+        """The same on another mesh."""
+        return parameters(self.config, mesh, jnp.dtype(self.config.dtype), learned="scores" in self.method.needs(0))
 
     @property
     def cache(self) -> KVCache:

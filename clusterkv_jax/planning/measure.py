@@ -31,7 +31,6 @@ from clusterkv_jax.sharding import (
     fitted_mesh,
     mesh_axes,
     named_mesh,
-    param_shardings,
     partition,
     whole_axes,
 )
@@ -301,15 +300,11 @@ def step_reads(job: Job, weights: float, cache: float) -> float:
 
 def layouts(job: Job) -> Iterator[Layout]:
     """What a chip holds on other meshes of two axes, by the shapes alone."""
-    specs = abstract(job.config)
     powers = [2**i for i in range(MOST_CHIPS.bit_length())]
     for model in (size for size in powers if job.config.num_heads % size == 0):
         split = math.gcd(model, job.config.num_kv_heads)
         for data in (size for size in powers if size * model <= MOST_CHIPS and job.batch % size == 0):
             mesh: Any = AbstractMesh((data, split, model // split), ("data", "model", "slots"))
-            dtype = job.params["embed"].dtype
-            shardings = jax.tree.leaves(param_shardings(specs, mesh))
-            held = zip(jax.tree.leaves(job.params), shardings, strict=True)
-            weights = sum(math.prod(by.shard_shape(x.shape)) * dtype.itemsize for x, by in held)
+            weights = chip_bytes(job.params_on(mesh))
             cache = chip_bytes(placed((job.cache.layers, job.cache.state), job.method, mesh))
-            yield Layout(data, model, weights, cache, math.prod(job.hidden.shape) * dtype.itemsize / data)
+            yield Layout(data, model, weights, cache, math.prod(job.hidden.shape) * job.hidden.dtype.itemsize / data)
