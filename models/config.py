@@ -42,6 +42,30 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): each frequency divided by its own factor.
+
+    Published files have factors for short and for long texts; a cache holds keys of one kind, so a model has one kind.
+    `attention_factor` lengthens the rotated queries and keys.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+    def __post_init__(self):
+        above = all(is_number(factor) and factor > 0 for factor in self.factors)
+        check_fields(
+            self,
+            ("factors", isinstance(self.factors, tuple) and above, "a tuple of numbers above 0"),
+            _attention_factor(self.attention_factor),
+        )
+
+
+def _attention_factor(value: float) -> tuple[str, bool, str]:
+    return "attention_factor", is_number(value) and value > 0, "a number above 0"
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of the first `dim` of the head's dimensions.
 
@@ -51,10 +75,20 @@ class Rope:
     theta: float
     dim: int
     interleaved: bool = False
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: LinearScaling | Llama3Scaling | LongScaling | None = None
 
     def __post_init__(self):
         check_fields(self, ("theta", is_number(self.theta) and self.theta > 0, "a number above 0"))
+        if isinstance(self.scaling, LongScaling) and 2 * len(self.scaling.factors) != self.dim:
+            raise ValueError(
+                f"LongScaling has {len(self.scaling.factors)} factors; "
+                f"{self.dim} rotated dimensions need {self.dim // 2}."
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """How much longer rotated queries and keys become."""
+        return self.scaling.attention_factor if isinstance(self.scaling, LongScaling) else 1.0
 
 
 @dataclass(frozen=True)

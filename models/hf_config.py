@@ -4,12 +4,13 @@ Both styles are read, that of transformers 4 and that of transformers 5. A famil
 `Published` or `Decoder`, with its own defaults; what the file says of other things is not looked at.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, Rope
 from clusterkv_jax.schema import shown
 
 _ACTIVATION_NAMES = {
@@ -32,6 +33,7 @@ Ids = int | Annotated[list[int], Meta(max_length=256)] | None
 _Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Theta = Annotated[float, Meta(ge=1, le=1e15)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
+_Factors = Annotated[list[_Factor], Meta(max_length=2**14)]
 
 
 class RopeParameters(Struct, kw_only=True):
@@ -45,6 +47,9 @@ class RopeParameters(Struct, kw_only=True):
     factor: _Factor | None = None
     low_freq_factor: _Factor | None = None
     high_freq_factor: _Factor | None = None
+    attention_factor: _Factor | None = None
+    short_factor: _Factors | None = None
+    long_factor: _Factors | None = None
 
 
 class Generation(Struct):
@@ -172,6 +177,9 @@ def rope(file: Decoder, head_dim: int, *, fraction: float = 1.0, interleaved: bo
     for part in (file, file.rope_scaling, file.rope_parameters):
         values = {name: getattr(part, name, None) for name in RopeParameters.__struct_fields__}
         parameters |= {name: value for name, value in values.items() if value is not None}
+    parameters["max_position_embeddings"] = file.max_position_embeddings
+    if file.original_max_position_embeddings is not None:  # transformers takes it before the one in the scaling
+        parameters["original_max_position_embeddings"] = file.original_max_position_embeddings
     return Rope(
         theta=parameters.get("rope_theta", 10000.0),
         dim=int(head_dim * parameters.get("partial_rotary_factor", fraction)),
@@ -180,7 +188,7 @@ def rope(file: Decoder, head_dim: int, *, fraction: float = 1.0, interleaved: bo
     )
 
 
-def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None:
+def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | LongScaling | None:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     try:
         match kind:
@@ -195,12 +203,29 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
                     parameters["high_freq_factor"],
                     parameters["original_max_position_embeddings"],
                 )
+            case "longrope" | "su":
+                return _long(parameters)
     except KeyError as missing:
         raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
-    raise ValueError(f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3.")
+    raise ValueError(f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3, longrope.")
 
 
-def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
+def _long(parameters: dict[str, Any]) -> LongScaling:
+    """The factors for long texts where the model reads longer ones than it was trained on first, else the short ones.
+
+    transformers takes the kind that a text's length asks for, and forgets its cache where a text outgrows the short
+    ones. What is compressed cannot be rotated anew.
+    """
+    longest, original = parameters["max_position_embeddings"], parameters["original_max_position_embeddings"]
+    factors = parameters["long_factor"], parameters["short_factor"]
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings = {original} is not supported; allowed: at least 2.")
+    ratio = parameters.get("factor", longest / original)
+    attention = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    return LongScaling(tuple(factors[longest <= original]), parameters.get("attention_factor", attention))
+
+
+def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | LongScaling | None) -> dict[str, Any] | None:
     match scaling:
         case None:
             return None
@@ -214,6 +239,9 @@ def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, A
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_positions,
             }
+        case LongScaling(factors, attention_factor):
+            both = {"short_factor": list(factors), "long_factor": list(factors)}
+            return {"rope_type": "longrope", "attention_factor": attention_factor, **both}
 
 
 def reject_sliding_window(window: int | None, positions: int) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.rope import rotate
+from clusterkv_jax.models.rope import encode
 from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
@@ -166,7 +166,7 @@ def qkv(
     if config.qk_norm:
         q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)
     if config.rope is not None:
-        q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
     return q, k, v
 
 

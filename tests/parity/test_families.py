@@ -42,6 +42,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.3, 2.0, 4.0, 9.0, 25.0],
+    "original_max_position_embeddings": 32,
+}
 _OPT = {
     "vocab_size": 151,
     "hidden_size": 64,
@@ -71,7 +79,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     ),
     "opt": ("OPTConfig", {}),
+    "phi3": ("Phi3Config", {"sliding_window": 1024}),
+    "phi4-mini": (
+        "Phi3Config",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
+    ),
 }
+# transformers rotates shorter texts otherwise; we have one kind of rotation a model.
+_LONG_ONLY = {"phi4-mini": 33}
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +149,10 @@ def _greedy(model: ckv.Model, tokens: np.ndarray, count: int) -> list[int]:
     return [int(token) for token in result.tokens[0]]
 
 
-@pytest.mark.parametrize("length", [1, 7, 300])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [(name, length) for name in FAMILIES for length in (1, 7, 300, 600) if length >= _LONG_ONLY.get(name, 1)],
+)
 def test_logits(checkpoint, name, length):
     reference, folder = checkpoint(name)
     tokens = _prompt(length)
@@ -157,6 +174,9 @@ def test_greedy_tokens(checkpoint, name):
         ("llama2-32k", "factor", 8.01),
         ("glm", "partial_rotary_factor", 0.25),
         ("qwen3", "rms_norm_eps", 1.1e-5),
+        ("phi3", "rms_norm_eps", 1.1e-5),
+        ("phi4-mini", "long_factor", [1.0, 1.3, 2.0, 4.0, 9.1, 25.0]),
+        ("phi4-mini", "original_max_position_embeddings", 33),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):

@@ -49,6 +49,7 @@ FAMILIES = {
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "phi3": {**LLAMA, "model_type": "phi3"},
     "glm": _GLM,
     "chatglm": _CHATGLM,
     "opt": OPT,
