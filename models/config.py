@@ -61,8 +61,38 @@ class LongScaling:
         )
 
 
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs divided by `factor`, fast ones kept, a blend between.
+
+    A pair is slow with at most `beta_slow` turns in `original_max_positions`, fast with at least `beta_fast`; with
+    `truncate` these bounds are whole pairs. `attention_factor` lengthens the rotated queries and keys.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self):
+        slow, fast = self.beta_slow, self.beta_fast
+        check_fields(
+            self,
+            ("factor", is_number(self.factor) and self.factor > 0, "a number above 0"),
+            ("original_max_positions", is_count(self.original_max_positions, 1), "a whole number of at least 1"),
+            _attention_factor(self.attention_factor),
+            ("beta_slow", is_number(slow) and slow > 0, "a number above 0"),
+            ("beta_fast", is_number(fast) and fast > slow, f"a number above beta_slow = {slow}"),
+        )
+
+
 def _attention_factor(value: float) -> tuple[str, bool, str]:
     return "attention_factor", is_number(value) and value > 0, "a number above 0"
+
+
+Scaling = LinearScaling | Llama3Scaling | LongScaling | YarnScaling
 
 
 @dataclass(frozen=True)
@@ -75,10 +105,12 @@ class Rope:
     theta: float
     dim: int
     interleaved: bool = False
-    scaling: LinearScaling | Llama3Scaling | LongScaling | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self):
         check_fields(self, ("theta", is_number(self.theta) and self.theta > 0, "a number above 0"))
+        if isinstance(self.scaling, YarnScaling):
+            check_fields(self, ("theta", self.theta > 1, "above 1 for YaRN"))
         if isinstance(self.scaling, LongScaling) and 2 * len(self.scaling.factors) != self.dim:
             raise ValueError(
                 f"LongScaling has {len(self.scaling.factors)} factors; "
@@ -88,7 +120,7 @@ class Rope:
     @property
     def magnitude(self) -> float:
         """How much longer rotated queries and keys become."""
-        return self.scaling.attention_factor if isinstance(self.scaling, LongScaling) else 1.0
+        return self.scaling.attention_factor if isinstance(self.scaling, LongScaling | YarnScaling) else 1.0
 
 
 @dataclass(frozen=True)

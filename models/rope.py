@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def frequencies(rope: Rope) -> np.ndarray:
@@ -26,6 +26,8 @@ def frequencies(rope: Rope) -> np.ndarray:
             return _llama3(plain, rope.scaling)
         case LongScaling(factors):
             return np.float32(1) / (np.asarray(factors, np.float32) * powers)
+        case YarnScaling():
+            return _yarn(powers, rope, rope.scaling)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
@@ -33,6 +35,22 @@ def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = np.clip(keep, 0, 1)
     return (1 - keep) * plain / scaling.factor + keep * plain
+
+
+def _yarn(powers: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
+    def pair(turns: float) -> float:
+        """Number of the pair that turns so often within the original positions."""
+        share = math.log(scaling.original_max_positions / (2 * math.pi * turns)) / math.log(rope.theta)
+        return rope.dim / 2 * share
+
+    fast, slow = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, rope.dim - 1)
+    width = slow - fast or 0.001  # as in transformers
+    divide = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - np.float32(fast)) / np.float32(width), 0, 1)
+    keep, one = 1 - divide, np.float32(1)
+    return one / (np.float32(scaling.factor) * powers) * (1 - keep) + one / powers * keep
 
 
 def encode(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:

@@ -5,6 +5,7 @@
 
 import functools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.models import registry
+from clusterkv_jax.models.config import LongScaling, YarnScaling
 from clusterkv_jax.models.transformer import forward
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
 from tests.support.reference_decoder import reference_logits
@@ -43,11 +46,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
         "sliding_window": 1024,
     },
+    "llama-yarn": {
+        **_BASE,
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
+    },
 }
 # What each file may not be mistaken for.
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_scaling": {**_LONG, "long_factor": [1.0, 1.3, 2.0, 4.0, 9.1, 25.0]}}),
     ("phi3", {"original_max_position_embeddings": 65}),
+    ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "factor": 8.01}}),
+    ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "beta_slow": 0.2}}),
+    ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "attention_factor": 1.2}}),
 ]
 
 
@@ -99,3 +110,76 @@ def test_rows_of_a_batch_are_the_rows_alone(name):
     both, alone = (ckv.generate(model, some, method=method, max_new_tokens=8) for some in (prompts, prompts[1:]))
     np.testing.assert_array_equal(both.tokens[1], alone.tokens[0])
     assert {rows for layer in alone.stats.kept_rows for rows in layer[0]} == {15}
+
+
+# --- configurations ---
+
+_LONGER = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0],
+    "long_factor": [1.0, 2.0],
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "positions", "scaling"),
+    [
+        (_YARN, _YARN, 512, YarnScaling(4.0, 512, 0.1 * math.log(4) + 1)),
+        (
+            {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16, "truncate": False},
+            {**_YARN, "attention_factor": 1.0, "beta_fast": 16, "truncate": False},
+            512,
+            YarnScaling(4.0, 512, 1.0, 16.0, truncate=False),
+        ),
+        ({**_LONGER, "rope_type": None, "type": "su"}, _LONGER, 4096, LongScaling((1.0, 2.0), math.sqrt(2))),
+        (_LONGER, _LONGER, 64, LongScaling((1.0, 1.0), 1.0)),
+    ],
+)
+def test_both_styles_of_scalings(old, new, positions, scaling):
+    published = {**LLAMA, "max_position_embeddings": positions}
+    a = registry.from_hf({**published, "rope_scaling": old, "rope_theta": 5e5})
+    assert a == registry.from_hf({**published, "rope_parameters": {**new, "rope_theta": 5e5}})
+    assert a.rope is not None
+    assert (a.rope.theta, a.rope.scaling, a.rope.magnitude) == (5e5, scaling, scaling.attention_factor)
+
+
+def test_yarn_lengthens_the_longest_text():
+    """As Qwen publishes it: the original length, and a factor."""
+    published = {**LLAMA, "max_position_embeddings": 512, "rope_scaling": _YARN}
+    assert registry.from_hf(published).max_positions == 2048
+    assert registry.from_hf({**published, "max_position_embeddings": 4096}).max_positions == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' in config.json lacks 'original_max_position_embed"),
+        ({"rope_scaling": {**_LONGER, "long_factor": None}}, "'longrope' in config.json lacks 'long_factor'"),
+        (
+            {"rope_scaling": {**_LONGER, "long_factor": [1.0]}},
+            "LongScaling has 1 factors; 4 rotated dimensions need 2.",
+        ),
+        (
+            {"rope_scaling": {**_LONGER, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings = 1 is not supported; allowed: at least 2.",
+        ),
+        ({"rope_scaling": {**_LONGER, "attention_factor": 0}}, "'rope_scaling.attention_factor': Expected float"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' in config.json lacks 'original_max_position_embeddings'"),
+        (
+            {"rope_scaling": {**_YARN, "beta_fast": 2, "beta_slow": 2}},
+            "YarnScaling beta_fast must be a number above beta_slow = 2.0, got 2.0.",
+        ),
+        ({"rope_theta": 1, "rope_scaling": _YARN}, "Rope theta must be above 1 for YaRN, got 1.0."),
+        (
+            {"model_type": "phi3", "sliding_window": 127},
+            "sliding_window = 127 is not supported; allowed: null, or at least max_position_embeddings = 128.",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(changes, message):
+    with pytest.raises(ValueError, match=r".") as error:
+        registry.from_hf({**LLAMA, **changes})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

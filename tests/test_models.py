@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from clusterkv_jax.checkpoints import load
 from clusterkv_jax.models import hf_weights as weights
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, ModelConfig, Rope
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.rope import frequencies, rotate
 from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
 from tests.support.shared_data import shared
@@ -198,14 +198,6 @@ _LLAMA3 = {
 }
 
 
-_LONG = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.0, 1.0, 1.0],
-    "long_factor": [1.0, 2.0, 3.0, 4.0],
-    "original_max_position_embeddings": 64,
-}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "scaling"),
     [
@@ -219,16 +211,6 @@ _LONG = {
             {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
             {"rope_parameters": {"rope_type": "llama3", **_LLAMA3}},
             Llama3Scaling(8.0, 1.0, 4.0, 8192),
-        ),
-        (
-            {"rope_scaling": {**_LONG, "rope_type": None, "type": "su"}, "max_position_embeddings": 4096},
-            {"rope_parameters": {**_LONG, "rope_type": "longrope"}, "max_position_embeddings": 4096},
-            LongScaling((1.0, 2.0, 3.0, 4.0), math.sqrt(2)),
-        ),
-        (
-            {"rope_scaling": _LONG, "max_position_embeddings": 64},
-            {"rope_parameters": {**_LONG, "rope_type": "longrope"}, "max_position_embeddings": 64},
-            LongScaling((1.0, 1.0, 1.0, 1.0), 1.0),
         ),
     ],
 )
@@ -254,26 +236,8 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
         ({}, "model_type None is not supported"),
         ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),
         ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
-        ({**_LLAMA, "rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported; allowed: default, linear"),
+        ({**_LLAMA, "rope_parameters": {"rope_type": "ntk"}}, "'ntk' is not supported; allowed: default, linear"),
         ({**_LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' in config.json lacks 'low_freq"),
-        ({**_LLAMA, "rope_scaling": {"rope_type": "longrope"}}, "'longrope' in config.json lacks 'original_max_pos"),
-        ({**_LLAMA, "rope_scaling": {**_LONG, "long_factor": None}}, "'longrope' in config.json lacks 'long_factor'"),
-        (
-            {**_LLAMA, "max_position_embeddings": 128, "rope_scaling": {**_LONG, "long_factor": [1.0] * 3}},
-            "LongScaling has 3 factors; 8 rotated dimensions need 4.",
-        ),
-        (
-            {**_LLAMA, "rope_scaling": {**_LONG, "original_max_position_embeddings": 1}},
-            "original_max_position_embeddings = 1 is not supported; allowed: at least 2.",
-        ),
-        (
-            {**_LLAMA, "rope_scaling": {**_LONG, "attention_factor": 0}},
-            "'rope_scaling.attention_factor': Expected floa",
-        ),
-        (
-            {**_LLAMA, "model_type": "phi3", "sliding_window": 2047},
-            "sliding_window = 2047 is not supported; allowed: null, or at least max_position_embeddings = 4096.",
-        ),
         ({**_LLAMA, "hidden_size": None}, "config.json, field 'hidden_size': Expected int, got null (None)."),
         ({k: v for k, v in _LLAMA.items() if k != "hidden_size"}, "config.json: Object missing required field hidden_"),
         ({**_LLAMA, "num_hidden_layers": "two"}, "field 'num_hidden_layers': Expected int, got str ('two')."),

@@ -42,6 +42,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 64}
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -79,6 +80,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     ),
     "opt": ("OPTConfig", {}),
+    "qwen2.5-yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
+        },
+    ),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
     "phi3": ("Phi3Config", {"sliding_window": 1024}),
     "phi4-mini": (
         "Phi3Config",
@@ -174,6 +184,9 @@ def test_greedy_tokens(checkpoint, name):
         ("llama2-32k", "factor", 8.01),
         ("glm", "partial_rotary_factor", 0.25),
         ("qwen3", "rms_norm_eps", 1.1e-5),
+        ("qwen2.5-yarn", "factor", 16.02),
+        ("llama-yarn", "beta_slow", 1.8),
+        ("llama-yarn-mscale", "mscale", 1.21),
         ("phi3", "rms_norm_eps", 1.1e-5),
         ("phi4-mini", "long_factor", [1.0, 1.3, 2.0, 4.0, 9.1, 25.0]),
         ("phi4-mini", "original_max_position_embeddings", 33),
