@@ -6,6 +6,7 @@ from clusterkv_jax.errors import check_fields, is_count, is_number
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")
 NORMS = ("rms", "layer")
+NORM_PLACES = ("before", "after")
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class ModelConfig:
 
     `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
     `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
+    `norm_place` says whether each block's norm is of what enters it or of what it adds. `qk_norm_whole` takes one norm
+    over all heads. `attention_scale` None is head_dim ** -0.5; embeddings, what blocks add, and logits have scales too.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
@@ -152,6 +155,12 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norm_place: str = "before"
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -168,7 +177,10 @@ class ModelConfig:
                 (name, is_count(getattr(self, name), 1), "a whole number of at least 1")
                 for name in (*counts, "head_dim", "max_positions")
             ),
-            ("norm_eps", is_number(self.norm_eps) and self.norm_eps > 0, "a number above 0"),
+            *(
+                (name, is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
+                for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")
+            ),
         )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -181,3 +193,5 @@ class ModelConfig:
             raise ValueError(f"activation {self.activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}.")
         if self.norm not in NORMS:
             raise ValueError(f"norm {self.norm!r} is not supported; allowed: {', '.join(NORMS)}.")
+        if self.norm_place not in NORM_PLACES:
+            raise ValueError(f"norm_place {self.norm_place!r} is not supported; allowed: {', '.join(NORM_PLACES)}.")

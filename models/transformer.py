@@ -68,10 +68,11 @@ def abstract(config: ModelConfig) -> Params:
 
 
 def _abstract_layer(config: ModelConfig) -> Params:
+    norm = {"before": "norm", "after": "out_norm"}[config.norm_place]
     return {
-        "attention_norm": _abstract_norm(config),
+        f"attention_{norm}": _abstract_norm(config),
         "attention": _abstract_attention(config),
-        "mlp_norm": _abstract_norm(config),
+        f"mlp_{norm}": _abstract_norm(config),
         "mlp": _abstract_mlp(config),
     }
 
@@ -100,8 +101,11 @@ def _abstract_attention(config: ModelConfig) -> Params:
     if config.output_bias:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     if config.qk_norm:
-        specs["q_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
-        specs["k_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
+        for name, heads in ("q", h), ("k", k):
+            whole = (heads, d), specs[name].axes[:2]
+            specs[f"{name}_norm"] = TensorSpec(
+                *(whole if config.qk_norm_whole else ((d,), ("head_dim",))), initializers.ones
+            )
     return specs
 
 
@@ -140,14 +144,16 @@ def embed(
 ) -> Float[Array, "B T M"]:
     """Token embeddings, plus the learned positions of a model that has them. Ids must be in 0..V-1."""
     hidden = take_rows(params["embed"], tokens)
+    if config.embedding_scale != 1:
+        hidden = hidden * config.embedding_scale
     if config.rope is None:
         hidden = hidden + params["positions"][positions + config.learned_position_offset]
     return hidden
 
 
 def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What enters a layer's attention: the hidden states after the layer's input norm."""
-    return _norm(layer["attention_norm"], config, hidden)
+    """What enters a layer's attention: the hidden states after the layer's input norm, if it has one."""
+    return _entering(layer, "attention", config, hidden)
 
 
 @jax.named_scope("attention/project")
@@ -156,7 +162,8 @@ def qkv(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """A layer's queries, keys and values: norm, projections, biases, QK norm, RoPE.
 
-    Keys come out rotated: that is what a cache stores.
+    Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
+    by sqrt(D), whatever the model's scale.
     """
     weights = layer["attention"]
     x = attention_input(layer, config, hidden)
@@ -167,6 +174,8 @@ def qkv(
         q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)
     if config.rope is not None:
         q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+    if config.attention_scale is not None:
+        q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
 
 
@@ -177,9 +186,10 @@ def finish(
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
         product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
-        hidden = hidden + _with_bias(product, weights, "o")
+        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
+        out = _mlp(layer["mlp"], config, _entering(layer, "mlp", config, hidden))
+        return hidden + _leaving(layer, "mlp", config, out)
 
 
 @jax.named_scope("head")
@@ -187,7 +197,8 @@ def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) 
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
     x = _norm(params["final_norm"], config, hidden)
-    return _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    return logits if config.logit_scale == 1 else logits * config.logit_scale
 
 
 def forward(
@@ -255,13 +266,27 @@ def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
     return _with_bias(_einsum("btf,fm->btm", inner, weights["down"]), weights, "down")
 
 
+def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:
+    """What a layer's attention or MLP is given."""
+    return hidden if config.norm_place == "after" else _norm(layer[f"{block}_norm"], config, hidden)
+
+
+def _leaving(layer: Params, block: str, config: ModelConfig, out: Array) -> Array:
+    """What a layer's attention or MLP adds to the hidden states."""
+    if config.norm_place == "after":
+        out = _norm(layer[f"{block}_out_norm"], config, out)
+    return out if config.residual_scale == 1 else out * config.residual_scale
+
+
 def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
     return _rms(weights["scale"], config.norm_eps, x) if config.norm == "rms" else _layer(weights, config.norm_eps, x)
 
 
 def _rms(scale: Array, eps: float, x: Array) -> Array:
+    """Over as many dimensions as the scale has."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    axes = tuple(range(-scale.ndim, 0))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + eps)
     return (wide * _along(scale, x)).astype(x.dtype)
 
 
@@ -272,6 +297,6 @@ def _layer(weights: Params, eps: float, x: Array) -> Array:
     return (wide * _along(weights["scale"], x) + _along(weights["bias"], x)).astype(x.dtype)
 
 
-def _along(vector: Array, x: Array) -> Array:
-    """A vector along the last dimension of x, in float32."""
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+def _along(scale: Array, x: Array) -> Array:
+    """A scale along the last dimensions of x, in float32."""
+    return scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)

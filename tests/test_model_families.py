@@ -51,6 +51,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
     },
+    "granite": {
+        **_BASE,
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {**_BASE, "model_type": "olmo2", "rope_theta": 5e5},
 }
 # What each file may not be mistaken for.
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -59,6 +69,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "factor": 8.01}}),
     ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "beta_slow": 0.2}}),
     ("llama-yarn", {"rope_scaling": {**PUBLISHED["llama-yarn"]["rope_scaling"], "attention_factor": 1.2}}),
+    ("granite", {"embedding_multiplier": 6.01}),
+    ("granite", {"attention_multiplier": 0.301}),
+    ("granite", {"residual_multiplier": 0.221}),
+    ("granite", {"logits_scaling": 8.01}),
+    ("olmo2", {"rms_norm_eps": 1e-4}),
 ]
 
 

@@ -42,6 +42,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 64}
 _LONG = {
     "rope_type": "longrope",
@@ -80,6 +86,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     ),
     "opt": ("OPTConfig", {}),
+    "granite": ("GraniteConfig", _GRANITE | {"tie_word_embeddings": True}),
+    "granite-biases": ("GraniteConfig", _GRANITE | {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-6}),
+    "olmo2-biases": ("Olmo2Config", {"attention_bias": True, "num_key_value_heads": 4}),
     "qwen2.5-yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
     "llama-yarn": (
         "LlamaConfig",
@@ -184,6 +194,8 @@ def test_greedy_tokens(checkpoint, name):
         ("llama2-32k", "factor", 8.01),
         ("glm", "partial_rotary_factor", 0.25),
         ("qwen3", "rms_norm_eps", 1.1e-5),
+        *(("granite", key, 1.002 * value) for key, value in _GRANITE.items()),
+        ("olmo2", "rms_norm_eps", 1.1e-5),
         ("qwen2.5-yarn", "factor", 16.02),
         ("llama-yarn", "beta_slow", 1.8),
         ("llama-yarn-mscale", "mscale", 1.21),

@@ -49,6 +49,8 @@ FAMILIES = {
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 8.0},
+    "olmo2": {**LLAMA, "model_type": "olmo2"},
     "phi3": {**LLAMA, "model_type": "phi3"},
     "glm": _GLM,
     "chatglm": _CHATGLM,
