@@ -170,6 +170,7 @@ class ModelConfig:
     weights: str | None = field(default=None, compare=False)
 
     def __post_init__(self):
+        scale = self.attention_scale
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_fields(
             self,
@@ -181,6 +182,7 @@ class ModelConfig:
                 (name, is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
                 for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")
             ),
+            ("attention_scale", scale is None or (is_number(scale) and scale > 0), "a number above 0, or None"),
         )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

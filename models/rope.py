@@ -58,6 +58,11 @@ def encode(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: R
     return _rotate(x, positions, rope, rope.magnitude)
 
 
+def decode(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:
+    """The inverse of `encode`."""
+    return _rotate(x, -positions, rope, 1 / rope.magnitude)
+
+
 def rotate(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:
     """Rotate the first `rope.dim` dimensions of every head by its token's position; the other dimensions pass.
 

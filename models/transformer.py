@@ -101,11 +101,9 @@ def _abstract_attention(config: ModelConfig) -> Params:
     if config.output_bias:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     if config.qk_norm:
-        for name, heads in ("q", h), ("k", k):
-            whole = (heads, d), specs[name].axes[:2]
-            specs[f"{name}_norm"] = TensorSpec(
-                *(whole if config.qk_norm_whole else ((d,), ("head_dim",))), initializers.ones
-            )
+        for name in ("q", "k"):
+            of = slice(0 if config.qk_norm_whole else 1, 2)
+            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], initializers.ones)
     return specs
 
 

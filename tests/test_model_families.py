@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.learned.expected import turned
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.config import LongScaling, YarnScaling
+from clusterkv_jax.models.config import LongScaling, Rope, YarnScaling
+from clusterkv_jax.models.rope import decode, encode
 from clusterkv_jax.models.transformer import forward
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
 from tests.support.reference_decoder import reference_logits
@@ -89,9 +91,12 @@ def tensors_of(name: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def model_of(name: str, changes: str = "{}") -> ckv.Model:
+    """A model that is loaded from files, with other settings than the weights were made for."""
     with tempfile.TemporaryDirectory() as folder:
         published = PUBLISHED[name] | json.loads(changes)
-        return ckv.load(write(Path(folder) / "m", published, tensors_of(name)))
+        layers = [f".layers.{number}." for number in range(published["num_hidden_layers"], 2)]
+        tensors = {key: x for key, x in tensors_of(name).items() if not any(layer in key for layer in layers)}
+        return ckv.load(write(Path(folder) / "m", published, tensors))
 
 
 def relative(model: ckv.Model, name: str, length: int) -> float:
@@ -112,17 +117,30 @@ def test_a_wrong_number_is_told(name, changes):
     assert relative(model_of(name, json.dumps(changes)), name, 200) > 2e-5
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def test_rotations_that_lengthen_are_taken_back():
+    rope, rng = Rope(1e4, 4, scaling=LongScaling((1.0, 3.0), 1.5)), np.random.default_rng(0)
+    x, positions = jnp.asarray(rng.normal(size=(1, 3, 2, 6)), jnp.float32), jnp.asarray([[0, 7, 90]], jnp.int32)
+    longer = encode(x, positions, rope)
+    np.testing.assert_allclose(decode(longer, positions, rope), x, atol=1e-5)
+    lengths = jnp.linalg.norm(longer[..., :4], axis=-1) / jnp.linalg.norm(x[..., :4], axis=-1)
+    np.testing.assert_allclose(lengths, 1.5, rtol=1e-5)
+    np.testing.assert_array_equal(longer[..., 4:], x[..., 4:])
+    # One position ahead, the mean rotation is that position's own.
+    ahead = turned(jnp.swapaxes(x, 1, 2)[:, :, :1], jnp.asarray([7]), 1, rope)
+    np.testing.assert_allclose(ahead[0, :, 0], encode(x[:, :1], jnp.asarray([[7]]), rope)[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["phi3", "granite", "olmo2"])
 def test_rows_of_a_batch_are_the_rows_alone(name):
     """With all rows, the tokens of the model without a cache; with a quarter, those of a batch of one."""
-    model, prompts = model_of(name), [prompt(1, 90), prompt(2, 60)]
+    model, prompts = model_of(name, '{"num_hidden_layers": 1}'), [prompt(1, 90), prompt(2, 60)]
     full = ckv.generate(model, prompts, max_new_tokens=8).tokens
     for ids, new in zip(prompts, full, strict=True):
         text = jnp.asarray([[*ids, *new, *[0] * (90 - len(ids))]], jnp.int32)
         logits = jax.jit(forward, static_argnums=1)(model.params, model.config, text)[0]
         np.testing.assert_array_equal(jnp.argmax(logits[len(ids) - 1 : len(ids) + 7], axis=-1), new)
     method = ckv.CentroidKV(ckv.Budget(ratio=0.25), sinks=2, recent=8)
-    both, alone = (ckv.generate(model, some, method=method, max_new_tokens=8) for some in (prompts, prompts[1:]))
+    both, alone = (ckv.generate(model, some, method=method, max_new_tokens=4) for some in (prompts, prompts[1:]))
     np.testing.assert_array_equal(both.tokens[1], alone.tokens[0])
     assert {rows for layer in alone.stats.kept_rows for rows in layer[0]} == {15}
 
