@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.models import glm, llama, mistral, opt, qwen
+from clusterkv_jax.models import glm, llama, mistral, mixtral, opt, qwen
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.schema import checked, shown
 
@@ -29,9 +29,11 @@ FAMILIES = {
     "glm": Family(glm.from_hf, glm.HF_WEIGHTS),
     "llama": Family(llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
     "mistral": Family(mistral.from_hf, mistral.WEIGHTS),
+    "mixtral": Family(mixtral.from_hf, mixtral.WEIGHTS),
     "opt": Family(opt.from_hf, opt.WEIGHTS, opt.rename),
     "qwen2": Family(qwen.from_hf, qwen.WEIGHTS),
     "qwen3": Family(qwen.from_hf, qwen.WEIGHTS, to_hf=qwen.to_hf),
+    "qwen3_moe": Family(qwen.from_moe, qwen.MOE_WEIGHTS),
 }
 
 

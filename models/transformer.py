@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models.causal_attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import rotate
 
 Params = dict[str, Any]
@@ -45,14 +46,14 @@ class TensorSpec:
 def abstract(config: ModelConfig) -> Params:
     """The parameters' pytree with a TensorSpec in every place; initialisation, sharding and loading derive from it.
 
-    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, positions.
+    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, experts, positions.
     """
     vocab = TensorSpec(
         (config.vocab_size, config.hidden_size), ("vocab", "model"), initializers.normal(config.hidden_size**-0.5)
     )
     specs: Params = {
         "embed": vocab,
-        "layers": tuple(_abstract_layer(config) for _ in range(config.num_layers)),
+        "layers": tuple(_abstract_layer(config, number) for number in range(config.num_layers)),
         "final_norm": _abstract_norm(config),
     }
     if config.rope is None:
@@ -63,12 +64,13 @@ def abstract(config: ModelConfig) -> Params:
     return specs
 
 
-def _abstract_layer(config: ModelConfig) -> Params:
+def _abstract_layer(config: ModelConfig, number: int) -> Params:
+    experts = config.experts_of(number)
     return {
         "attention_norm": _abstract_norm(config),
         "attention": _abstract_attention(config),
         "mlp_norm": _abstract_norm(config),
-        "mlp": _abstract_mlp(config),
+        **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
     }
 
 
@@ -110,6 +112,17 @@ def _abstract_mlp(config: ModelConfig) -> Params:
         specs |= {f"{name}_bias": TensorSpec((f,), ("mlp",), initializers.zeros) for name in inputs}
         specs["down_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     return specs
+
+
+def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
+    e, m, f = experts.count, config.hidden_size, experts.intermediate_size
+    into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, f))
+    return {
+        "router": TensorSpec((e, m), ("experts", "model"), into),
+        "gate": TensorSpec((e, m, f), mixtures.AXES["gate"], into),
+        "up": TensorSpec((e, m, f), mixtures.AXES["up"], into),
+        "down": TensorSpec((e, f, m), mixtures.AXES["down"], out),
+    }
 
 
 def _residual_scale(config: ModelConfig, fan_in: int) -> float:
@@ -172,7 +185,10 @@ def finish(
     with jax.named_scope("attention/output"):
         hidden = hidden + _with_bias(_einsum("bthd,hdm->btm", attended, weights["o"]), weights, "o")
     with jax.named_scope("mlp"):
-        return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
+        x = _norm(layer["mlp_norm"], config, hidden)
+        if config.experts is not None and "experts" in layer:
+            return hidden + mixtures.mixture(layer["experts"], config.experts, _ACTIVATIONS[config.activation], x)
+        return hidden + _mlp(layer["mlp"], config, x)
 
 
 @jax.named_scope("head")
