@@ -4,6 +4,7 @@ reads.
 
 import math
 import re
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.checkpoints import CheckpointError, load
+from clusterkv_jax.checkpoints import CheckpointError, host_copy, load
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import Experts, ModelConfig, Rope
 from clusterkv_jax.models.experts import BACKENDS, mixture, route
 from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.orbax_files import whole
+from clusterkv_jax.stacks import Stack
 from tests.support.checkpoint_files import FAMILIES, QWEN3_MOE, random_tensors, same, write
 from tests.support.tiny import VOCAB, prompt, random_params
 
@@ -240,6 +243,31 @@ def test_a_missing_or_broken_expert_is_named(tmp_path):
         load(write(tmp_path / "missing", QWEN3_MOE, tensors))
 
 
+class Counted:
+    """A tensor in a file, which counts the maps of its kind that are alive."""
+
+    where = "a tensor"
+    alive = most = 0
+
+    def view(self) -> np.ndarray:
+        array = np.ones((5, 7), np.float32)
+        Counted.alive += 1
+        Counted.most = max(Counted.most, Counted.alive)
+        weakref.finalize(array, self.release)
+        return array
+
+    def release(self) -> None:
+        Counted.alive -= 1
+
+
+def test_tensors_of_a_stack_are_read_one_at_a_time():
+    """The next is mapped before the last is let go."""
+    stack = Stack([Counted() for _ in range(9)], whole((9, 5, 7)))
+    copy = host_copy(stack[1:8, :, 2:4], np.dtype(np.float32), "cpu", "")
+    np.testing.assert_array_equal(copy, np.ones((7, 5, 2)))
+    assert Counted.most == 2
+
+
 # --- meshes ---
 
 
@@ -264,10 +292,10 @@ def test_devices_share_every_expert(tmp_path):
 @pytest.mark.parametrize("method", [ckv.Full(), ckv.CentroidKV(ckv.Budget(tokens=24), sinks=2, recent=4, chunk=16)])
 def test_a_row_alone_is_the_row_in_a_batch(method):
     """Whatever experts the tokens beside it choose; and budgets are met exactly."""
-    lengths = [96, 60]
+    found, lengths = model(Experts(8, 3, 24)), [96, 60]
     prompts = [prompt(number, length) for number, length in enumerate(lengths)]
-    together = ckv.generate(model(), prompts, method=method, max_new_tokens=12)
-    alone = ckv.generate(model(), prompts[1:], method=method, max_new_tokens=12)
+    together = ckv.generate(found, prompts, method=method, max_new_tokens=12)
+    alone = ckv.generate(found, prompts[1:], method=method, max_new_tokens=12)
     np.testing.assert_array_equal(alone.tokens[0], together.tokens[1])
     rows = lengths if isinstance(method, ckv.Full) else [24, 24]
     assert together.stats.kept_rows == [[[count] * 2 for count in rows]] * 2

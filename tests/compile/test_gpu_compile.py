@@ -88,3 +88,12 @@ def test_a_host_store_never_comes_to_the_device(programs):
     program, (heads, rows, dim) = programs[name], (8, 65536 + 384, 128)
     assert program["host"] == 2 * heads * rows * (2 * 2 * dim + 4)
     assert program["temporary"] < heads * rows * 2 * dim
+
+
+def test_experts_of_a_step_are_read_where_they_lie(programs):
+    """Qwen3-30B-A3B's, of which a matrix has 3 MB: less than one is allocated, and no loop is needed."""
+    for name in ("experts of a token", "experts of a batch"):
+        assert programs[name]["temporary"] < 2048 * 768 * 2, name
+        assert programs[name]["loops"] == 0, name
+    # A row for each of a token's experts, where a product of every row with every expert would need gigabytes.
+    assert programs["experts of a prompt"]["temporary"] <= 2 * 4096 * 8 * 2048 * 2
