@@ -125,6 +125,33 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What most layers have in place of one MLP: `count` experts of `intermediate_size` hidden units.
+
+    A router chooses `per_token` of them for each token. `normalize` makes their shares add up to 1; otherwise they are
+    the probabilities among all experts. The layers of `dense_layers` have one MLP.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_fields(
+            self,
+            ("count", is_count(self.count, 1), "a whole number of at least 1"),
+            (
+                "per_token",
+                is_count(self.per_token, 1) and self.per_token <= self.count,
+                f"a whole number from 1 to count = {self.count}",
+            ),
+            ("intermediate_size", is_count(self.intermediate_size, 1), "a whole number of at least 1"),
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything that determines a decoder's parameters and arithmetic; hashable, so static under jit.
 
@@ -162,6 +189,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     tie_embeddings: bool = False
+    experts: Experts | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -197,3 +225,13 @@ class ModelConfig:
             raise ValueError(f"norm {self.norm!r} is not supported; allowed: {', '.join(NORMS)}.")
         if self.norm_place not in NORM_PLACES:
             raise ValueError(f"norm_place {self.norm_place!r} is not supported; allowed: {', '.join(NORM_PLACES)}.")
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer, None for one with a single MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The hidden units of an MLP or an expert, of each kind that the layers have."""
+        found = (self.experts_of(layer) for layer in range(self.num_layers))
+        return tuple(sorted({self.intermediate_size if one is None else one.intermediate_size for one in found}))

@@ -36,11 +36,12 @@ Layers = Annotated[int, Meta(ge=1, le=1024)]
 Heads = Annotated[int, Meta(ge=1, le=2**14)]
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 MOST_POSITIONS = 2**31 - 1
+ExpertCount = Annotated[int, Meta(ge=1, le=2**12)]
 Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
 Ids = int | Annotated[list[int], Meta(max_length=256)] | None
 _Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
-_Theta = Annotated[float, Meta(ge=1, le=1e15)]
+Theta = Annotated[float, Meta(ge=1, le=1e15)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
 _Turns = Annotated[float, Meta(ge=0, le=1e6)]
 _Factors = Annotated[list[_Factor], Meta(max_length=2**14)]
@@ -49,7 +50,7 @@ _Factors = Annotated[list[_Factor], Meta(max_length=2**14)]
 class RopeParameters(Struct, kw_only=True):
     """What `rope_scaling` and `rope_parameters` hold, or the file itself beside them."""
 
-    rope_theta: _Theta | None = None
+    rope_theta: Theta | None = None
     partial_rotary_factor: _Fraction | None = None
     original_max_position_embeddings: Positions | None = None
     rope_type: str | None = None
@@ -99,7 +100,7 @@ class Decoder(Published, kw_only=True):
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    rope_theta: _Theta | None = None
+    rope_theta: Theta | None = None
     partial_rotary_factor: _Fraction | None = None
     original_max_position_embeddings: Positions | None = None
     rope_scaling: RopeParameters | None = None

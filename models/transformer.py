@@ -17,8 +17,9 @@ from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models.causal_attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import encode
 from clusterkv_jax.sharding import take_rows, ways
 
@@ -49,14 +50,14 @@ class TensorSpec:
 def abstract(config: ModelConfig) -> Params:
     """The parameters' pytree with a TensorSpec in every place; initialisation, sharding and loading derive from it.
 
-    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, positions.
+    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, experts, positions.
     """
     vocab = TensorSpec(
         (config.vocab_size, config.hidden_size), ("vocab", "model"), initializers.normal(config.hidden_size**-0.5)
     )
     specs: Params = {
         "embed": vocab,
-        "layers": tuple(_abstract_layer(config) for _ in range(config.num_layers)),
+        "layers": tuple(_abstract_layer(config, number) for number in range(config.num_layers)),
         "final_norm": _abstract_norm(config),
     }
     if config.rope is None:
@@ -67,13 +68,14 @@ def abstract(config: ModelConfig) -> Params:
     return specs
 
 
-def _abstract_layer(config: ModelConfig) -> Params:
+def _abstract_layer(config: ModelConfig, number: int) -> Params:
     norm = {"before": "norm", "after": "out_norm"}[config.norm_place]
+    experts = config.experts_of(number)
     return {
         f"attention_{norm}": _abstract_norm(config),
         "attention": _abstract_attention(config),
         f"mlp_{norm}": _abstract_norm(config),
-        "mlp": _abstract_mlp(config),
+        **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
     }
 
 
@@ -116,6 +118,17 @@ def _abstract_mlp(config: ModelConfig) -> Params:
         specs |= {f"{name}_bias": TensorSpec((f,), ("mlp",), initializers.zeros) for name in inputs}
         specs["down_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     return specs
+
+
+def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
+    e, m, f = experts.count, config.hidden_size, experts.intermediate_size
+    into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, f))
+    return {
+        "router": TensorSpec((e, m), ("experts", "model"), into),
+        "gate": TensorSpec((e, m, f), mixtures.AXES["gate"], into),
+        "up": TensorSpec((e, m, f), mixtures.AXES["up"], into),
+        "down": TensorSpec((e, f, m), mixtures.AXES["down"], out),
+    }
 
 
 def _residual_scale(config: ModelConfig, fan_in: int) -> float:
@@ -186,7 +199,11 @@ def finish(
         product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
         hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        out = _mlp(layer["mlp"], config, _entering(layer, "mlp", config, hidden))
+        x = _entering(layer, "mlp", config, hidden)
+        if config.experts is not None and "experts" in layer:
+            out = mixtures.mixture(layer["experts"], config.experts, _ACTIVATIONS[config.activation], x)
+        else:
+            out = _mlp(layer["mlp"], config, x)
         return hidden + _leaving(layer, "mlp", config, out)
 
 

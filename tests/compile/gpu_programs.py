@@ -41,6 +41,8 @@ from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.models.config import Experts
+from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
@@ -177,6 +179,12 @@ def programs(array):
         "decode with pages": decoding(ckv.AdaKV(share)),
         "decode with recall": decoding(recall),
     }
+    sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
+    weights = {name: array(shape, bf16) for name, shape in sizes.items()}
+    mix = lambda w, x: mixture(w, Experts(128, 8, 768), jax.nn.silu, x)  # noqa: E731
+    described["experts of a token"] = (mix, (weights, array((1, 1, 2048), bf16)), ())
+    described["experts of a batch"] = (mix, (weights, array((16, 1, 2048), bf16)), ())
+    described["experts of a prompt"] = (mix, (weights, array((1, 4096, 2048), bf16)), ())
     # From 0.11 on a described argument cannot be moved to the host within the program that takes it.
     if jax.__version_info__ < (0, 11):
         described["decode with recall from the host"] = decoding(replace(recall, store="host"))

@@ -101,3 +101,12 @@ def test_a_step_of_two_devices_sends_hidden_states_alone():
     state, layers = 4096 * 2, 2
     assert sum(kind["bytes"] for kind in program["collectives"]) <= (1 + 2 * layers) * 2 * state
     assert program["reductions"] == 0
+
+
+def test_experts_of_a_step_are_read_where_they_lie(programs):
+    """Qwen3-30B-A3B's, of which a matrix has 3 MB: less than one is allocated, and no loop is needed."""
+    for name in ("experts of a token", "experts of a batch"):
+        assert programs[name]["temporary"] < 2048 * 768 * 2, name
+        assert programs[name]["loops"] == 0, name
+    # A row for each of a token's experts, where a product of every row with every expert would need gigabytes.
+    assert programs["experts of a prompt"]["temporary"] <= 2 * 4096 * 8 * 2048 * 2

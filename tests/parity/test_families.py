@@ -68,6 +68,7 @@ _OPT = {
     "init_std": 0.2,
     "eos_token_id": None,
 }
+_MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # name -> (configuration class, what differs from _SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -81,6 +82,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rms_norm_eps": 1e-6}),
     "qwen2.5-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3-moe-shares": ("Qwen3MoeConfig", _MOE | {"num_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3-moe-dense": (
+        "Qwen3MoeConfig",
+        _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm": (
         "GlmConfig",
         {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
@@ -179,6 +187,13 @@ def test_logits(checkpoint, name, length):
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name == "mixtral"])
+def test_logits_of_experts_over_600_tokens(checkpoint, name):
+    reference, folder = checkpoint(name)
+    tokens = _prompt(600)
+    assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 2e-5
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
@@ -202,6 +217,9 @@ def test_greedy_tokens(checkpoint, name):
         ("phi3", "rms_norm_eps", 1.1e-5),
         ("phi4-mini", "long_factor", [1.0, 1.3, 2.0, 4.0, 9.1, 25.0]),
         ("phi4-mini", "original_max_position_embeddings", 33),
+        ("qwen3-moe", "norm_topk_prob", False),
+        ("qwen3-moe-shares", "norm_topk_prob", True),
+        ("mixtral", "num_experts_per_tok", 1),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
