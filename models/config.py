@@ -1,6 +1,7 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
@@ -64,6 +65,7 @@ class ModelConfig:
     `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
     `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
+    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `transformer`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 
@@ -93,6 +95,7 @@ class ModelConfig:
     dtype: str = "float32"
     # Two models that differ in it alone share their programs.
     weights: str | None = field(default=None, compare=False)
+    decoder: Any = None
 
     def __post_init__(self):
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
