@@ -72,12 +72,14 @@ def layout_of(model: Any) -> Layout:
             f"{', '.join(_ATTENTIONS)}: give compressed attention=nnx.Layout(attention=...)."
         )
     attention = getattr(layers[0], name)
-    found = next((make(attention) for known, make in _KNOWN if _has(attention, known)), None)
-    if found is None:
+    beside = importlib.import_module(type(attention).__module__)
+    kinds = (make for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
+    make = next(kinds, None)
+    if make is None:
         raise ValueError(_missing(attention))
     for layer in layers:
         _check_scores(getattr(layer, name))
-    return replace(found, attention=name)
+    return replace(make(attention), attention=name)
 
 
 def layers_of(model: Any, path: str) -> list[Any]:
@@ -100,8 +102,7 @@ def _has(module: Any, names: tuple[str, ...]) -> bool:
 
 def _missing(attention: Any) -> str:
     absent = [name for name in ("qkv", "output") if not hasattr(attention, name)]
-    if not _has(attention, _PROJECTIONS):
-        absent += [name for name in _PROJECTIONS if not hasattr(attention, name)]
+    absent += [name for name in _PROJECTIONS if not hasattr(attention, name)]
     return (
         f"{type(attention).__name__} is attention of an unknown kind, without {', '.join(absent)}: give it methods "
         "qkv(...) and output(attended), or give compressed attention=nnx.Layout(project=..., output=...)."
@@ -127,22 +128,21 @@ def _own(attention: Any) -> Layout:
     return Layout(rope=rope if isinstance(rope, Rope) else None)
 
 
-# --- tunix: Qwen2, Qwen3, Llama 3 ---
+# --- tunix: Qwen3, Llama 3 ---
 
 
-def _of_module(attention: Any, name: str) -> Any:
+def _beside(attention: Any, name: str) -> Any:
     """A function beside an attention's class."""
     return getattr(importlib.import_module(type(attention).__module__), name)
 
 
+def _default(function: Any, name: str) -> float:
+    return float(inspect.signature(function).parameters[name].default)
+
+
 def _tunix_projected(attention: Any, hidden: Any, positions: Any, *_: Any, **__: Any) -> Any:
-    q, k, v = (_biased(attention, name, hidden) for name in "qkv")
+    q, k, v = (getattr(attention, f"{name}_proj")(hidden) for name in "qkv")
     return _tunix_rotated(attention, *_normed(attention, q, k), v, positions)
-
-
-def _biased(attention: Any, name: str, hidden: Any) -> Any:
-    x, bias = getattr(attention, f"{name}_proj")(hidden), getattr(attention, f"{name}_bias", None)
-    return x if bias is None else x + bias[...].astype(x.dtype).reshape(1, 1, *x.shape[2:])
 
 
 def _normed(attention: Any, q: Any, k: Any) -> tuple[Any, Any]:
@@ -150,7 +150,7 @@ def _normed(attention: Any, q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def _tunix_rotated(attention: Any, q: Any, k: Any, v: Any, positions: Any) -> Any:
-    rotate = _of_module(attention, "apply_rope")
+    rotate = _beside(attention, "apply_rope")
     return *(rotate(x, positions, head_dim=attention.head_dim) for x in (q, k)), v
 
 
@@ -166,22 +166,38 @@ def _tunix_call(model: Any, tokens: Any, positions: Any) -> Any:
     return model(tokens, positions, None, None)[0]
 
 
-def _tunix_rope(attention: Any, theta: str) -> Rope:
-    """Its attention leaves the base to its function's default."""
-    default = inspect.signature(_of_module(attention, "apply_rope")).parameters[theta].default
-    return Rope(float(default), attention.head_dim)
-
-
 _TUNIX = Layout(_tunix_projected, _tunix_output, _tunix_layer, _tunix_call)
 
 
-def _tunix(attention: Any) -> Layout | None:
-    if hasattr(importlib.import_module(type(attention).__module__), "_generate_pos_embeddings"):
-        return _bonsai(attention)
-    try:
-        return replace(_TUNIX, rope=_tunix_rope(attention, "rope_theta"))
-    except (AttributeError, KeyError):
-        return None
+def _tunix(attention: Any) -> Layout:
+    # Its attention leaves the base to the function's default, whatever the model's configuration says.
+    return replace(_TUNIX, rope=Rope(_default(_beside(attention, "apply_rope"), "rope_theta"), attention.head_dim))
+
+
+# --- tunix: Qwen2 ---
+
+
+def _qwen2_projected(attention: Any, hidden: Any, *_: Any, sin: Any, **__: Any) -> Any:
+    q, k, v = (_biased(attention, name, hidden) for name in "qkv")
+    turns = _beside(attention, "_generate_pos_embeddings")(sin, attention.head_dim, attention.config.rope_theta)
+    rotate = _beside(attention, "apply_rotary_embedding")
+    return *(rotate(x, *(turn.astype(x.dtype) for turn in turns)) for x in (q, k)), v
+
+
+def _biased(attention: Any, name: str, hidden: Any) -> Any:
+    x, bias = getattr(attention, f"{name}_proj")(hidden), getattr(attention, f"{name}_bias")[...]
+    return x + bias.astype(x.dtype).reshape(1, 1, *x.shape[2:])
+
+
+def _qwen2_layer(layer: Any, hidden: Any, positions: Any) -> Any:
+    return layer.block(hidden, None, None, sin=positions, cos=None)  # the model would make sines of the positions
+
+
+_QWEN2 = replace(_TUNIX, project=_qwen2_projected, layer=_qwen2_layer)
+
+
+def _qwen2(attention: Any) -> Layout:
+    return replace(_QWEN2, rope=Rope(float(attention.config.rope_theta), attention.head_dim))
 
 
 # --- tunix: Gemma ---
@@ -202,8 +218,8 @@ def _gemma_output(attention: Any, attended: Any) -> Any:
 _GEMMA = replace(_TUNIX, project=_gemma_projected, output=_gemma_output)
 
 
-def _gemma(attention: Any) -> Layout | None:
-    return replace(_GEMMA, rope=_tunix_rope(attention, "max_wavelength")) if hasattr(attention, "use_gqa") else None
+def _gemma(attention: Any) -> Layout:
+    return replace(_GEMMA, rope=Rope(_default(_beside(attention, "apply_rope"), "max_wavelength"), attention.head_dim))
 
 
 # --- bonsai: Qwen3 ---
@@ -211,8 +227,8 @@ def _gemma(attention: Any) -> Layout | None:
 
 def _bonsai_projected(attention: Any, hidden: Any, _: Any, positions: Any, *__: Any) -> Any:
     q, k, v = (getattr(attention, f"{name}_proj")(hidden) for name in "qkv")
-    sin, cos = _of_module(attention, "_generate_pos_embeddings")(positions, attention.head_dim)
-    rotate = _of_module(attention, "apply_rope")
+    sin, cos = _beside(attention, "_generate_pos_embeddings")(positions, attention.head_dim)
+    rotate = _beside(attention, "apply_rope")
     return *(rotate(x, sin, cos) for x in _normed(attention, q, k)), v
 
 
@@ -232,15 +248,16 @@ _BONSAI = Layout(_bonsai_projected, _bonsai_output, _bonsai_layer, _bonsai_call)
 
 
 def _bonsai(attention: Any) -> Layout:
-    default = inspect.signature(_of_module(attention, "_generate_pos_embeddings")).parameters["rope_theta"].default
-    return replace(_BONSAI, rope=Rope(float(default), attention.head_dim))
+    theta = _default(_beside(attention, "_generate_pos_embeddings"), "rope_theta")
+    return replace(_BONSAI, rope=Rope(theta, attention.head_dim))
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# What attention of a kind has, and how its layout is made; the first that fits.
-_KNOWN: tuple[tuple[tuple[str, ...], Callable[[Any], Layout | None]], ...] = (
-    (("qkv", "output"), _own),
-    (_PROJECTIONS, _tunix),
-    (("attn_vec_einsum", "q_einsum", "kv_einsum"), _gemma),
-    (("attn_vec_einsum", "qkv_einsum"), _gemma),
+# What attention of a kind has, what is beside its class, and how its layout is made; the first that fits.
+_KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Layout]], ...] = (
+    (("qkv", "output"), (), _own),
+    (_PROJECTIONS, ("apply_rotary_embedding", "_generate_pos_embeddings"), _qwen2),
+    (_PROJECTIONS, ("apply_rope", "_generate_pos_embeddings"), _bonsai),
+    (_PROJECTIONS, ("apply_rope",), _tunix),
+    (("attn_vec_einsum", "use_qkv_einsum"), ("apply_rope",), _gemma),
 )
