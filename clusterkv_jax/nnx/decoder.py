@@ -77,6 +77,7 @@ class _Reached(Exception):
 class _Place(nnx.Module):
     """Where a layer was. It ends a run with the hidden states that come, or returns those that it is given."""
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaving = getattr(self, "leaving", None)
         if leaving is None:

@@ -1,7 +1,7 @@
 """How attention of a Flax model is laid out: the protocol, and the layouts of published models."""
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -72,7 +72,7 @@ def layout_of(model: Any) -> Layout:
             f"{', '.join(_ATTENTIONS)}: give compressed attention=nnx.Layout(attention=...)."
         )
     attention = getattr(layers[0], name)
-    beside = importlib.import_module(type(attention).__module__)
+    beside = sys.modules.get(type(attention).__module__)
     kinds = (make for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
     make = next(kinds, None)
     if make is None:
@@ -133,7 +133,7 @@ def _own(attention: Any) -> Layout:
 
 def _beside(attention: Any, name: str) -> Any:
     """A function beside an attention's class."""
-    return getattr(importlib.import_module(type(attention).__module__), name)
+    return getattr(sys.modules[type(attention).__module__], name)
 
 
 def _default(function: Any, name: str) -> float:

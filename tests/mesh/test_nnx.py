@@ -38,9 +38,9 @@ def laid_out(model, mesh):
 
     def place(path, x):
         at = next((SPLIT[part] for part in path if part in SPLIT), None)
-        whole = at is None or x.ndim < 2 or x.shape[at] % mesh.shape["model"]
-        spec = PartitionSpec() if whole else PartitionSpec(*[None] * at, "model")
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        if at is None or x.shape[at] % mesh.shape["model"]:
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * at, "model")))
 
     names = lambda path: [getattr(key, "key", getattr(key, "name", None)) for key in path]  # noqa: E731
     placed = jax.tree_util.tree_map_with_path(lambda path, x: place(names(path), x), nnx.state(model))
