@@ -63,7 +63,7 @@ def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, meth
     for name, x in arrays.items():
         _check_numbers(name, x)
     about = {
-        "config": dataclasses.asdict(config),
+        "config": _described(config),
         "method": repr(method),
         "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
         "checksums": {name: digest(x) for name, x in arrays.items()},
@@ -189,8 +189,13 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _described(config: ModelConfig) -> dict[str, Any]:
+    # Functions of a decoder that was written elsewhere are in no file.
+    return dataclasses.asdict(dataclasses.replace(config, decoder=None))
+
+
 def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method) -> None:
-    ours = json.loads(json.dumps(dataclasses.asdict(config)))
+    ours = json.loads(json.dumps(_described(config)))
     for name in ours:
         if about.config.get(name) != ours[name]:
             raise ValueError(

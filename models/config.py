@@ -1,6 +1,7 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
@@ -160,6 +161,7 @@ class ModelConfig:
     `norm_place` says whether each block's norm is of what enters it or of what it adds. `qk_norm_whole` takes one norm
     over all heads. `attention_scale` None is head_dim ** -0.5; embeddings, what blocks add, and logits have scales too.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
+    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `transformer`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 
@@ -196,6 +198,7 @@ class ModelConfig:
     dtype: str = "float32"
     # Two models that differ in it alone share their programs.
     weights: str | None = field(default=None, compare=False)
+    decoder: Any = None
 
     def __post_init__(self):
         scale = self.attention_scale

@@ -8,8 +8,8 @@ A model computes in the type of its parameters; norms, RoPE, softmax and logits 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from clusterkv_jax.sharding import take_rows, ways
 Params = dict[str, Any]
 # What a GPU's compiler multiplies, and the most rows that are added for it: weights that want more are small anyway.
 LEAST_PRODUCTS, MOST_ROWS = 10_000_000, 8
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -149,6 +150,20 @@ def init(key: Key[Array, ""], config: ModelConfig, dtype: Any = jnp.float32) -> 
 # --- the decoder ---
 
 
+def _or_of_decoder(function: Function) -> Function:
+    """The function, or the method of its name where the configuration has a decoder that was written elsewhere."""
+
+    @wraps(function)
+    def call(weights: Params, config: ModelConfig, *args: Array) -> Any:
+        if config.decoder is None:
+            return function(weights, config, *args)
+        return getattr(config.decoder, function.__name__)(weights, *args)
+
+    result: Any = call
+    return result
+
+
+@_or_of_decoder
 @jax.named_scope("embedding")
 def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
@@ -162,11 +177,13 @@ def embed(
     return hidden
 
 
+@_or_of_decoder
 def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """What enters a layer's attention: the hidden states after the layer's input norm, if it has one."""
     return _entering(layer, "attention", config, hidden)
 
 
+@_or_of_decoder
 @jax.named_scope("attention/project")
 def qkv(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
@@ -190,6 +207,7 @@ def qkv(
     return q, k, v
 
 
+@_or_of_decoder
 def finish(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
@@ -207,6 +225,7 @@ def finish(
         return hidden + _leaving(layer, "mlp", config, out)
 
 
+@_or_of_decoder
 @jax.named_scope("head")
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""

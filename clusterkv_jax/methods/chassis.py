@@ -116,8 +116,8 @@ def _compress_group(
     memory = rows.memory if result.memory is None else result.memory
     if method.schedule.kind != "append":
         memory = {"budget": budgets[:, -1]} | memory
-    # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold more
-    # than its budget while decoding, by the slack of its method or as another stage leaves it.
+    # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold
+    # more than its budget while decoding, by the slack of its method or as another stage leaves it.
     schedule = method.schedule
     longest = plan.reserve + schedule.slack
     if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
