@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
     from clusterkv_jax.checkpoints import CheckpointError, Model, load
     from clusterkv_jax.decoding import decode_step, prefill
+    from clusterkv_jax.engine import Context, Engine, EngineStats, Handle
     from clusterkv_jax.generation import generate
     from clusterkv_jax.methods import (
         H2O,
@@ -59,10 +60,14 @@ __all__ = [
     "ClusterKV",
     "Compactor",
     "Composed",
+    "Context",
     "DropKV",
+    "Engine",
+    "EngineStats",
     "ExpectedAttention",
     "Full",
     "GravityKV",
+    "Handle",
     "HeadGroups",
     "InfiniGen",
     "KVCache",
@@ -102,6 +107,10 @@ _METHODS = (
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",
     "CheckpointError": "checkpoints.CheckpointError",
+    "Context": "engine.Context",
+    "Engine": "engine.Engine",
+    "EngineStats": "engine.EngineStats",
+    "Handle": "engine.Handle",
     "HeadGroups": "cache.HeadGroups",
     "KVCache": "cache.KVCache",
     "LayerCache": "cache.LayerCache",

@@ -114,6 +114,6 @@ def seated(board: Board, slot: int, seat: Seat) -> Board:
 
 def longer(seat: Seat, new: Sequence[int], ends: tuple[int, ...], now: float) -> Seat:
     """The seat after new tokens; -1 is none."""
-    tokens = (*seat.tokens, *(int(token) for token in new if token != -1))
+    tokens = (*seat.tokens, *(token for token in new if token != -1))
     ended = bool(tokens and tokens[-1] in ends) or len(tokens) >= seat.order.batch.max_new_tokens
     return replace(seat, tokens=tokens, ended=ended, first_s=seat.first_s or now)

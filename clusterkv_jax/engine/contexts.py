@@ -5,6 +5,8 @@ device to the host, from there to a folder; what no place holds is read once mor
 """
 
 import os
+import shutil
+import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ class Context:
         file: the saved cache that it is, or None.
         seed: of methods that draw.
         max_new_tokens: what budgets of base "prompt+new" count.
+        shelf: of the engine that read it.
     """
 
     number: int
@@ -41,11 +44,12 @@ class Context:
     file: Path | None
     seed: int
     max_new_tokens: int
+    shelf: Any = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What reading a prompt gives: its cache, the logits after it (None of a saved cache), rows by layer and head."""
+    """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head."""
 
     cache: Any
     logits: Any
@@ -65,7 +69,7 @@ class Shelf:
         self, config: ModelConfig, method: Method, limits: dict[Place, int], folder: str | os.PathLike[str] | None
     ) -> None:
         self.config, self.method, self.limits = config, method, limits
-        self.folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
         self._held: dict[Place, OrderedDict[int, Reading]] = {place: OrderedDict() for place in PLACES}
 
     def get(self, number: int) -> Reading | None:
@@ -87,6 +91,14 @@ class Shelf:
         for place in PLACES:
             if self._held[place].pop(number, None) is not None and place == "disk":
                 self._path(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Forget all contexts and remove their folder."""
+        for held in self._held.values():
+            held.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self.limits = self.limits | {"disk": 0}
 
     def counts(self) -> dict[Place, int]:
         """Contexts by place."""
@@ -133,5 +145,5 @@ class Shelf:
         return Reading(placed_on_host(cache, self.method), logits, reading.kept_rows)
 
     def _path(self, number: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"context-{number}.safetensors"
+        assert self._folder is not None
+        return self._folder / f"context-{number}.safetensors"

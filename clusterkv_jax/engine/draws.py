@@ -61,18 +61,14 @@ def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int 
         scores = logits.astype(jnp.float32) / jnp.where(warm, draws.temperature, 1.0)[:, None]
         filters = warm & ((draws.top_k < logits.shape[1]) | (draws.top_p <= 1) | (draws.min_p > 0))
         scores = jax.lax.cond(jnp.any(filters), lambda: _filtered(scores, draws), lambda: scores)
-        tokens = jax.vmap(_categorical)(draws.keys, draws.number + later, scores)
+        tokens = jax.vmap(_categorical)(jnp.asarray(draws.keys), jnp.asarray(draws.number) + later, scores)
         return jnp.where(warm, tokens, greedy)
 
     tokens = jax.lax.cond(jnp.any(warm), sampled, lambda: greedy)
     return jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_FINITE)
 
 
-
-
-def _categorical(
-    words: UInt32[Array, " words"], number: Int[Array, ""], scores: Float[Array, " V"]
-) -> Int[Array, ""]:
+def _categorical(words: UInt32[Array, " words"], number: Int[Array, ""], scores: Float[Array, " V"]) -> Int[Array, ""]:
     key = jax.random.fold_in(jax.random.wrap_key_data(words), number)
     return jax.random.categorical(key, scores[None])[0].astype(jnp.int32)
 

@@ -31,9 +31,7 @@ class MemoryPlan:
         return self.weights + self.slots + self.prompt + self.contexts
 
 
-def memory_plan(
-    params: Any, config: ModelConfig, one: Any, slots: int, width: int, contexts: int
-) -> MemoryPlan:
+def memory_plan(params: Any, config: ModelConfig, one: Any, slots: int, width: int, contexts: int) -> MemoryPlan:
     """The plan of an engine; `one` are the arrays of one slot, or their shapes, `width` the longest prompt's."""
     each = tree_bytes(one)
     itemsize = params["embed"].dtype.itemsize

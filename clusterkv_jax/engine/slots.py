@@ -65,12 +65,19 @@ def _plan(method: Method, layer: int, request: Request) -> LayerPlan:
 
 
 def template(
-    params: Params, config: ModelConfig, method: Method, plans: Sequence[LayerPlan], width: int, **sizes: int
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    plans: Sequence[LayerPlan],
+    width: int,
+    *,
+    reserve: int,
+    step_tokens: int,
 ) -> tuple[KVCache, Any]:
     """Shapes of the cache and logits of one sequence whose prompt has this width."""
     tokens, lengths = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     read = lambda params, tokens, lengths: prefill(  # noqa: E731
-        params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, **sizes
+        params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, reserve=reserve, step_tokens=step_tokens
     )
     return jax.eval_shape(read, params, tokens, lengths)
 
@@ -95,7 +102,7 @@ def placed_on_host(cache: KVCache, method: Method) -> KVCache:
 
 
 @jit(donate_argnames=("slots",))
-def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[Array, ""]) -> Slots:
+def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[Array | np.ndarray, ""]) -> Slots:
     """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
 
     def put(x: Array, part: Array) -> Array:
@@ -121,7 +128,7 @@ def ask(
 
 
 @jit(donate_argnames=("slots",))
-def start(slots: Slots, draws: Draws, new: Bool[Array, " B"]) -> tuple[Slots, Int[Array, " B"]]:
+def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tuple[Slots, Int[Array, " B"]]:
     """The first token of slots that are new, and the tokens."""
     token = jnp.where(new, draw(slots.logits, draws), slots.token)
     return replace(slots, token=token), token
@@ -134,10 +141,10 @@ def run(
     method: Method,
     slots: Slots,
     draws: Draws,
-    active: Bool[Array, " B"],
-    left: Int[Array, " B"],
-    limit: Int[Array, ""],
-    fewest: Int[Array, ""],
+    active: Bool[Array | np.ndarray, " B"],
+    left: Int[Array | np.ndarray, " B"],
+    limit: Int[Array | np.ndarray, ""],
+    fewest: Int[Array | np.ndarray, ""],
     *,
     eos_ids: tuple[int, ...],
     steps: int,
@@ -189,11 +196,11 @@ def _step(
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """`extend_step` that leaves sequences without a token alone: they are never due."""
     cache, logits = append_step(params, config, method, cache, tokens, counts)
-    if due(method, cache) is None:
-        return cache, logits
     moved = counts > 0
     waiting = replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
-    after = where_due(due(method, waiting), partial(recompress, method, rope=config.rope), waiting)
+    if (late := due(method, waiting)) is None:
+        return cache, logits
+    after = where_due(late, partial(recompress, method, rope=config.rope), waiting)
     before = iter(_dues(cache.state))
     return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before)))), logits
 

@@ -1,6 +1,8 @@
 """What an engine has done so far, and what of it is shown."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from clusterkv_jax.engine.memory import MemoryPlan
 
@@ -64,16 +66,20 @@ class EngineStats:
     memory: MemoryPlan
 
 
+def counted(tally: Tally, **more: float) -> Tally:
+    """The tally with more of these sums."""
+    return replace(tally, **{name: getattr(tally, name) + value for name, value in more.items()})
+
+
 def shown_stats(
     tally: Tally,
-    slots: int,
-    waiting: int,
-    active: int,
-    contexts: dict[str, int],
-    context_bytes: dict[str, int],
+    sizes: tuple[int, int, int],
+    contexts: Mapping[Any, int],
+    context_bytes: Mapping[Any, int],
     memory: MemoryPlan,
 ) -> EngineStats:
-    """The tally as statistics."""
+    """The tally as statistics; `sizes` are slots, requests that wait and those in slots."""
+    slots, waiting, active = sizes
     seconds = tally.busy_s - tally.compile_s
     return EngineStats(
         busy_s=tally.busy_s,
@@ -89,7 +95,7 @@ def shown_stats(
         finished=tally.finished,
         failed=tally.failed,
         cancelled=tally.cancelled,
-        contexts=contexts,
-        context_bytes=context_bytes,
+        contexts=dict(contexts),
+        context_bytes=dict(context_bytes),
         memory=memory,
     )
