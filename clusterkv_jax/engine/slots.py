@@ -75,6 +75,7 @@ def template(
     step_tokens: int,
 ) -> tuple[KVCache, Any]:
     """Shapes of the cache and logits of one sequence whose prompt has this width."""
+    config = replace(config, max_positions=4 * config.max_positions)  # shapes alone: no position is looked at
     tokens, lengths = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     read = lambda params, tokens, lengths: prefill(  # noqa: E731
         params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, reserve=reserve, step_tokens=step_tokens
