@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from typing_extensions import override
 
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
@@ -323,6 +324,7 @@ class Requests(RuleBasedStateMachine):
         assert stats.active == states.count("active") <= 2
         assert stats.waiting == states.count("waiting")
 
+    @override
     def teardown(self):
         if not hasattr(self, "served"):
             return
