@@ -125,8 +125,8 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
 # --- arrays by their place ---
 
 
-def _by_place(cache: KVCache) -> dict[str, jax.Array]:
-    named: dict[str, jax.Array] = {"position": cache.position}
+def _by_place(cache: KVCache) -> dict[str, Any]:
+    named: dict[str, Any] = {"position": cache.position}
     for i, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         for j, (group, memory) in enumerate(zip(groups(layer), state, strict=True)):
             fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}

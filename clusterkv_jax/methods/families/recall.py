@@ -136,7 +136,7 @@ class Recall(Method):
         """The prompt as it is, and its index."""
         prompt: Any = rows.cache
         count = self.most_recalled(rows.plan.most_rows)
-        return Compressed(prompt, self.index(rows, count, rows.plan.capacity - prompt.capacity))
+        return Compressed(prompt, self.index(rows, count, rows.plan.reserve))
 
     def index(self, rows: Rows, count: int, reserve: int, **options: Any) -> Index:
         """The index of a prompt of whose rows a step recalls `count` at most; `options` go to `build`."""
