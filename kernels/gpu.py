@@ -29,7 +29,7 @@ LEAST_SHARED = 101376
 def call(
     kernel: Callable[..., None],
     out_shape: Any,
-    *args: Array | np.ndarray,
+    *args: Any,
     grid: tuple[int, ...],
     warps: int,
     stages: int = 2,
@@ -37,7 +37,8 @@ def call(
     interpret: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory.
+    """Run a kernel over whole arrays, or trees of them; `aliases` maps arguments to the outputs that take their place
+    in memory.
 
     Profiles show it by its `name`, by default its op and its function: `select_rows_kernel` for one.
     """
@@ -48,7 +49,7 @@ def call(
         kernel,
         out_shape=out_shape,
         grid=grid,
-        in_specs=[whole] * len(args),
+        in_specs=jax.tree.map(lambda _: whole, list(args)),
         out_specs=jax.tree.map(lambda _: whole, out_shape),
         input_output_aliases=dict(aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
@@ -86,7 +87,8 @@ def arange(n: int, start: Any = 0) -> Array:
 def load_rows(ref: Any, head: Any, rows: Array, columns: Array, mask: Array, width: int) -> Array:
     """The tile ref[head, rows, columns], zero where `mask` is false and in columns at or beyond `width`."""
     inside = mask[:, None] if width % columns.shape[0] == 0 else mask[:, None] & (columns < width)[None, :]
-    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=0.0)
+    zero = jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=zero)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:

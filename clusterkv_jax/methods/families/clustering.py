@@ -41,6 +41,7 @@ class Clustering(Method):
         merge_of: ClassVar[str]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
