@@ -24,6 +24,8 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Bytes of shared memory that a program may have, by kind of device, and elsewhere.
 SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
 LEAST_SHARED = 101376
+# Devices that cannot convert float8_e4m3: what came before Ada and Hopper.
+WITHOUT_E4M3 = ("A100", "A800", "A10", "A30", "A40", "A16", "A2", "A4000", "A5000", "A6000", "RTX 30", "V100", "T4")
 
 
 def call(
