@@ -303,6 +303,23 @@ def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
 
 
+def some_at_once(function: Callable[[Any], Any], tree: Any, most: int) -> Any:
+    """Apply a function to `most` sequences after the others at most, as `head_by_head` does to heads: its temporaries
+    are those of so many. All arrays of the tree begin with a dimension of sequences.
+    """
+    batch = jax.tree.leaves(tree)[0].shape[0]
+    at_once = max(n for n in range(1, max(1, min(most, batch)) + 1) if batch % n == 0)
+    if at_once == batch:
+        return function(tree)
+
+    def body(i, now):
+        part = function(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once), now))
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * at_once, 0)  # noqa: E731
+        return jax.tree.map(put, now, part)
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch // at_once), body, tree)
+
+
 def overflowed(cache: KVCache) -> Bool[Array, ""]:
     """True when more tokens were appended than some head has slots for."""
     return jnp.any(

@@ -24,6 +24,7 @@ from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, P
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
+from clusterkv_jax.kernels.quantised import CODES, Quantised
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
@@ -32,6 +33,7 @@ from clusterkv_jax.schema import checked, from_json, shown
 FORMAT = "clusterkv_jax cache 2"
 T = TypeVar("T")
 _FLOATS = ("float32", "bfloat16", "float16")
+_CODES = tuple(jnp.dtype(dtype).name for dtype in CODES.values())
 
 
 class _About(Struct):
@@ -129,10 +131,16 @@ def _by_place(cache: KVCache) -> dict[str, jax.Array]:
     named: dict[str, jax.Array] = {"position": cache.position}
     for i, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         for j, (group, memory) in enumerate(zip(groups(layer), state, strict=True)):
-            fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
-            named |= {f"layers.{i}.{j}.{name}": x for name, x in fields.items() if x is not None}
+            named |= {f"layers.{i}.{j}.{name}": x for name, x in _fields(group).items() if x is not None}
             named |= {f"state.{i}.{j}.{name}": x for name, x in (memory or {}).items()}
     return named
+
+
+def _fields(group: Group) -> dict[str, Any]:
+    """The arrays of a group by name; of quantised rows `keys.codes` and `keys.scales`."""
+    fields: dict[str, Any] = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    stored = {name: fields.pop(name) for name in ("keys", "values") if isinstance(fields[name], Quantised)}
+    return fields | {f"{name}.{part}": getattr(x, part) for name, x in stored.items() for part in ("codes", "scales")}
 
 
 def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None) -> Layer:
@@ -144,11 +152,15 @@ def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]
 
 
 def _group(kind: type[T], arrays: dict[str, jax.Array], where: str) -> T:
-    fields = _named(arrays, f"{where}.")
+    found = _named(arrays, f"{where}.")
+    fields: dict[str, Any] = dict(found)
     try:
+        for name in ("keys", "values"):
+            if f"{name}.codes" in fields:
+                fields[name] = Quantised(fields.pop(f"{name}.codes"), fields.pop(f"{name}.scales"))
         return kind(**fields)
-    except TypeError:
-        raise ValueError(f"{where} of a cache cannot consist of {shown(', '.join(fields) or 'nothing')}.") from None
+    except (TypeError, KeyError):
+        raise ValueError(f"{where} of a cache cannot consist of {shown(', '.join(found) or 'nothing')}.") from None
 
 
 def _named(arrays: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
@@ -202,9 +214,9 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:
-    """Keys, values and degrees are finite, degrees not negative: `log degree` is the mask."""
+    """Keys, values, scales and degrees are finite, degrees not negative: `log degree` is the mask."""
     field = name.rpartition(".")[2] if name.startswith("layers.") else ""
-    if field in ("keys", "values", "degree") and x.dtype.name in _FLOATS and not all_finite(x):
+    if field in ("keys", "values", "codes", "scales", "degree") and x.dtype.name in _FLOATS and not all_finite(x):
         raise ValueError(f"{name} of the cache holds numbers that are not finite.")
     if field == "degree" and np.any(x < 0):
         raise ValueError(f"{name} of the cache must be at least 0, got {x.min()}.")
@@ -230,10 +242,15 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
 def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> None:
     each = (batch, heads)
     rows = (batch, *group.keys.shape[1:3]) if isinstance(group, PagedHeads) else (*each, *group.keys.shape[2:3])
-    fields = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
-    fields |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
-    for name, (kinds, shape) in fields.items():
-        x = getattr(group, name, None)
+    allowed = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
+    allowed |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
+    fields = _fields(group)
+    for name in ("keys", "values"):
+        codes = fields.get(f"{name}.codes")
+        width = dim // 2 if codes is not None and codes.dtype == jnp.uint8 else dim
+        allowed |= {f"{name}.codes": (_CODES, (*rows, width)), f"{name}.scales": (("float32",), rows)}
+    for name, (kinds, shape) in allowed.items():
+        x = fields.get(name)
         if x is not None and (x.dtype.name not in kinds or x.shape != shape):
             raise ValueError(f"{where}.{name} of the cache must be {kinds[0]} {list(shape)}, got {_kind(x)}.")
 

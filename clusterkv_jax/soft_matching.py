@@ -135,7 +135,8 @@ def merge_listed(
 ) -> tuple[LayerCache, Int[Array, "B K R"], Int[Array, " B"]]:
     """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
 
-    Quantised rows are matched and merged in float32. `listed` are the slots of the rows behind the sinks, in positional order; `length` counts them and the sinks.
+    Quantised rows are matched and merged in float32. `listed` are the slots of the rows behind the sinks, in positional
+    order; `length` counts them and the sinks.
 
     Returns:
         the layer, the slots still in use, of which `length` tells the number, and the rounds done.

@@ -47,7 +47,7 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
 
 
 def head_after_head(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function` of the operands, trees of arrays [B, K, ...], without B and K, one head after the other; its results [B, K, ...]."""
+    """`function` of trees of arrays [B, K, ...] without B and K, one head after the other; its results [B, K, ...]."""
     heads = operands[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[2:]), operands)
     outputs = jax.lax.map(lambda head: function(*head), flat)

@@ -150,8 +150,8 @@ class Method(Storage):
     """Base of all methods. The dataclasses below it have a field `budget`, except where they answer `budget_rows`.
 
     Rows are quantised behind a method's back (`Storage.cache_dtype`): `compress` sees and leaves rows of the model's
-    type, and what takes rows by their numbers takes codes alike. Only methods that look into rows, or change them, while
-    decoding ask `kernels.quantised` for numbers.
+    type, and what takes rows by their numbers takes codes alike. Methods that look into rows, or change them, while
+    decoding ask `cache.in_numbers` for them.
     """
 
     budget: Budget

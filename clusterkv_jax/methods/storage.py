@@ -14,7 +14,7 @@ _NAMES = typing.get_args(CacheDtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage(ABC):
+class Storage(ABC):  # noqa: B024, the base of an abstract class
     """A base of settings; those of a method come before these where they are given by place.
 
     `cache_dtype` is what keys and values are stored in (see `kernels.quantised`); None is the model's own type. A row

@@ -62,7 +62,9 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     common: dict[str, Any] = {"block": block, "kv_heads": kv_heads, "stored": None}
     if isinstance(keys, Quantised):
         if stored.shape[3] % 2:
-            raise NotImplementedError(f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}.")
+            raise NotImplementedError(
+                f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
+            )
         common["stored"] = kind(keys)
         if kind(keys) == "float8_e4m3" and any(name in device_kind() for name in WITHOUT_E4M3):
             raise NotImplementedError(f"The GPU kernel of biased_attention reads no float8_e4m3 on {device_kind()}.")
@@ -129,7 +131,7 @@ def _query_rows(q, head, first, tile, kv_heads):
 
 
 def _parts(rows, stored, width):
-    """What a row is loaded by, and how many of that there are; and the columns of each part that it is multiplied in."""
+    """What a row is loaded by, and how many of that there are; and the columns of each part that is multiplied."""
     if stored is None:
         columns = arange(power_of_two(width, 16))
         return columns, width, [columns]
@@ -153,7 +155,7 @@ def _load_queries(q, rows, columns, stored):
 
 
 def _load_rows(rows, stored, head, slot, columns, mask, wide):
-    """A tile of rows in parts of their columns, in float32 if `wide`, and the rows' scales: None where they have none."""
+    """A tile of rows in parts of their columns, in float32 if `wide`, and their scales, None where they have none."""
     number, count, _ = columns
     if stored is None:
         return [load_rows(rows, head, slot, number, mask, count)], None

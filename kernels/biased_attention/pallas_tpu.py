@@ -2,9 +2,9 @@
 
     grid (B, K, blocks of slots)      the query rows of one KV head, G x T of them, stay in VMEM; blocks stream past
 
-Bytes read per slot: a key, a value and 4 bytes of bias, of quantised rows also two scales. Blocks that lie wholly at or beyond `length` are not fetched:
-their index is that of the last block that counts, and a block that is there already is not fetched again. A step's
-arithmetic is 4 x G x T x D operations per slot, far below what the bytes allow for decoding.
+Bytes read per slot: a key, a value and 4 bytes of bias, of quantised rows two scales more. Blocks that lie wholly at or
+beyond `length` are not fetched: their index is that of the last block that counts, and a block that is there already is
+not fetched again. A step's arithmetic is 4 x G x T x D operations per slot, far below what the bytes allow.
 """
 
 import functools
@@ -33,7 +33,8 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     kv_heads, capacity = keys.shape[1:3]
     dtypes = {x.dtype for x in (q, keys, values) if not isinstance(x, Quantised)}
     if len(dtypes) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {sorted(map(str, dtypes))}.")
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {found}.")
     if not capacity:
         raise NotImplementedError("A cache without slots has no block to read.")
     rows = heads // kv_heads * tokens
@@ -110,7 +111,9 @@ def _call(q, keys, values, bias, ends, block, with_scores, interpret):
             grid=(batch, kv_heads, count),
             in_specs=[
                 of_head(rows, dim),
-                *jax.tree.map(lambda x: rows_block if x.shape[2:] == keys.shape[2:] else lanes_block(x.shape[2]), cache),
+                *jax.tree.map(
+                    lambda x: rows_block if x.shape[2:] == keys.shape[2:] else lanes_block(x.shape[2]), cache
+                ),
             ],
             out_specs=out_specs,
             scratch_shapes=[pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, dim)],
@@ -172,7 +175,7 @@ def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
 
 
 def _beside_bias(rows):
-    """Scales stand as the bias does, and so do rows of two codes a byte, which fill no tile: XLA keeps those by columns."""
+    """Scales stand as the bias does. So do rows of two codes a byte: short ones, XLA keeps them by columns."""
     if not isinstance(rows, Quantised):
         return rows
     codes = jnp.swapaxes(rows.codes, 2, 3) if is_packed(rows) else rows.codes

@@ -4,8 +4,8 @@
     python scripts/benchmarks/benchmark_quantised.py --sizes block=128,span=1024   other blocks than the kernel's own
     python scripts/benchmarks/benchmark_quantised.py --sweep                       the best blocks of a grid of them
 
-Shapes are Llama-3.1-8B's, one query a sequence; on a CPU small ones, to try the script. A time is the median of 20, of a
-chain of calls inside one program over caches that together exceed the device's caches; turning queries and outputs of
+Shapes are Llama-3.1-8B's, one query a sequence; on a CPU small ones, to try the script. A time is the median of 20, of
+a chain of calls inside one program over caches that together exceed the device's caches; turning queries and outputs of
 int4 is part of it. Bytes are those of codes, scales and degrees. What is timed is compared with attention in float32,
 over the same codes (the kernel's error) and over the rows before they were quantised (the error of rows).
 """

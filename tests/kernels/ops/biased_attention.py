@@ -129,7 +129,7 @@ def check_coded_attention_of(shape, name, implementation, examples):
 
     def check(seed, holes, length):
         q, keys, values, degree = attention_case((*shape[:-1], jnp.float32), seed, holes)
-        q, spread = np.asarray(q, dtype), 10 ** np.random.default_rng(seed).uniform(-2, 1, (2, *degree.shape, 1))
+        q, spread = np.asarray(q, dtype), 10 ** np.random.default_rng(seed).uniform(-2, 0, (2, *degree.shape, 1))
         keys, values = (store(np.asarray(x, np.float32)) for x in (keys * spread[0], values * spread[1]))
         rows = (np.asarray(whole(x), np.float64) for x in (keys, values))
         expected = attention_oracle(np.asarray(q, np.float64), *rows, np.asarray(degree, np.float64), length)
@@ -148,7 +148,9 @@ def check_coded_attention_of(shape, name, implementation, examples):
 def spoilt(codes, empty):
     """NaN where codes have it, else all bits."""
     codes = np.asarray(codes)
-    return np.where(empty[..., None], np.full_like(codes, -1 if codes.dtype == np.int8 else 255).view(codes.dtype), codes)
+    return np.where(
+        empty[..., None], np.full_like(codes, -1 if codes.dtype == np.int8 else 255).view(codes.dtype), codes
+    )
 
 
 def _with(change_keys=lambda x: x, change_values=lambda x: x):
