@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Num
 CacheDtype = Literal["int8", "float8_e4m3", "int4"]
 CODES: dict[str, Any] = {"int8": jnp.int8, "float8_e4m3": jnp.float8_e4m3fn, "int4": jnp.uint8}
 # The largest magnitude of a row in units of its scale.
+SCALE_BYTES = 4
 LARGEST = {"int8": 127.0, "float8_e4m3": 448.0, "int4": 16.0}
 
 
@@ -36,7 +37,7 @@ class Quantised:
     stays.
     """
 
-    codes: Num[Array, "... W"]
+    codes: Num[Array, "... width"]
     scales: Float[Array, "..."]
 
     @property
@@ -60,7 +61,7 @@ def kind(rows: Quantised) -> str:
 
 def row_bytes(name: str, dim: int) -> int:
     """Bytes of one row with its scale."""
-    return dim // (2 if name == "int4" else 1) + 4
+    return dim // (2 if name == "int4" else 1) + SCALE_BYTES
 
 
 def quantise(rows: Float[Array, "... D"], name: str) -> Quantised:
@@ -76,7 +77,7 @@ def quantise(rows: Float[Array, "... D"], name: str) -> Quantised:
     return Quantised(_codes(number, name), scale[..., 0])
 
 
-def _codes(number: Float[Array, "... D"], name: str) -> Num[Array, "... W"]:
+def _codes(number: Float[Array, "... D"], name: str) -> Num[Array, "... width"]:
     """Codes of rows over their scales."""
     if name == "int8":
         return jnp.clip(jnp.round(number), -127, 127).astype(jnp.int8)
@@ -99,7 +100,7 @@ def as_stored(rows: Rows, others: Rows) -> Rows:
     return quantise(rows, kind(others)) if isinstance(others, Quantised) and not isinstance(rows, Quantised) else rows
 
 
-def numbers(codes: Num[Array, "... W"], dtype: Any) -> list[Float[Array, "... W"]]:
+def numbers(codes: Num[Array, "... width"], dtype: Any) -> list[Float[Array, "... width"]]:
     """What codes stand for, in units of the scale: all columns, or of two codes a byte those of each half."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(dtype)]
