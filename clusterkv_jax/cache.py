@@ -34,10 +34,13 @@ from clusterkv_jax.sharding import fetch, over_heads, over_slots
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Rows of one layer, or of one group of its heads; keys and values may both be quantised."""
+    """Rows of one layer, or of one group of its heads.
 
-    keys: Float[Array, "B K C D"] | Quantised
-    values: Float[Array, "B K C D"] | Quantised
+    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `in_numbers`.
+    """
+
+    keys: Float[Array, "B K C D"]
+    values: Float[Array, "B K C D"]
     degree: Float[Array, "B K C"]
     length: Int[Array, "B K"]
     positions: Int[Array, "B K C"] | None = None
@@ -65,8 +68,8 @@ class PagedHeads:
     A head's pages stand together, from page `first` on, and its rows one behind the other in them (see `pages`).
     """
 
-    keys: Float[Array, "B P S D"] | Quantised
-    values: Float[Array, "B P S D"] | Quantised
+    keys: Float[Array, "B P S D"]
+    values: Float[Array, "B P S D"]
     degree: Float[Array, "B P S"]
     length: Int[Array, "B K"]
     positions: Int[Array, "B P S"]
@@ -231,8 +234,9 @@ def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: 
 
     rows = as_stored(row.keys, layer.keys), as_stored(row.values, layer.values), row.degree
     keys, values, degree = jax.tree.map(put, (layer.keys, layer.values, layer.degree), rows)
-    known = layer.positions is not None and row.positions is not None
-    return LayerCache(keys, values, degree, layer.length, put(layer.positions, row.positions) if known else None)
+    before, positions = layer.positions, row.positions
+    positions = None if before is None or positions is None else put(before, positions)
+    return LayerCache(keys, values, degree, layer.length, positions)
 
 
 def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:

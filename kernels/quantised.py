@@ -95,7 +95,7 @@ def dequantised(rows: Rows) -> Float[Array, "... D"]:
     return rotated(whole) if is_packed(rows) else whole
 
 
-def as_stored(rows: Rows, others: Rows) -> Rows:
+def as_stored(rows: Rows, others: Rows) -> Any:
     """Rows in the codes of `others`, where those are quantised and these are not."""
     return quantise(rows, kind(others)) if isinstance(others, Quantised) and not isinstance(rows, Quantised) else rows
 

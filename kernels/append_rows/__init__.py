@@ -1,10 +1,12 @@
 """New tokens' rows behind those that a cache holds, in place: keys, values, degree and positions at once."""
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
 from clusterkv_jax.kernels.dispatch import dispatch
-from clusterkv_jax.kernels.quantised import Quantised, Rows
+from clusterkv_jax.kernels.quantised import Quantised
 
 BACKENDS = {"gpu": pallas_gpu.append_rows, "xla": reference.append_rows}
 
@@ -21,7 +23,7 @@ def append_rows(
     real: Bool[Array, "B T"],
     *,
     backend: str | None = None,
-) -> tuple[Rows, Rows, Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+) -> tuple[Any, Any, Float[Array, "B K C"], Int[Array, "B K C"] | None]:
     """Token t of a sequence enters the slots `length + t` of its heads, with degree 1.
 
     Args:

@@ -70,10 +70,11 @@ def _mixed(
 ) -> Float[Array, "G T D"]:
     """The values by their probabilities; the scale of a value multiplies its probability."""
     product = partial(jnp.einsum, "gtc,cd->gtd", precision=matmul_precision(dtype), preferred_element_type=jnp.float32)
-    parts = [values]
     if isinstance(values, Quantised):
         probs = probs * jnp.where(occupied, values.scales, 0.0)[None, None]
         parts = numbers(values.codes, weight_dtype(dtype))
+    else:
+        parts = [values]
     # Empty slots may hold NaN, and 0 x NaN is no zero.
     parts = [jnp.where(occupied[:, None], part, jnp.zeros((), part.dtype)) for part in parts]
     outs = [product(*matmul_operands(probs.astype(part.dtype), part)) for part in parts]

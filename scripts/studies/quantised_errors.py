@@ -32,7 +32,7 @@ def errors(rows: int, seed: int, outliers: bool) -> list[float]:
     exact = biased_attention(q, keys, values, degree)
     rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values)]
     stored = [rounded, *([quantise(x, name) for x in (keys, values)] for name in CODES)]
-    outs = [biased_attention(q, *both, degree) for both in stored]
+    outs = [biased_attention(q, k, v, degree) for k, v in stored]
     return [float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)) for out in outs]
 
 
