@@ -290,6 +290,27 @@ def over_slots(function: Callable[..., Any], cache: Any, *others: Any) -> Any:
     return jax.shard_map(local, mesh=mesh, in_specs=(held, *beside), out_specs=held, check_vma=False)(cache, *others)
 
 
+def take_rows(table: Array, ids: Array) -> Array:
+    """`table[ids]` of a table [V, M] whose rows devices may share, and ids [B, T]: each device looks up its own.
+
+    Left to the partitioner, a GPU would gather the whole table first.
+    """
+    mesh = ambient_mesh()
+    owners = () if mesh is None else _axes(partition(("vocab", None), table.shape, mesh)[0])
+    if not owners:
+        return table[ids]
+
+    def local(table: Array, ids: Array) -> Array:
+        at = ids - jax.lax.axis_index(owners) * table.shape[0]
+        mine = (at >= 0) & (at < table.shape[0])
+        rows = table[jnp.clip(at, 0, table.shape[0] - 1)]
+        return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype)), owners)
+
+    where = partition(("batch", "tokens"), ids.shape, mesh)
+    specs = PartitionSpec(owners), where
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=where, check_vma=False)(table, ids)
+
+
 def slots_before(specs: Any, cache: Any) -> Any:
     """How many slots of a head stand on devices before this one; inside of a shard_map over these PartitionSpecs."""
     spec, slots = specs.degree, cache.degree.shape[2]

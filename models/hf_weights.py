@@ -73,7 +73,7 @@ def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -
     elif leaf in _AS_IN_FILE:
         rows = (math.prod(shape[:-1]), shape[-1])
     else:
-        rows = (math.prod(shape),) if leaf.endswith("_bias") else shape
+        rows = (math.prod(shape),) if leaf.endswith(("_bias", "_norm")) else shape
     start = counts[name]
     counts[name] += rows[0]
     return Stored(name, shape, rows, start, leaf in _LINEAR_INPUTS)

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.rope import rotate
+from clusterkv_jax.models.rope import encode
+from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
+# What a GPU's compiler multiplies, and the most rows that are added for it: weights that want more are small anyway.
+LEAST_PRODUCTS, MOST_ROWS = 10_000_000, 8
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -64,10 +68,11 @@ def abstract(config: ModelConfig) -> Params:
 
 
 def _abstract_layer(config: ModelConfig) -> Params:
+    norm = {"before": "norm", "after": "out_norm"}[config.norm_place]
     return {
-        "attention_norm": _abstract_norm(config),
+        f"attention_{norm}": _abstract_norm(config),
         "attention": _abstract_attention(config),
-        "mlp_norm": _abstract_norm(config),
+        f"mlp_{norm}": _abstract_norm(config),
         "mlp": _abstract_mlp(config),
     }
 
@@ -96,8 +101,9 @@ def _abstract_attention(config: ModelConfig) -> Params:
     if config.output_bias:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     if config.qk_norm:
-        specs["q_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
-        specs["k_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
+        for name in ("q", "k"):
+            of = slice(0 if config.qk_norm_whole else 1, 2)
+            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], initializers.ones)
     return specs
 
 
@@ -135,15 +141,17 @@ def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T M"]:
     """Token embeddings, plus the learned positions of a model that has them. Ids must be in 0..V-1."""
-    hidden = params["embed"][tokens]
+    hidden = take_rows(params["embed"], tokens)
+    if config.embedding_scale != 1:
+        hidden = hidden * config.embedding_scale
     if config.rope is None:
         hidden = hidden + params["positions"][positions + config.learned_position_offset]
     return hidden
 
 
 def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What enters a layer's attention: the hidden states after the layer's input norm."""
-    return _norm(layer["attention_norm"], config, hidden)
+    """What enters a layer's attention: the hidden states after the layer's input norm, if it has one."""
+    return _entering(layer, "attention", config, hidden)
 
 
 @jax.named_scope("attention/project")
@@ -152,15 +160,20 @@ def qkv(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """A layer's queries, keys and values: norm, projections, biases, QK norm, RoPE.
 
-    Keys come out rotated: that is what a cache stores.
+    Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
+    by sqrt(D), whatever the model's scale.
     """
     weights = layer["attention"]
     x = attention_input(layer, config, hidden)
-    q, k, v = (_with_bias(_einsum("btm,hdm->bthd", x, weights[name]), weights, name) for name in ("q", "k", "v"))
+    count, x = x.shape[1], _enough_rows(x, weights["k"])
+    product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
+    q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
     if config.qk_norm:
         q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)
     if config.rope is not None:
-        q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+    if config.attention_scale is not None:
+        q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
 
 
@@ -170,9 +183,11 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        hidden = hidden + _with_bias(_einsum("bthd,hdm->btm", attended, weights["o"]), weights, "o")
+        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
+        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
+        out = _mlp(layer["mlp"], config, _entering(layer, "mlp", config, hidden))
+        return hidden + _leaving(layer, "mlp", config, out)
 
 
 @jax.named_scope("head")
@@ -180,7 +195,8 @@ def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) 
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
     x = _norm(params["final_norm"], config, hidden)
-    return _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    return logits if config.logit_scale == 1 else logits * config.logit_scale
 
 
 def forward(
@@ -220,6 +236,18 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
     return jnp.einsum(formula, x, weights, precision=precision, **options)
 
 
+def _enough_rows(x: Float[Array, "B T ..."], weights: Array) -> Float[Array, "B _ ..."]:
+    """Rows of zeros behind few tokens, for a GPU: below 10 M multiplications its compiler reduces rather than
+    multiplies, at half the speed and less, and keeps the products of the same rows apart.
+    """
+    size = weights.size // ways("heads")
+    least = -(-LEAST_PRODUCTS // size) if platform() == "gpu" else 0
+    missing = -(-least // x.shape[0]) - x.shape[1]
+    if least > MOST_ROWS or missing <= 0:
+        return x
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+
 def _with_bias(x: Array, weights: Params, name: str) -> Array:
     bias = weights.get(f"{name}_bias")
     return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
@@ -236,13 +264,27 @@ def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
     return _with_bias(_einsum("btf,fm->btm", inner, weights["down"]), weights, "down")
 
 
+def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:
+    """What a layer's attention or MLP is given."""
+    return hidden if config.norm_place == "after" else _norm(layer[f"{block}_norm"], config, hidden)
+
+
+def _leaving(layer: Params, block: str, config: ModelConfig, out: Array) -> Array:
+    """What a layer's attention or MLP adds to the hidden states."""
+    if config.norm_place == "after":
+        out = _norm(layer[f"{block}_out_norm"], config, out)
+    return out if config.residual_scale == 1 else out * config.residual_scale
+
+
 def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
     return _rms(weights["scale"], config.norm_eps, x) if config.norm == "rms" else _layer(weights, config.norm_eps, x)
 
 
 def _rms(scale: Array, eps: float, x: Array) -> Array:
+    """Over as many dimensions as the scale has."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    axes = tuple(range(-scale.ndim, 0))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + eps)
     return (wide * _along(scale, x)).astype(x.dtype)
 
 
@@ -253,6 +295,6 @@ def _layer(weights: Params, eps: float, x: Array) -> Array:
     return (wide * _along(weights["scale"], x) + _along(weights["bias"], x)).astype(x.dtype)
 
 
-def _along(vector: Array, x: Array) -> Array:
-    """A vector along the last dimension of x, in float32."""
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+def _along(scale: Array, x: Array) -> Array:
+    """A scale along the last dimensions of x, in float32."""
+    return scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)

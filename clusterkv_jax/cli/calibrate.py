@@ -204,3 +204,6 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
     )
     files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
     console.print(f"Written to {files}", highlight=False, soft_wrap=True)
+    if measures.surrogate is not None and output.suffix != ".safetensors":
+        advice = f"auto, orbitkv and kvzap need it: name {output.with_suffix('.safetensors')}"
+        console.print(f"The surrogate of scores is not in a {output.suffix} file; {advice}.", soft_wrap=True)

@@ -98,7 +98,11 @@ def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, 
     for name in options.variant or list(VARIANTS):
         numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
         lowered = decode_loop.lower(*arguments, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS)
-        program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
+        try:
+            program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # options come and go with compilers
+            yield f"{name} | refused: {str(error).splitlines()[0]} | | {held} | {most_held()}"
+            continue
         times = []
         for segment in range(SEGMENTS):
             last = options.profile is not None and segment == SEGMENTS - 1

@@ -97,3 +97,16 @@ def test_a_host_store_never_comes_to_the_device(programs):
     program, (heads, rows, dim) = programs[name], (8, 65536 + 384, 128)
     assert program["host"] == 2 * heads * rows * (2 * 2 * dim + 4)
     assert program["temporary"] < heads * rows * 2 * dim
+
+
+def test_a_step_of_two_devices_sends_hidden_states_alone():
+    """A row or two of them for each product. And products they are: of a half of the heads, the compiler would make
+    reductions.
+    """
+    if missing := _missing():
+        pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
+    process = python(Path(__file__).with_name("gpu_mesh_program.py"))
+    program = json.loads(process.stdout.splitlines()[-1])
+    state, layers = 4096 * 2, 2
+    assert sum(kind["bytes"] for kind in program["collectives"]) <= (1 + 2 * layers) * 2 * state
+    assert program["reductions"] == 0
