@@ -100,7 +100,7 @@ def prefill(
     check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve)
     check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
-    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
+    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), method.cache_dtype, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     in_host_memory = method.holds == "host"
     key = jax.random.key(0) if key is None else key

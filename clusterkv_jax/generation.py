@@ -14,7 +14,7 @@ import numpy as np
 from jax.profiler import annotate_function
 
 from clusterkv_jax.batch import Batch, make_batch, padded
-from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
+from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import (
     DecodeState,
@@ -33,7 +33,7 @@ from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import Compilation, compilation, compiler
-from clusterkv_jax.results import Result, Stats
+from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
@@ -116,7 +116,7 @@ def generate(
         cache_bytes=cache_bytes,
         host_bytes=host_bytes(cache),
         **traffic(cache),
-        full_cache_bytes=_full_bytes(model, batch, cache),
+        full_cache_bytes=full_bytes(model, batch),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
         new_tokens=[len(sequence) for sequence in tokens],
@@ -209,12 +209,6 @@ def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **optio
         key=key,
         **options,
     )
-
-
-def _full_bytes(model: Model, batch: Batch, cache: KVCache) -> int:
-    """Bytes of the same batch's cache without compression."""
-    heads = model.config.num_kv_heads * model.config.num_layers
-    return slot_bytes(cache) * (batch.width + batch.reserve) * heads * len(batch.texts)
 
 
 @partial(annotate_function, name="question")

@@ -210,7 +210,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field]:
-    return {f.name: f for f in dataclasses.fields(cls) if f.init}
+    by_place_first = sorted(dataclasses.fields(cls), key=lambda f: f.kw_only is True)
+    return {f.name: f for f in by_place_first if f.init}
 
 
 def _describe(hint: Any, many: bool = False) -> str:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from clusterkv_jax.batch import Batch
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.methods.request import row_bytes
 from clusterkv_jax.texts import Tokens
 
 
@@ -52,3 +55,10 @@ class Result:
     texts: list[str]
     tokens: list[Tokens]
     stats: Stats
+
+
+def full_bytes(model: Model, batch: Batch) -> int:
+    """Bytes of the same batch's cache without compression."""
+    heads = model.config.num_kv_heads * model.config.num_layers
+    dtype = model.params["embed"].dtype
+    return row_bytes(model.config.head_dim, dtype, dtype) * (batch.width + batch.reserve) * heads * len(batch.texts)

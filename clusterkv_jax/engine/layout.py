@@ -87,7 +87,8 @@ def make_layout(
     width = min(bucket(max_tokens, 64), config.max_positions)
     sizes = {"reserve": limits.reserve, "step_tokens": limits.step_tokens}
     lengths = np.arange(1, width + 1)
-    request = request_of_model(config, params["embed"].dtype, lengths, max_new_tokens=limits.reserve, **sizes)
+    counts = sizes | {"max_new_tokens": limits.reserve}
+    request = request_of_model(config, params["embed"].dtype, lengths, method.cache_dtype, **counts)
     check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
     plans = slot_plans(method, request)
     one, logits = template(params, config, method, plans, width, **sizes)

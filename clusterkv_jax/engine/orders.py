@@ -21,7 +21,7 @@ def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, ques
     questions = None if question is None else [question]
     batch = make_batch(model, [prompt], questions=questions, **sizes)
     check_lengths(limits, len(batch.texts[0]), batch)
-    request = request_of_batch(model, batch)
+    request = request_of_batch(model, method, batch)
     check_prompts(model.config, method, request, np.asarray([len(batch.texts[0])], np.int64))
     return batch
 
@@ -62,8 +62,8 @@ def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
         )
 
 
-def request_of_batch(model: Model, batch: Batch) -> Request:
+def request_of_batch(model: Model, method: Method, batch: Batch) -> Request:
     """The request that `generate` would make of it."""
     counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens")}
     lengths = np.arange(1, batch.width + 1)
-    return request_of_model(model.config, model.params["embed"].dtype, lengths, **counts)
+    return request_of_model(model.config, model.params["embed"].dtype, lengths, method.cache_dtype, **counts)

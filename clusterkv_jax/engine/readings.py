@@ -20,7 +20,7 @@ from clusterkv_jax.methods.base import Method
 
 def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> Reading:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it."""
-    request = request_of_batch(model, batch)
+    request = request_of_batch(model, method, batch)
     cache, logits = prefill(
         model.params,
         model.config,

@@ -29,6 +29,7 @@ from clusterkv_jax.cache import (
     from_tokens,
     group_heads,
     groups,
+    quantised,
     resize,
     select_heads,
 )
@@ -89,7 +90,7 @@ def compress_layer(
             _check_inputs(method, prompt, plan.needs)
             part = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
         cache = part[0] if isinstance(part[0], PagedHeads) else resize(part[0], group.capacity)
-        parts.append((cache, part[1], part[2]))
+        parts.append((quantised(cache, method.cache_dtype), part[1], part[2]))
     caches, state, selections = zip(*parts, strict=True)
     return caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads), state, selections
 

@@ -102,7 +102,8 @@ class InfiniGen(Recall):
         scores = jnp.where(indexed, scores, -jnp.inf)
         counts = index["budget"]
         if self.alpha is not None:
-            counts = jnp.minimum(counts, rows_within(scores, self.alpha))
+            near = jnp.minimum(counts, rows_within(scores, self.alpha))
+            counts = jnp.where(counts >= MOST_ROWS, counts, near)  # a prompt within its budget is read whole
         best, rows = jax.lax.top_k(scores, min(count, scores.shape[-1]))
         selection = (ordinals(rows.shape[-1], 4) < counts[:, None, None, None]) & (best > -jnp.inf)
         spare = [(0, 0)] * 3 + [(0, count - rows.shape[-1])]

@@ -17,11 +17,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what it imports
     pytest.importorskip("tunix", reason="compares with google-tunix: pip install google-tunix", exc_type=ImportError)
     from flax import nnx
-    from tunix.generate.sampler import CacheConfig, Sampler
-    from tunix.models.gemma import model as gemma
-    from tunix.models.llama3 import model as llama3
-    from tunix.models.qwen2 import model as qwen2
-    from tunix.models.qwen3 import model as qwen3
+    from tunix.generate.sampler import CacheConfig, Sampler  # pyright: ignore[reportMissingImports]
+    from tunix.models.gemma import model as gemma  # pyright: ignore[reportMissingImports]
+    from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen2 import model as qwen2  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
 
 # tunix mixes ranks, and calls what flax warns of.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]

@@ -59,10 +59,12 @@ class Recall(Method):
         dense_layers: ClassVar[int]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
+            ("cache_dtype", self.cache_dtype is None, "None: rows that are recalled one by one are not quantised"),
         )
 
     # --- what a method answers ---
