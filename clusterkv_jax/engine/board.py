@@ -115,6 +115,14 @@ def seated(board: Board, slot: int, seat: Seat) -> Board:
     return Board(waiting, (*board.seats[:slot], seat, *board.seats[slot + 1 :]))
 
 
+def place_of(board: Board, number: int) -> tuple[int | None, Seat]:
+    """The slot and seat of a live request; None and an empty seat while it waits."""
+    for slot, seat in enumerate(board.seats):
+        if seat is not None and seat.order.number == number:
+            return slot, seat
+    return None, next(Seat(order, None, []) for order in board.waiting if order.number == number)
+
+
 def longer(seat: Seat, new: Sequence[int], ends: tuple[int, ...], now: float) -> Seat:
     """The seat after new tokens; -1 is none."""
     tokens = (*seat.tokens, *(token for token in new if token != -1))

@@ -16,7 +16,18 @@ from clusterkv_jax import saving
 from clusterkv_jax.batch import padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import slots as programs
-from clusterkv_jax.engine.board import Board, Order, Seat, joined, longer, next_draws, next_orders, seated, without
+from clusterkv_jax.engine.board import (
+    Board,
+    Order,
+    Seat,
+    joined,
+    longer,
+    next_draws,
+    next_orders,
+    place_of,
+    seated,
+    without,
+)
 from clusterkv_jax.engine.contexts import Context, Place, Reading, Shelf
 from clusterkv_jax.engine.draws import key_words
 from clusterkv_jax.engine.handle import Handle, State
@@ -286,7 +297,7 @@ class Engine:
             config,
             self.method,
             self._slots,
-            next_draws(self._board.seats, self.model.config.vocab_size),
+            next_draws(seats, config.vocab_size),
             np.isin(np.arange(len(seats)), active),
             left,
             np.asarray(min(SEGMENT, int(left.max())), np.int32),
@@ -387,9 +398,7 @@ class Engine:
     def _cancel(self, handle: Handle) -> None:
         if handle.done:
             return
-        slots = [slot for slot in self._board.active if self._seat(slot).order.number == handle.number]
-        waiting = [Seat(order, None, []) for order in self._board.waiting if order.number == handle.number]
-        slot, seat = (slots[0], self._seat(slots[0])) if slots else (None, waiting[0])
+        slot, seat = place_of(self._board, handle.number)
         self._end(handle.number, "cancelled", self._outcome(slot, seat, time.perf_counter()))
 
     def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
