@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from clusterkv_jax.batch import Batch
+from clusterkv_jax.engine.draws import Draws, draws_of, key_words
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.texts import Tokens
 
@@ -112,8 +115,24 @@ def seated(board: Board, slot: int, seat: Seat) -> Board:
     return Board(waiting, (*board.seats[:slot], seat, *board.seats[slot + 1 :]))
 
 
+def place_of(board: Board, number: int) -> tuple[int | None, Seat]:
+    """The slot and seat of a live request; None and an empty seat while it waits."""
+    for slot, seat in enumerate(board.seats):
+        if seat is not None and seat.order.number == number:
+            return slot, seat
+    return None, next(Seat(order, None, []) for order in board.waiting if order.number == number)
+
+
 def longer(seat: Seat, new: Sequence[int], ends: tuple[int, ...], now: float) -> Seat:
     """The seat after new tokens; -1 is none."""
     tokens = (*seat.tokens, *(token for token in new if token != -1))
     ended = bool(tokens and tokens[-1] in ends) or len(tokens) >= seat.order.batch.max_new_tokens
     return replace(seat, tokens=tokens, ended=ended, first_s=seat.first_s or now)
+
+
+def next_draws(seats: Sequence[Seat | None], vocab_size: int) -> Draws:
+    """How each slot draws its next token."""
+    keys = [np.zeros_like(key_words(0)) if seat is None else seat.key for seat in seats]
+    samplings = [Sampling() if seat is None else seat.order.sampling for seat in seats]
+    numbers = [0 if seat is None else len(seat.tokens) for seat in seats]
+    return draws_of(samplings, keys, numbers, vocab_size)

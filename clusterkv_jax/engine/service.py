@@ -16,9 +16,20 @@ from clusterkv_jax import saving
 from clusterkv_jax.batch import padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import slots as programs
-from clusterkv_jax.engine.board import Board, Order, Seat, joined, longer, next_orders, seated, without
+from clusterkv_jax.engine.board import (
+    Board,
+    Order,
+    Seat,
+    joined,
+    longer,
+    next_draws,
+    next_orders,
+    place_of,
+    seated,
+    without,
+)
 from clusterkv_jax.engine.contexts import Context, Place, Reading, Shelf
-from clusterkv_jax.engine.draws import Draws, draws_of, key_words
+from clusterkv_jax.engine.draws import key_words
 from clusterkv_jax.engine.handle import Handle, State
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
@@ -267,7 +278,9 @@ class Engine:
         if not new:
             return
         mask = np.isin(np.arange(len(self._board.seats)), new)
-        self._slots, tokens = programs.start(self._slots, self._draws(), mask)
+        self._slots, tokens = programs.start(
+            self._slots, next_draws(self._board.seats, self.model.config.vocab_size), mask
+        )
         tokens, now = fetch(tokens), time.perf_counter()
         for slot in new:
             waited = now - self._seat(slot).order.added_s
@@ -284,7 +297,7 @@ class Engine:
             config,
             self.method,
             self._slots,
-            self._draws(),
+            next_draws(seats, config.vocab_size),
             np.isin(np.arange(len(seats)), active),
             left,
             np.asarray(min(SEGMENT, int(left.max())), np.int32),
@@ -368,15 +381,6 @@ class Engine:
             return context_batch(self.model, self._layout.limits, prompt, question, **sizes)
         return prompt_batch(self.model, self.method, self._layout.limits, prompt, question, **sizes)
 
-    def _draws(self) -> Draws:
-        """How each slot draws its next token."""
-        seats = self._board.seats
-        nothing = np.zeros_like(key_words(0))
-        keys = [nothing if seat is None else seat.key for seat in seats]
-        samplings = [Sampling() if seat is None else seat.order.sampling for seat in seats]
-        numbers = [0 if seat is None else len(seat.tokens) for seat in seats]
-        return draws_of(samplings, keys, numbers, self.model.config.vocab_size)
-
     def _seat(self, slot: int) -> Seat:
         seat = self._board.seats[slot]
         assert seat is not None
@@ -394,9 +398,7 @@ class Engine:
     def _cancel(self, handle: Handle) -> None:
         if handle.done:
             return
-        slots = [slot for slot in self._board.active if self._seat(slot).order.number == handle.number]
-        waiting = [Seat(order, None, []) for order in self._board.waiting if order.number == handle.number]
-        slot, seat = (slots[0], self._seat(slots[0])) if slots else (None, waiting[0])
+        slot, seat = place_of(self._board, handle.number)
         self._end(handle.number, "cancelled", self._outcome(slot, seat, time.perf_counter()))
 
     def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
