@@ -56,9 +56,10 @@ test-kernels: $(STAMPS)/test
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
 
-# Apart from `make test`: each method compiles for an engine, and for one request at a time.
+# Apart from `make test`: each method compiles for an engine, and for one request at a time; a method of each kind here,
+# the others with ARGS="-m exhaustive".
 test-engine: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/engine
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/engine
 
 # Apart from `make test`: methods compile again for meshes, a kind of mesh each (ARGS="-m exhaustive" tries the other
 # pairs), and processes are killed and started again.
