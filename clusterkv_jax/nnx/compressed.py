@@ -60,7 +60,7 @@ def compressed(
     """
     if not isinstance(model, nnx.Module):
         raise ValueError(f"model must be a flax.nnx.Module, got {shown(model)}.")
-    if not isinstance(method, Method):
+    if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     if not isinstance(attention, Layout | None):
         raise ValueError(f"attention must be an nnx.Layout or None, got {shown(attention)}.")
