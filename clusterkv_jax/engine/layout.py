@@ -59,7 +59,7 @@ def check_arguments(
     model: Model, method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]
 ) -> None:
     """Raise ValueError for an engine that cannot be: `counts` are at least 1, `sums` numbers of bytes."""
-    if not isinstance(method, Method):
+    if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as Full(), got {shown(method)}.")
     if model.mesh is not None and model.mesh.size > 1:
         raise ValueError(f"An engine must have its model on one device, got a mesh of {model.mesh.size}.")
