@@ -141,7 +141,10 @@ class Engine:
         Args:
             prompt: a text, token ids, a `Context` of this engine, or the path (`pathlib.Path`) of a saved cache.
             question: a text or token ids, fed after the prompt has been compressed.
-            max_new_tokens, sampling, stop, seed: as in `generate`.
+            max_new_tokens: as in `generate`, and so are the other three.
+            sampling: greedy by default.
+            stop: texts that end it.
+            seed: of the sampling.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
