@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
+from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint, whole
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
@@ -28,9 +28,10 @@ from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
-from clusterkv_jax.models.hf_weights import Stored, StoredStack, file_shapes, layout
+from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
-from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
+from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
+from clusterkv_jax.safetensors_files import InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.stacks import Stack
@@ -178,45 +179,6 @@ def save_huggingface(
 
 
 @dataclass(frozen=True)
-class InFile:
-    """A parameter in safetensors files; `view()` maps it, and its numbers are read when they are asked for."""
-
-    place: Stored
-    entry: Entry
-
-    @property
-    def where(self) -> str:
-        """Its tensor's name and file in a sentence."""
-        return f"{self.place.name} in {self.entry.path}"
-
-    def view(self) -> np.ndarray:
-        """Its numbers."""
-        return self.place.view(self.entry.map())
-
-
-@dataclass(frozen=True)
-class StackInFiles:
-    """A parameter that stacks tensors, each in a place of its own; none is read before it is copied."""
-
-    parts: tuple[InFile, ...]
-
-    @property
-    def where(self) -> str:
-        """Its first tensor's name and file in a sentence."""
-        return self.parts[0].where
-
-    def view(self) -> Stack:
-        """Its numbers, one tensor after the other."""
-        return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
-
-
-def _in_files(place: Stored | StoredStack, entries: dict[str, Entry]) -> InFile | StackInFiles:
-    if isinstance(place, Stored):
-        return InFile(place, entries[place.name])
-    return StackInFiles(tuple(InFile(part, entries[part.name]) for part in place.parts))
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A folder whose parameters are all there: `parameters` is a pytree like `abstract(config)`.
 
@@ -251,11 +213,12 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     if manifest is not None:
         return _open_converted(folder, config, manifest)
     rename = registry.FAMILIES[config.family].rename
-    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
+    found = without_codes(entries_of(folder), registry.quantization_of(published))
+    entries = {rename(tensor): entry for tensor, entry in found.items() if not IGNORED.search(tensor)}
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, registry.FAMILIES[config.family].weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
-    parameters = jax.tree.map(lambda place: _in_files(place, entries), stored)
+    parameters = jax.tree.map(lambda place: in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
 
 
@@ -280,8 +243,8 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry]
-) -> tuple[ModelConfig, dict[str, Entry]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry | Quantised]
+) -> tuple[ModelConfig, dict[str, Entry | Quantised]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])
@@ -295,7 +258,7 @@ def _resolve_ties(
     return config, others | {table["embed"]: embed or head}
 
 
-def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
+def _equal(a: Entry | Quantised, b: Entry | Quantised, shape: tuple[int, int]) -> bool:
     """Whether both are the table of this shape; of another shape they are refused later, by name."""
     if not a.shape == b.shape == shape:
         return False
