@@ -96,7 +96,7 @@ def _compressed(file: _Compressed) -> Quantization:
     found = next(iter(formats))
     kind, bits = weights.type, weights.num_bits
     described = f"'compressed-tensors' of the format {shown(repr(found))} with weights of {bits} bits ({shown(kind)})"
-    if weights.actorder in ("group", True):
+    if weights.actorder in ("group", "dynamic", True):
         _refuse(f"{described} in the order of activations")
     block, symmetric = _block(weights, described), weights.symmetric
     if (found, kind, bits) == ("float-quantized", "float", 8):
