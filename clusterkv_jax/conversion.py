@@ -22,7 +22,6 @@ from msgspec import Struct, to_builtins
 
 from clusterkv_jax.arrays import all_finite, whole
 from clusterkv_jax.checkpoints import (
-    CALIBRATION,
     DTYPES,
     Checkpoint,
     checked_dtype,
@@ -34,6 +33,7 @@ from clusterkv_jax.checkpoints import (
 from clusterkv_jax.extras import library
 from clusterkv_jax.files import alone, naming, replacing, write_whole
 from clusterkv_jax.folders import files_beside, nearby
+from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 from clusterkv_jax.orbax_files import (
     WEIGHTS,

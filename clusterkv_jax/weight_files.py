@@ -54,8 +54,11 @@ class Entry:
         return self._mapped(jnp.dtype(jnp.uint8), (*front, last * _CODE_SIZES[self.dtype]))
 
     def _mapped(self, kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        if isinstance(self.path, Path):
-            return np.memmap(self.path, kind, mode="r", offset=self.offset, shape=shape)
+        if not isinstance(self.path, Path):
+            return self._fetched(kind, shape)
+        return np.memmap(self.path, kind, mode="r", offset=self.offset, shape=shape)
+
+    def _fetched(self, kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         size = math.prod(shape) * kind.itemsize
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -102,10 +105,7 @@ def entries_of(folder: AnyPath) -> dict[str, Entry]:
         return _header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
-    index = folder / INDEX
-    content = read_json(index)
-    with naming(index):
-        places = checked(content, _Index, str(index)).weight_map
+    index, places = folder / INDEX, _places(folder)
     shards = {file: _header(_shard(folder, file)) for file in sorted(set(places.values()))}
     for tensor, file in places.items():
         if tensor not in shards[file]:
@@ -115,6 +115,19 @@ def entries_of(folder: AnyPath) -> dict[str, Entry]:
             if places.get(tensor) != file and not IGNORED.search(tensor):
                 raise CheckpointError(f"{folder / file} holds {tensor!r}, which {INDEX} does not place there.")
     return {tensor: shards[file][tensor] for tensor, file in places.items()}
+
+
+def weight_names(folder: AnyPath) -> list[str]:
+    """The files in which a checkpoint's tensors lie, whether they are there or not."""
+    return sorted(set(_places(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
+
+
+def _places(folder: AnyPath) -> dict[str, str]:
+    """The index: the file of every tensor."""
+    index = folder / INDEX
+    content = read_json(index)
+    with naming(index):
+        return checked(content, _Index, str(index)).weight_map
 
 
 def _shard(folder: AnyPath, file: str) -> AnyPath:

@@ -35,12 +35,11 @@ def numbers(folder: Any, parts: dict[str, Any], config: dict[str, Any]) -> np.nd
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_compressed_tensors(tmp_path, name):
-    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors")
+    settings = pytest.importorskip("compressed_tensors.quantization")
     form, weights = COMPRESSED[name]
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    arguments = settings.QuantizationArgs(**weights)
+    scheme = settings.QuantizationScheme(targets=["Linear"], weights=arguments)
     generator = torch.Generator().manual_seed(0)
     shape = {"group": (48, 96 // weights.get("group_size", 1)), "channel": (48, 1), "tensor": (1,)}[weights["strategy"]]
     most = 448 if weights.get("type") == "float" else 2 ** (weights["num_bits"] - 1)
@@ -51,7 +50,7 @@ def test_compressed_tensors(tmp_path, name):
     }
     if weights.get("symmetric") is False:
         state["weight_zero_point"] = torch.randint(-4, 4, shape, generator=generator, dtype=torch.int8)
-    compressor = BaseCompressor.get_value_from_registry(form)
+    compressor = compressors.BaseCompressor.get_value_from_registry(form)
     parts = compressor.compress(state, scheme)
     wanted = compressor.decompress(parts, scheme)["weight"].float().numpy()
     group = {"targets": ["Linear"], "weights": scheme.weights.model_dump(mode="json")}
