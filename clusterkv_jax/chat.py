@@ -38,7 +38,7 @@ def _in_time() -> Iterator[None]:
         if frame.f_code.co_filename != "<template>":
             return None
         if time.monotonic() > end:
-            raise TimeoutError(f"it runs for more than {SECONDS} seconds")
+            raise TimeoutError(f"Its loops run for more than {SECONDS} seconds.")
         return on_line
 
     before = sys.gettrace()

@@ -38,9 +38,9 @@ def dequantise(
     *,
     code: str,
     block: tuple[int, int],
-    rows: Int[np.ndarray, " r"],
-    columns: Int[np.ndarray, " c"],
-) -> Float[np.ndarray, "r c"]:
+    rows: Int[np.ndarray, " part_r"],
+    columns: Int[np.ndarray, " part_c"],
+) -> Float[np.ndarray, "part_r part_c"]:
     """The numbers of some rows and columns, both in rising order, in float32: (codes - zeros) * scales.
 
     `block` has the rows and columns that share a scale. Bytes outside of the rows and columns are not read.

@@ -99,7 +99,9 @@ class Quantised:
         """All of its numbers."""
         return self.read(*map(np.arange, self.shape))
 
-    def read(self, rows: Int[np.ndarray, " r"], columns: Int[np.ndarray, " c"]) -> Float[np.ndarray, "r c"]:
+    def read(
+        self, rows: Int[np.ndarray, " part_r"], columns: Int[np.ndarray, " part_c"]
+    ) -> Float[np.ndarray, "part_r part_c"]:
         """The numbers of some rows and columns, both in rising order."""
         raw, grid = self.codes.codes(), _grid(self.how, self.shape)
         if self.scales.dtype in FILE_TYPES:

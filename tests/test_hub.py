@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from huggingface_hub import constants, errors
+from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import calibration, chat
+from clusterkv_jax import calibration, chat, cli
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config
 from clusterkv_jax.planning.shapes import model_config
 from tests.support.checkpoint_files import INDEX, LLAMA, SINGLE, random_tensors, same, write
@@ -256,6 +257,19 @@ def test_calibrations_that_are_not_there(tmp_path, hub, monkeypatch):
         ckv.push_calibration(_calibration(), "owner/name")
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("nobody", "--push must be a hub id such as owner/name, got 'nobody'."), ("me/x", "--push me/x needs the hub's")],
+)
+def test_what_cannot_be_pushed_is_noticed_at_once(monkeypatch, tmp_path, place, message):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    (tmp_path / "text.txt").write_text("A text.")
+    arguments = ["--data", tmp_path / "text.txt", "--output", tmp_path / "c.yaml", "--no-plot", "--push", place]
+    result = CliRunner().invoke(cli.app, ["calibrate", "demo", *map(str, arguments)])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 # --- chat templates ---
 
 
@@ -286,6 +300,8 @@ def test_a_hostile_template_stays_in_the_sandbox(template):
 def test_a_template_without_end_is_ended(monkeypatch, template):
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"^The model's chat template fails: (it runs for more than 0\.3|maximum rec)"):
+    with pytest.raises(
+        ValueError, match=r"^The model's chat template fails: (Its loops run for more than 0\.3|maximum rec)"
+    ):
         chat.turn(tokenizer(template), "A text.")
     assert time.monotonic() - begin < 5

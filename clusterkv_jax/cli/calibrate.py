@@ -63,9 +63,7 @@ def calibrate(
     plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
     push: Annotated[
         str | None,
-        typer.Option(
-            help="A hub id to upload the file to, made if need be; needs 'hf auth login'.", show_default="none"
-        ),
+        typer.Option(help="Also upload the file to this hub id, made if need be.", show_default="none"),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
     tokens: Annotated[

@@ -122,8 +122,8 @@ def generate(
         measured = None if calibration is None else read(calibration)
         candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured, cache_dtype)
 
+        _check_drawing(sampling, temperature, top_k, top_p, min_p)
         asked = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        _check_drawing(sampling, asked != ckv.Sampling())
         network = ckv.load(model)
         network = network if measured is None else calibrated(network, measured)
         prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
@@ -177,11 +177,11 @@ def read_text(prompt_file: str) -> str:
         ) from error
 
 
-def _check_drawing(sampling: str | None, others: bool) -> None:
+def _check_drawing(sampling: str | None, *others: float | None) -> None:
     """Raise ValueError for anything but the model's own way to draw, alone."""
     if sampling not in (None, "model"):
         raise ValueError(f"--sampling must be model, or be left out, got {sampling!r}.")
-    if sampling is not None and others:
+    if sampling is not None and any(others):
         raise ValueError("Give --sampling model, or --temperature and the filters, not both.")
 
 
