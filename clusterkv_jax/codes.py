@@ -28,7 +28,9 @@ POWERS = _BYTES.view(jnp.float8_e8m0fnu).astype(np.float32)
 
 def decode(raw: UInt8[np.ndarray, "R bytes"], code: str) -> Float[np.ndarray, "R C"]:
     """The numbers of rows of bytes, before any scale."""
-    return TABLES[code][raw].reshape(len(raw), -1)
+    table = TABLES[code]
+    # The numbers of a byte as one: that is several times faster.
+    return table.view(f"u{table.itemsize * table.shape[1]}")[:, 0].take(raw).view(np.float32)
 
 
 def dequantise(
@@ -43,20 +45,20 @@ def dequantise(
 ) -> Float[np.ndarray, "part_r part_c"]:
     """The numbers of some rows and columns, both in rising order, in float32: (codes - zeros) * scales.
 
-    `block` has the rows and columns that share a scale. Bytes outside of the rows and columns are not read.
+    `block` has the rows and columns that share a scale. Other rows, and bytes before and after the columns, are not read.
     """
     each = TABLES[code].shape[1]
     first, last = columns[0] // each, columns[-1] // each + 1
     inside, down, across = _run(columns - first * each), rows // block[0], columns // block[1]
-    across = slice(None) if scales.shape[1] == 1 else across
+    across = across[:1] if scales.shape[1] == 1 else across
     numbers = np.empty((len(rows), len(columns)), np.float32)
     step = max(1, CHUNK // (int(last - first) * each))
     for i in range(0, len(rows), step):
         part = decode(raw[_run(rows[i : i + step]), first:last], code)[:, inside]
         if zeros is not None:
-            part = part - zeros[down[i : i + step]][:, across]
+            part -= zeros[down[i : i + step]].take(across, axis=1)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(part, scales[down[i : i + step]][:, across], out=numbers[i : i + step])
+            np.multiply(part, scales[down[i : i + step]].take(across, axis=1), out=numbers[i : i + step])
     return numbers
 
 

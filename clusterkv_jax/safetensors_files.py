@@ -1,7 +1,7 @@
-"""Parameters in safetensors files. Where these hold codes and scales, numbers are computed of what is read.
+"""Parameters in safetensors files. Where these hold codes and scales, the numbers of what is read are computed.
 
-`whole` tensors and stacks of them are mapped; of a quantised one a device's part is dequantised, in float32, when that
-is copied. So no tensor but the one in hand is in memory.
+Tensors are mapped. Of a quantised one the part of a device is dequantised, in float32, when it is copied there, so no
+tensor but the one in hand is in memory.
 """
 
 import math

@@ -64,6 +64,7 @@ class _Group(Struct):
 class _Compressed(Struct):
     format: str | None = None
     config_groups: dict[str, _Group] = {}
+    transform_config: dict[str, Any] | None = None
 
 
 def quantization(published: dict[str, Any], where: str) -> Quantization:
@@ -88,6 +89,8 @@ def _fp8(file: _Fp8) -> Quantization:
 
 
 def _compressed(file: _Compressed) -> Quantization:
+    if file.transform_config:
+        _refuse("'compressed-tensors' with transform_config, rotations of activations,")
     groups = list(file.config_groups.values())
     formats = {group.format or file.format for group in groups} or {file.format}
     weights = groups[0].weights if groups else None

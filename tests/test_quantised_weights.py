@@ -257,6 +257,7 @@ def _weights(**changes):
         (_weights(num_bits=3), r"'compressed-tensors' of the format 'pack-quantized' with weights of 3 bits \(int\)"),
         (_weights(actorder="group"), "'compressed-tensors' of .* in the order of activations"),
         (_weights(strategy="tensor_group"), "'compressed-tensors' of .* by 'tensor_group'"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "'compressed-tensors' with transform_config"),
         ({**PACKED, "config_groups": {}}, "'compressed-tensors' with other than one way to store weights"),
     ],
 )
