@@ -45,7 +45,7 @@ def dequantise(
 ) -> Float[np.ndarray, "part_r part_c"]:
     """The numbers of some rows and columns, both in rising order, in float32: (codes - zeros) * scales.
 
-    `block` has the rows and columns that share a scale. Other rows, and bytes before and after the columns, are not read.
+    `block` has the rows and columns that share a scale. Only these rows are read, from the first to the last column.
     """
     each = TABLES[code].shape[1]
     first, last = columns[0] // each, columns[-1] // each + 1
