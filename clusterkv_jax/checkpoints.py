@@ -250,10 +250,14 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     config = load_config(folder)
     if manifest is not None:
         return _open_converted(folder, config, manifest)
-    rename = registry.FAMILIES[config.family].rename
-    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
+    family = registry.FAMILIES[config.family]
+    entries = {
+        family.rename(tensor): entry
+        for tensor, entry in entries_of(folder).items()
+        if not IGNORED.search(tensor) and not tensor.startswith(family.others)
+    }
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
-    stored = layout(config, registry.FAMILIES[config.family].weights)
+    stored = layout(config, family.weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
     parameters = jax.tree.map(lambda place: _in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
