@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.sharding import ambient_mesh, partition
 
 BACKENDS = ("xla", "cudnn", "splash")
@@ -200,11 +201,6 @@ def _in_blocks(
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))
     return jnp.moveaxis(out, 0, 2).reshape(kv_heads, group, count * block, dim)[:, :, :queries]
-
-
-def capped(scores: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:
-    """c tanh(s / c) of scores s; as they are without a cap."""
-    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _spec(x: Array, heads: str) -> PartitionSpec:

@@ -313,7 +313,7 @@ def test_what_is_not_supported_is_named(published, message):
         ({"window": 3}, "ModelConfig sliding_layers must be some if there is a window, got ()."),
         (
             {"window": 3, "sliding_layers": (2,)},
-            "ModelConfig sliding_layers must be numbers of layers, 0 to 1, got (2,).",
+            "ModelConfig sliding_layers must be layers, from 0 to 1, got (2,).",
         ),
         ({"soft_cap": 0.0}, "ModelConfig soft_cap must be a number above 0, or None, got 0.0."),
         ({"head_dim": 16.0}, "ModelConfig head_dim must be a whole number of at least 1, got 16.0."),
