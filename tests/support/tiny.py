@@ -35,11 +35,13 @@ def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.M
 
 
 @functools.cache
-def sliding(layers: int = 4, window: int = 12, pattern: int = 2, soft_cap: float | None = None) -> ckv.Model:
+def sliding(
+    layers: int = 4, window: int = 12, pattern: int = 2, soft_cap: float | None = None, kv_heads: int = 2
+) -> ckv.Model:
     """Every `pattern`-th layer sees every token, the others a window, by rotations of their own."""
     places = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
     slides = {"window": window, "sliding_layers": places, "local_rope": Rope(1e2, 8), "soft_cap": soft_cap}
-    config = replace(tiny(layers=layers).config, **slides)
+    config = replace(tiny(kv_heads, layers).config, **slides)
     return ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="sliding")
 
 
