@@ -114,9 +114,10 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
             # Other processes may hold a part of the mesh; they call this too.
             return jax.make_array_from_callback(x.shape, replicated(model.mesh), lambda index: np.asarray(x)[index])
 
+        arrays = dict(zip(model.config.global_layers, calibration.surrogate, strict=True))
         layers = tuple(
-            {**layer, "surrogate": jax.tree.map(place, dict(arrays))}
-            for layer, arrays in zip(layers, calibration.surrogate, strict=True)
+            {**layer, "surrogate": jax.tree.map(place, dict(arrays[number]))} if number in arrays else layer
+            for number, layer in enumerate(layers)
         )
     return replace(model, params={**model.params, "layers": layers}, calibration=calibration)
 
