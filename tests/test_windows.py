@@ -26,6 +26,16 @@ from tests.support.tiny import prompt, sliding, tiny
 
 WINDOW = 12
 METHOD = ckv.SnapKV(ckv.Budget(tokens=16), window=4, kernel=3, decode_interval=4)
+ROWS = ckv.Budget(tokens=16)
+EVERY = [
+    *every_method(ROWS),
+    fitted_method(ROWS),
+    ckv.Compactor(ROWS, sinks=2, recent=2, chunk=16),
+    ckv.KVzip(ROWS, chunk=16, instruction=((3, 5), (7, 1, 4), (2,))),
+    ckv.Quest(ROWS, page=4, min_pages=2, dense_layers=0),
+    ckv.ClusterKV(ROWS, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
+    ckv.InfiniGen(ROWS, partial_ratio=0.5, dense_layers=0),
+]
 step = jax.jit(decode_step, static_argnames=("config", "method"))
 logits_of = jax.jit(forward, static_argnums=1)
 
@@ -134,9 +144,7 @@ def test_a_method_leaves_windows_alone():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("soft_cap", [None, 0.5])
-@pytest.mark.parametrize(
-    "method", [*every_method(ckv.Budget(tokens=16)), fitted_method(ckv.Budget(tokens=16))], ids=named
-)
+@pytest.mark.parametrize("method", EVERY, ids=named)
 def test_every_method_leaves_windows_alone(method, soft_cap):
     model = sliding(soft_cap=soft_cap)
     check_method(model, method)
