@@ -63,6 +63,8 @@ FAMILIES = {
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 8.0},
     "olmo2": {**LLAMA, "model_type": "olmo2"},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16},
+    "gemma3_text": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64},
     "phi3": {**LLAMA, "model_type": "phi3"},
     "qwen3_moe": QWEN3_MOE,
     "glm": _GLM,
