@@ -35,6 +35,19 @@ def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.M
 
 
 @functools.cache
+def sliding(
+    layers: int = 4, window: int = 12, pattern: int = 2, soft_cap: float | None = None, kv_heads: int = 2
+) -> ckv.Model:
+    """Every `pattern`-th layer sees every token, the others a window, by rotations of their own; with a surrogate."""
+    places = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
+    slides = {"window": window, "sliding_layers": places, "local_rope": Rope(1e2, 8), "soft_cap": soft_cap}
+    config = replace(tiny(kv_heads, layers).config, **slides)
+    return with_surrogate(
+        ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="sliding")
+    )
+
+
+@functools.cache
 def taught(kv_heads: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
     return with_surrogate(tiny(kv_heads))
@@ -48,7 +61,10 @@ def with_surrogate(model: ckv.Model) -> ckv.Model:
     def surrogate() -> dict[str, jax.Array]:
         return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
-    layers = tuple({**layer, "surrogate": surrogate()} for layer in model.params["layers"])
+    layers = tuple(
+        {**layer, "surrogate": surrogate()} if number in model.config.global_layers else layer
+        for number, layer in enumerate(model.params["layers"])
+    )
     return replace(model, params={**model.params, "layers": layers})
 
 
@@ -57,6 +73,8 @@ def untied(model: ckv.Model) -> ckv.Model:
     are equal.
     """
     first, *others = model.params["layers"]
+    if "surrogate" not in first:  # one with a window, behind which equal tokens differ
+        return model
     first = first | {"surrogate": jax.tree.map(jnp.zeros_like, first["surrogate"])}
     return replace(model, params=model.params | {"layers": (first, *others)})
 

@@ -86,5 +86,5 @@ def budget_rows(name: str, method: Any) -> np.ndarray:
     model, lengths = model_of(name), np.asarray(LENGTHS)
     counts = {"max_new_tokens": 10, "reserve": 15, "step_tokens": 5}
     request = request_of_model(model.config, model.params["embed"].dtype, lengths, None, **counts)
-    rows = [method.budget_rows(lengths, layer, request) for layer in range(model.config.num_layers)]
+    rows = [method.budget_rows(lengths, layer, request) for layer in range(request.num_layers)]
     return np.stack([each if each.ndim == 2 else each[..., 0] for each in rows]).sum(axis=-1)
