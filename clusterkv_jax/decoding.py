@@ -235,8 +235,13 @@ def append_step(
     cache: KVCache,
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B V"]]:
-    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled."""
+    *,
+    every: bool = False,
+) -> tuple[KVCache, Float[Array, "B ... V"]]:
+    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled.
+
+    With `every` the logits are those after each of the T tokens, which a loss asks for.
+    """
     width = tokens.shape[1]
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
@@ -256,8 +261,9 @@ def append_step(
             layers.append(layer)
             state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
-    last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = transformer.unembed(params, config, last)
+    if not every:
+        hidden = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = transformer.unembed(params, config, hidden)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
 
 
