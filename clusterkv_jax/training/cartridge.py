@@ -1,8 +1,8 @@
 """A Cartridge: the rows of one context's compressed cache as parameters, trained to answer as its full cache does.
 
-After Eyuboglu et al., "Cartridges: Lightweight and general-purpose long context representations via self-study" (2025):
-a small cache is trained on questions made from the context, by the KL divergence from what the model says with the whole
-context before it. Here it starts from the rows that a method keeps, whose degrees are trained beside keys and values.
+After Eyuboglu et al., "Cartridges: Lightweight and general-purpose long context representations via self-study"
+(2025): a small cache is trained on questions made from the context, by the KL divergence from what the model says with
+the whole context before it. Here it starts from the rows that a method keeps, and their degrees are trained too.
 """
 
 from dataclasses import replace
@@ -54,18 +54,26 @@ def with_rows(cache: KVCache, rows: Rows) -> KVCache:
 
 
 def logits_after(
-    params: Params, config: ModelConfig, method: Method, cache: KVCache, tokens: Int[Array, "Q T"]
-) -> Float[Array, "Q T V"]:
-    """Logits after each token of Q texts, each of which follows the same cache of one context [1, ...], not copied."""
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    tokens: Int[Array, "Q T"],
+    places: Int[Array, "Q P"],
+) -> Float[Array, "Q P V"]:
+    """Logits after these of the tokens of Q texts, each of which follows the same cache of one context, not copied."""
     count = jnp.full(1, tokens.shape[1], jnp.int32)
-    follow = lambda text: append_step(params, config, method, cache, text[None], count, every=True)[1][0]  # noqa: E731
-    return jax.vmap(follow)(tokens)
+
+    def follow(text: Array, at: Array) -> Array:
+        return append_step(params, config, method, cache, text[None], count, at[None])[1][0]
+
+    return jax.vmap(follow)(tokens, places)
 
 
 def divergence(
-    teacher: Float[Array, "Q T V"], student: Float[Array, "Q T V"], learned: Bool[Array, "Q T"]
+    teacher: Float[Array, "Q P V"], student: Float[Array, "Q P V"], learned: Bool[Array, "Q P"]
 ) -> Float[Array, ""]:
-    """Mean KL divergence of the student's distributions from the teacher's, in nats, over the learned tokens."""
+    """Mean KL divergence of the student's distributions from the teacher's, in nats, over the learned places."""
     log_p, log_q = jax.nn.log_softmax(teacher), jax.nn.log_softmax(student)
     each = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
     weights = learned.astype(jnp.float32)

@@ -49,8 +49,9 @@ def logits_of(
 
     All are appended at once and compress nothing, so that the cache must have slots for T tokens (`step_tokens`).
     """
-    _, after = append_step(params, config, method, cache, tokens, counts, every=True)
-    return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
+    before = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), (tokens.shape[0], tokens.shape[1] - 1))
+    _, after = append_step(params, config, method, cache, tokens, counts, before)
+    return jnp.concatenate([first[:, None], after], axis=1)
 
 
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -64,14 +65,17 @@ def read(
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """The contexts' compressed caches, and the logits after each context.
 
-    Compression itself has no gradient: which rows are kept, how they merge, and budgets are numbers. With `through_rows`
-    the contexts are read once more, with a gradient: that of a row goes to the token in whose place it stands. Of a row
-    that is a token, as it was read, this is the true gradient; a centroid's is that of its first member's part.
+    Compression itself has no gradient: which rows are kept, and how they merge, is decided as it is when a model
+    answers. With `through_rows` the contexts are read once more, and a row's gradient goes on into the token in whose
+    place it stands. That is the true one for a row that is a token as it was read. A centroid's stands for the
+    gradients of all tokens that were merged into it.
+
+    Raises ValueError for methods whose rows have no gradient: in the host's memory, or with `through_rows` quantised.
     """
     if method.holds == "host":
         raise ValueError(f"{type(method).__name__} holds rows in the host's memory, where no gradient is taken.")
     follow = batch.follow.shape[1]
-    counts = {"max_new_tokens": follow, "step_tokens": follow}
+    counts: Any = {"max_new_tokens": follow, "step_tokens": follow}
     still = jax.lax.stop_gradient(params)
     cache, first = prefill(still, config, method, batch.contexts, batch.lengths, **counts)
     if not through_rows:
@@ -101,7 +105,9 @@ def in_place_of(layer: Layer, keys: Float[Array, "B K N D"], values: Float[Array
 
 def _group_in_place(group: Any, keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"]) -> Any:
     if isinstance(group.keys, Quantised):
-        raise ValueError("Rows of a cache_dtype are codes, which have no gradient; train with rows of the model's type.")
+        raise ValueError(
+            "Rows of a cache_dtype are codes, which have no gradient; train with rows of the model's type."
+        )
 
     def put(rows: Array, tokens: Array) -> Array:
         if isinstance(group, PagedHeads):
@@ -122,4 +128,6 @@ def answer_loss(
     weights = jnp.asarray(batch.learned).astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0)
     hits = (jnp.argmax(logits, axis=-1) == batch.follow) & batch.learned
-    return -jnp.sum(logprobs(logits, jnp.asarray(batch.follow)) * weights) / total, jnp.sum(hits.astype(jnp.float32)) / total
+    return -jnp.sum(logprobs(logits, jnp.asarray(batch.follow)) * weights) / total, jnp.sum(
+        hits.astype(jnp.float32)
+    ) / total
