@@ -183,12 +183,12 @@ def ask(model: ckv.Model, method: Any, cache: KVCache, questions: list[str], mos
     counts = jnp.asarray([len(question) for question in ids], jnp.int32)
     tokens = jnp.asarray(padded(ids, ROOM - most))
     many, logits = append_step_jit(model.params, model.config, method, many, tokens, counts)
-    first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    state = DecodeState(many, first, jnp.isin(first, jnp.asarray(model.config.eos_ids)))
+    first = np.asarray(jnp.argmax(logits, axis=-1), np.int32)
+    state = DecodeState(many, jnp.asarray(first), jnp.asarray(np.isin(first, model.config.eos_ids)))
     options: Any = {"sampling": Sampling(), "eos_ids": model.config.eos_ids, "steps": most}
     args = model.params, model.config, method, state, jax.random.key(0), jnp.int32(1), jnp.int32(most - 1)
     _, rest, _ = decode_loop(*args, **options)
-    rows = np.concatenate([np.asarray(first)[:, None], np.asarray(rest)], axis=1)
+    rows = np.concatenate([first[:, None], np.asarray(rest)], axis=1)
     return [decode(model, [int(token) for token in row if token >= 0]) for row in rows]
 
 

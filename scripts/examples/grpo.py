@@ -97,7 +97,7 @@ def policy_loss(
 def train(
     small: Any, task: Task, *, steps: int, learning_rate: float, seed: int, show: Callable[[int, float, float], None]
 ) -> list[float]:
-    """The mean reward of each step; `show` gets its number, reward and loss. The model that `small` holds is trained."""
+    """The mean reward of each step; `show` gets its number, reward and loss. What `small` holds is trained."""
     optimizer = nnx.Optimizer(small.model, optax.adam(learning_rate), wrt=nnx.Param)
 
     @nnx.jit
