@@ -49,28 +49,32 @@ def of_model(model: Model, compute_dtype: str = "float32") -> Trainee:
 def of_flax(compressed: Any) -> Trainee:
     """The arrays (`nnx.Param`) of the model that `clusterkv_jax.nnx.compressed` was given; it computes as it says.
 
-    Weights are named as nnx writes their paths. Put trained ones back with `put_back`.
+    Put trained ones back with `put_back`.
     """
     nnx = library("flax.nnx", "Training a Flax model", "flax")
     from clusterkv_jax.nnx.decoder import in_parts
 
     definition, params, rest = nnx.split(compressed.model, nnx.Param, ...)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    names, leaves, tree = _named(params)
     config = compressed.config
 
     def params_of(weights: dict[str, Any]) -> Params:
         state = jax.tree.unflatten(tree, [weights[name] for name in names])
         return in_parts(nnx.merge(definition, state, rest), config.decoder.layout, config.dtype)
 
-    weights = {name: jnp.array(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    weights = {name: jnp.array(leaf) for name, leaf in zip(names, leaves, strict=True)}
     return Trainee(compressed.as_model(), weights, params_of)
 
 
 def put_back(compressed: Any, weights: dict[str, Any]) -> None:
     """Give the Flax model the weights that `of_flax` named and a run has trained."""
     nnx = library("flax.nnx", "Training a Flax model", "flax")
-    params = nnx.state(compressed.model, nnx.Param)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    found = [weights[jax.tree_util.keystr(path, simple=True, separator=".")] for path, _ in leaves]
-    nnx.update(compressed.model, jax.tree.unflatten(tree, found))
+    names, _, tree = _named(nnx.state(compressed.model, nnx.Param))
+    nnx.update(compressed.model, jax.tree.unflatten(tree, [weights[name] for name in names]))
+
+
+def _named(state: Any) -> tuple[list[str], list[Any], Any]:
+    """The arrays of an nnx state with their names, such as `layers.0.attn.q.kernel`."""
+    pairs, tree = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in pairs]
+    return names, [leaf for _, leaf in pairs], tree
