@@ -39,7 +39,7 @@ chooses to keep or to merge has no gradient.
 again: it ends with the same weights, bit for bit. Asked to end (SIGTERM), it saves and leaves with code 75.
 
   python scripts/train.py --model demo --data facts.jsonl --method gravitykv --budget 0.125 --steps 200 --out tuned
-  clusterkv generate --model tuned --prompt-file book.txt --method gravitykv --budget 0.125 --question "..."
+  clusterkv generate --model tuned --prompt-file book.txt --method gravitykv --cache-ratio 0.125 --question "..."
 """
 
 
