@@ -211,8 +211,12 @@ def append_step(
     cache: KVCache,
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B V"]]:
-    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled."""
+    at: Int[Array, "B P"] | None = None,
+) -> tuple[KVCache, Float[Array, "B ... V"]]:
+    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled.
+
+    With `at` the logits are those after these of the T tokens, [B,P,V]: for losses.
+    """
     width = tokens.shape[1]
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
@@ -232,8 +236,9 @@ def append_step(
             layers.append(layer)
             state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
-    last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = transformer.unembed(params, config, last)
+    places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
+    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+    logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
 
 

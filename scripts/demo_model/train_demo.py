@@ -4,9 +4,7 @@ Llama, and by `--recipe qwen3` a second one of another architecture that the pac
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,40 +14,29 @@ import demo_data
 import demo_evaluation
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import typer
 from demo_recipes import RECIPES, Recipe, flops_per_token, tiny
 from jaxtyping import Array, Float, Int, UInt8, UInt16
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clusterkv_jax.checkpoints import save_huggingface
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, forward_hidden, init, unembed
+from clusterkv_jax.training import loop
+from clusterkv_jax.training.loop import State
 
 LOG_EVERY = 100
 LOGITS_AT_ONCE = 2**15  # tokens whose V-wide float32 logits exist at a time: 1 GiB
-
-State = dict[str, Any]  # params, opt_state: all float32
 
 
 # --- one step ---
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW with a cosine schedule over all phases; norms are not decayed."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, recipe.warmup, recipe.steps)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule,
-            b2=0.95,
-            weight_decay=recipe.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
-        ),
-    )
+    """AdamW over all phases."""
+    rates = {"learning_rate": recipe.learning_rate, "warmup": recipe.warmup, "weight_decay": recipe.weight_decay}
+    return loop.adamw(recipe.steps, **rates)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -93,11 +80,7 @@ def train_step(
     dtype = jnp.dtype(recipe.compute_dtype)
     grad = jax.value_and_grad(loss_and_accuracy, has_aux=True)
     (loss, accuracy), grads = grad(state["params"], recipe.config, tokens, weights, dtype)
-    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and multiplies floats with them
-        updates, opt_state = optimizer(recipe).update(grads, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, jnp.stack(
-        [loss, accuracy]
-    )
+    return loop.updated(optimizer(recipe), state, grads), jnp.stack([loss, accuracy])
 
 
 # --- the run ---
@@ -118,70 +101,19 @@ def train(
     Returns the state and the number of steps done, both saved. `after_step` sees each finished step's number. Raises
     ValueError if `work` holds checkpoints of another recipe.
     """
-    began = time.monotonic()
-    _claim(work, recipe)
-    with ocp.CheckpointManager((work / "checkpoints").resolve()) as manager:
-        state, step = _restore(manager, recipe)
-        stream = demo_data.batches(corpus, recipe.shapes, recipe.seed, step, workers)
-        with _progress(console or Console(quiet=True), recipe, step) as report:
-            for tokens, weights in stream:
-                state, metrics = train_step(recipe, state, tokens, weights)
-                step += 1
-                report(step, tokens.size, metrics)
-                late = time.monotonic() - began > seconds
-                if step % recipe.checkpoint_every == 0 or step == recipe.steps or late:
-                    manager.save(step, args=ocp.args.StandardSave(state))
-                    manager.wait_until_finished()  # the next step donates these buffers
-                after_step(step)
-                if late:
-                    break
-    return state, step
-
-
-def _claim(work: Path, recipe: Recipe) -> None:
-    """Remembers whose checkpoints these are."""
-    work.mkdir(parents=True, exist_ok=True)
-    path, described = work / "recipe.json", json.dumps(asdict(recipe), indent=2)
-    if path.exists() and path.read_text() != described:
-        raise ValueError(f"{path} describes another recipe than this run's: choose another --work folder or delete it")
-    path.write_text(described)
-
-
-def _restore(manager: ocp.CheckpointManager, recipe: Recipe) -> tuple[State, int]:
-    """The newest checkpoint or a new state, placed alike, so that a resumed run compiles nothing twice."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    step = manager.latest_step()
-    if step is None:
-        return jax.device_put(new_state(recipe), sharding), 0
-    abstract = jax.eval_shape(partial(new_state, recipe))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
-    return dict(manager.restore(step, args=ocp.args.StandardRestore(abstract))), step
-
-
-@contextmanager
-def _progress(console: Console, recipe: Recipe, start: int) -> Iterator[Callable[[int, int, Array], None]]:
-    """A bar, and a line every LOG_EVERY steps. Metrics are read that seldom: reading waits for the accelerator."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=recipe.steps, completed=start)
-        recent: list[Array] = []
-        mark, count = time.monotonic(), 0
-
-        def report(step: int, tokens: int, metrics: Array) -> None:
-            nonlocal mark, count
-            recent.append(metrics)
-            count += tokens
-            if step % LOG_EVERY == 0 or step == recipe.steps:
-                loss, accuracy = np.mean(np.stack(recent), axis=0)
-                now = time.monotonic()
-                label = f"loss {loss:.3f} answers {accuracy:.1%} {count / (now - mark) / 1e6:.2f} M tokens/s"
-                bar.update(task, completed=step, description=label)
-                if not console.is_terminal:
-                    console.print(f"step {step}/{recipe.steps} {label}")
-                recent.clear()
-                mark, count = now, 0
-
-        yield report
+    loop.claim(work / "recipe.json", json.dumps(asdict(recipe), indent=2))
+    with loop.progress(console or Console(quiet=True), recipe.steps, every=LOG_EVERY) as report:
+        return loop.run(
+            work,
+            partial(new_state, recipe),
+            lambda state, batch: train_step(recipe, state, *batch),
+            lambda start: demo_data.batches(corpus, recipe.shapes, recipe.seed, start, workers),
+            steps=recipe.steps,
+            save_every=recipe.checkpoint_every,
+            seconds=seconds,
+            report=lambda step, batch, metrics: report(step, batch[0].size, metrics),
+            after_step=after_step,
+        )
 
 
 def prepare(data: Path, work: Path, recipe: Recipe) -> Path:

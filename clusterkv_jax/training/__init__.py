@@ -1,0 +1,1 @@
+"""Training through a compressed cache: losses, rows as parameters, and runs that resume (extra `train`)."""
