@@ -1,6 +1,5 @@
 """Requests timed with this library, as `generate` answers them."""
 
-import importlib.metadata
 import platform
 import statistics
 import time
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.benchmark.cells import Asked, Cell
-from clusterkv_jax.benchmark.prompts import random_prompt
+from clusterkv_jax.benchmark.common import random_prompt, versions
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model, load
@@ -34,7 +33,7 @@ from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, on_me
 
 VERSIONS = ("clusterkv-jax", "jax")
 # Bytes that are read at a time to find the bandwidth, and how often; elsewhere a GiB 32 times.
-READS = {"cpu": (2**27, 4)}
+READS = {"cpu": (2**27, 2)}
 
 
 def open_side(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
@@ -43,10 +42,7 @@ def open_side(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[
     hello = {
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "platform": jax.default_backend(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in VERSIONS},
-        },
+        "versions": {"python": platform.python_version(), **versions(VERSIONS)},
     }
     return hello, partial(measure, model, asked.new_tokens)
 
@@ -151,7 +147,7 @@ def peak_bytes() -> int | None:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of reading two arrays in turns on one device, by XLA's maximum of each."""
+    """Bytes a second of reading arrays larger than caches on one device, by XLA's maximum of them."""
     size, reads = READS.get(jax.default_backend(), (2**30, 32))
     stack = jnp.ones((2, size // 512, 128), jnp.float32)
     run = partial(_biggest, stack, reads)
@@ -161,6 +157,9 @@ def read_bandwidth() -> float:
 
 @partial(jax.jit, static_argnames=("reads",))
 def _biggest(stack: Float[Array, "2 rows columns"], reads: int) -> Float[Array, ""]:
+    if reads == len(stack):
+        return jnp.max(stack)  # a CPU reads on one core inside a loop
+
     def body(i: Any, top: Array) -> Array:
         return jnp.maximum(top, jnp.max(jax.lax.dynamic_index_in_dim(stack, i % 2)))
 

@@ -51,6 +51,9 @@ def run(
     """
     sessions, lines = records.begin(folder, asked), records.read(folder)
     notes = {peer: note for peer in asked.peers if (note := sides.missing(peer))}
+    notes |= {
+        peer: f"{peer} has nothing to do: no budget was asked for." for peer in asked.peers if not cells(asked, [peer])
+    }
     peers = [peer for peer in asked.peers if peer not in notes]
     order = turns(cells(asked, [OURS, *peers]), asked.repeats, _done(lines, asked.repeats))
     if order:

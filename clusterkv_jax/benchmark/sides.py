@@ -5,9 +5,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,16 +20,15 @@ WORKER = ("-m", "clusterkv_jax.benchmark.worker")
 
 @dataclass(frozen=True)
 class Side:
-    """A side that runs; `hello` is what it says of itself, or `failed` and why it cannot."""
+    """A side that runs.
 
-    name: str
-    process: Any
-    log: Any
+    Attributes:
+        hello: what it says of itself, or `failed` and why it cannot.
+        measure: a timing of a cell and repeat, or `failed` and why there is none; `ended` where its process is gone.
+    """
+
     hello: dict[str, Any]
-
-    def measure(self, cell: Cell, repeat: int) -> dict[str, Any]:
-        """A timing, or `failed` and why there is none; `ended` where the process is gone."""
-        return _exchange(self.process, self.log, {"cell": asdict(cell), "repeat": repeat})
+    measure: Callable[[Cell, int], dict[str, Any]]
 
 
 def missing(side: str) -> str | None:
@@ -48,8 +48,9 @@ def running(name: str, asked: Asked) -> Iterator[Side]:
         subprocess.Popen([sys.executable, *WORKER], stderr=log, **streams) as process,
     ):
         try:
-            hello = _exchange(process, log, {"side": name, "asked": msgspec.to_builtins(asked)})
-            yield Side(name, process, log, hello)
+            ask = partial(_exchange, process, log)
+            hello = ask({"side": name, "asked": msgspec.to_builtins(asked)})
+            yield Side(hello, lambda cell, repeat: ask({"cell": asdict(cell), "repeat": repeat}))
         finally:
             process.kill()
 

@@ -7,7 +7,6 @@ kvpress               SnapKV's press while the prompt is read, then as transform
 
 import contextlib
 import gc
-import importlib.metadata
 import inspect
 import json
 import time
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.utils import logging
 
 from clusterkv_jax.benchmark.cells import PEERS, Asked, Cell
-from clusterkv_jax.benchmark.prompts import random_prompt
+from clusterkv_jax.benchmark.common import random_prompt, versions
 from clusterkv_jax.folders import locate
 from clusterkv_jax.planning.shapes import packaged_shapes
 
@@ -37,8 +36,7 @@ def open_side(side: str, asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, 
     logging.set_verbosity_error()
     model = the_model(asked.model)
     packages = dict.fromkeys(["torch", "transformers", *PEERS[side]])
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {"versions": versions}, partial(measure, model, asked.new_tokens)
+    return {"versions": versions(packages)}, partial(measure, model, asked.new_tokens)
 
 
 def the_model(name: str) -> Any:
@@ -47,7 +45,8 @@ def the_model(name: str) -> Any:
     shapes = packaged_shapes()
     if name not in shapes:
         kind = {} if device == "cuda" else {"dtype": torch.float32}
-        return AutoModelForCausalLM.from_pretrained(locate(name), **kind).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(locate(name), **kind)
+        return model.to(device).eval()
     config = AutoConfig.for_model(**json.loads(Path(shapes[name]).read_text(encoding="utf-8")))
     dtype = torch.float32 if device == "cpu" else config.dtype
     with torch.device(device):
@@ -73,7 +72,7 @@ def _request(model: Any, new_tokens: int, cell: Cell, repeat: int) -> dict[str, 
     device = model.device
     prompt = torch.tensor([random_prompt(model.config.vocab_size, cell.length)], device=device)
     begin = time.perf_counter()
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with _press(cell, model):
         logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
@@ -134,10 +133,9 @@ def _press(cell: Cell, model: Any) -> contextlib.AbstractContextManager[Any]:
 
 def _static(model: Any, cache: Any, cell: Cell, room: int) -> Any:
     """A cache of fixed size that holds what was read, once for each sequence."""
-    config, keys = model.config, cache.layers[0].keys
-    static = StaticCache(config=config, max_cache_len=cell.length + room)
-    heads, dim = keys.shape[1], keys.shape[3]
-    static.early_initialization(cell.batch, heads, dim, keys.dtype, keys.device)
+    keys = cache.layers[0].keys
+    static: Any = StaticCache(config=model.config, max_cache_len=cell.length + room)
+    static.early_initialization(cell.batch, keys.shape[1], keys.shape[3], keys.dtype, keys.device)
     for full, layer in zip(cache.layers, static.layers, strict=True):
         layer.keys[:, :, : cell.length] = full.keys
         layer.values[:, :, : cell.length] = full.values

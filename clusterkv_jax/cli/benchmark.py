@@ -101,14 +101,14 @@ def the_question(
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{option} takes one or more different numbers, got {texts!r}.")
     check_peers(split(peers))
+    if mesh is not None:
+        mesh_sizes(mesh)
     config = model_config(model)
     if model not in packaged_shapes() and max(counts[0]) + new_tokens > config.max_positions:
         raise ValueError(
             f"--lengths {max(counts[0])} and {new_tokens} new tokens exceed the model's "
             f"{config.max_positions} positions."
         )
-    if mesh is not None:
-        mesh_sizes(mesh)
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
     return Asked(model, budgets_of, *counts, split(peers), repeats, new_tokens, mesh)
 
