@@ -1,6 +1,7 @@
 """`clusterkv benchmark`: the order of timings, what follows from them, and runs that go on where they were killed."""
 
 import json
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -77,6 +78,13 @@ def test_peers_stand_in_the_same_turns():
         ("kvpress", "SnapKV", 64),
         ("transformers", "full", None),
     ]
+
+
+def test_each_type_of_stored_rows_is_a_cell_of_this_library_alone():
+    asked = replace(ASKED, entries=ENTRIES[:1], lengths=(256,), batches=(1,), cache_dtypes=(None, "int8"))
+    (group,) = cells(asked, [OURS, "transformers"])
+    assert group == [replace(FULL, cache_dtype="int8"), FULL, Cell("transformers", "full", None, 256, 1)]
+    assert table.name(group[0]) == "full, all kept in int8, 1 x 256 tokens"
 
 
 def test_what_is_done_is_left_out_and_its_cell_compiled_again():
@@ -188,11 +196,17 @@ def test_a_page_gets_its_table(tmp_path):
 # --- what is really timed ---
 
 
+def test_a_cpu_without_room_for_the_weights_says_so():
+    hello, measure = opened(OURS, Asked("llama-3.1-70b", (), (64,), (1,), (), 1, 2, None))
+    assert measure is None
+    assert re.match(r"llama-3.1-70b has 263 GiB of weights in float32, more than the \d+ GiB of", hello["failed"])
+
+
 def test_a_request_is_timed(model):
     asked = Asked(str(model), (), (64,), (2,), (), 1, 140, None)
     hello, measure = opened(OURS, asked)
     assert hello["platform"] == "cpu"
-    cell = Cell(OURS, "streamingllm", 32, 64, 2)
+    cell = Cell(OURS, "streamingllm", 32, 64, 2, "int8")
     first, second = (answer(measure, cell, repeat) for repeat in (0, 1))
     assert first["ttft_s"] > 0 < second["tpot_s"]
     assert second["bandwidth"] > 1e6
@@ -207,7 +221,7 @@ def test_the_command_prints_one_object(model, tmp_path):
     said = benchmark(*asked, "--json")
     assert said.exit_code == 0, said.stderr
     (row,) = json.loads(said.stdout)["rows"]
-    assert row["cell"] == {"side": OURS, "method": "full", "budget": None, "length": 64, "batch": 1}
+    assert row["cell"] == vars(Cell(OURS, "full", None, 64, 1))
     assert row["tpot"]["median"] > 0 < row["over_floor"]
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert files >= {"run.json", "results.jsonl", "results.json", "table.md", "ttft-batch-1.svg"}
@@ -225,6 +239,9 @@ def test_the_command_prints_one_object(model, tmp_path):
         (("--lengths", "100k"), "--lengths 102400 and 289 new tokens exceed the model's"),
         (("--batches", "0"), "--batches takes whole numbers from 1 to 99999, got '0'."),
         (("--peers", "vllm"), "--peers takes each of transformers, transformers-static, kvpress once, got vllm."),
+        (("--cache-dtype", "int9"), "--cache-dtype takes each of model, int8, float8_e4m3, int4 once, got int9."),
+        (("--cache-dtype", ""), "--cache-dtype takes one or more of model, int8, float8_e4m3, int4, got none."),
+        (("--methods", "clusterkv", "--cache-dtype", "int8"), "rows that are recalled one by one are not quantised"),
         (("--methods", "best"), "Unknown method or preset 'best'"),
         (("--mesh", "model=two"), "A mesh is such as data=2,model=4"),
         (("--markdown", "speed.md"), "--markdown speed.md needs --output"),

@@ -1,17 +1,22 @@
 """What a benchmark asks: cells of a table, and the order in which they are timed.
 
-A cell is a side (this library, or a peer), a method with its budget, a prompt's length and a batch. Cells of equal
-length and batch take turns, A B C A B C, so that what slows a machine down for a while slows all of them.
+A cell is a side (this library, or a peer), a method with its budget and type of stored rows, a prompt's length and a
+batch. Cells of equal length and batch take turns, A B C A B C, so that what slows a machine down for a while slows all
+of them.
 """
 
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from clusterkv_jax.kernels.quantised import CODES
+
 OURS = "clusterkv"
 # The libraries that a peer needs, by its name.
 PEERS = {"transformers": ("torch",), "transformers-static": ("torch",), "kvpress": ("torch", "kvpress")}
 MOST_TOKENS = 2**24
+# What `--cache-dtype` calls rows that are stored as the model computes them.
+AS_COMPUTED = "model"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Cell:
         budget: a share of the cache or a number of rows; None keeps all.
         length: tokens of the prompt.
         batch: sequences that decode together.
+        cache_dtype: how rows are stored; None as the model computes them.
     """
 
     side: str
@@ -31,6 +37,7 @@ class Cell:
     budget: float | int | None
     length: int
     batch: int
+    cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Asked:
         repeats: timings of each cell, beside the first one, which compiles.
         new_tokens: tokens generated in each timing.
         mesh: devices that share the model, such as "model=2".
+        cache_dtypes: how rows of this library's methods are stored, each as in a `Cell`.
     """
 
     model: str
@@ -56,6 +64,7 @@ class Asked:
     repeats: int
     new_tokens: int
     mesh: str | None
+    cache_dtypes: tuple[str | None, ...] = (None,)
 
 
 def parse_tokens(text: str) -> int:
@@ -74,6 +83,17 @@ def parse_batch(text: str) -> int:
     return int(text)
 
 
+def parse_dtypes(texts: Sequence[str]) -> tuple[str | None, ...]:
+    """Types of stored rows; those of the model are None. Raises ValueError for one that is unknown or named twice."""
+    known = AS_COMPUTED, *CODES
+    for place, text in enumerate(texts):
+        if text not in known or text in texts[:place]:
+            raise ValueError(f"--cache-dtype takes each of {', '.join(known)} once, got {', '.join(texts)}.")
+    if not texts:
+        raise ValueError(f"--cache-dtype takes one or more of {', '.join(known)}, got none.")
+    return tuple(None if text == AS_COMPUTED else text for text in texts)
+
+
 def check_peers(names: Sequence[str]) -> None:
     """Raise ValueError for a peer that is unknown or named twice."""
     for place, name in enumerate(names):
@@ -85,12 +105,13 @@ def cells(asked: Asked, sides: Sequence[str]) -> list[list[Cell]]:
     """Cells of these sides that take turns, the smaller caches first: memory's peak is then that of the last one."""
     groups = sorted(((n, b) for n in asked.lengths for b in asked.batches), key=lambda group: group[0] * group[1])
     rows = {group: [cell for side in sides for cell in _of_side(asked, side, *group)] for group in groups}
-    return [sorted(group, key=_rows) for group in rows.values() if group]
+    return [sorted(group, key=_size) for group in rows.values() if group]
 
 
 def _of_side(asked: Asked, side: str, length: int, batch: int) -> Iterator[Cell]:
     if side == OURS:
-        yield from (Cell(side, method, budget, length, batch) for method, budget in asked.entries)
+        for method, budget in asked.entries:
+            yield from (Cell(side, method, budget, length, batch, dtype) for dtype in asked.cache_dtypes)
     elif side == "kvpress":
         budgets = dict.fromkeys(budget for _, budget in asked.entries if budget is not None)
         yield from (Cell(side, "SnapKV", budget, length, batch) for budget in budgets)
@@ -98,11 +119,11 @@ def _of_side(asked: Asked, side: str, length: int, batch: int) -> Iterator[Cell]
         yield Cell(side, "full", None, length, batch)
 
 
-def _rows(cell: Cell) -> float:
-    """Rows that a cell's cache holds of a prompt."""
-    if cell.budget is None:
-        return float(cell.length)
-    return float(cell.budget) if isinstance(cell.budget, int) else cell.budget * cell.length
+def _size(cell: Cell) -> tuple[float, bool]:
+    """What cells are sorted by: rows that a cache holds of a prompt, and whether they are stored whole."""
+    share = 1.0 if cell.budget is None else cell.budget
+    rows = float(share) if isinstance(share, int) else share * cell.length
+    return rows, cell.cache_dtype is None
 
 
 def turns(groups: Sequence[Sequence[Cell]], repeats: int, done: Collection[tuple[Cell, int]]) -> list[tuple[Cell, int]]:

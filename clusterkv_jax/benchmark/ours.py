@@ -1,5 +1,7 @@
 """Requests timed with this library, as `generate` answers them."""
 
+import math
+import os
 import platform
 import statistics
 import time
@@ -40,11 +42,19 @@ def open_side(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[
     """What this side is, and how it times a cell."""
     model = the_model(asked)
     hello = {
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "device": the_device(),
         "platform": jax.default_backend(),
         "versions": {"python": platform.python_version(), **versions(VERSIONS)},
     }
     return hello, partial(measure, model, asked.new_tokens)
+
+
+def the_device() -> str:
+    """What this side runs on; a CPU by its cores, as many as this process may use."""
+    if jax.default_backend() != "cpu":
+        return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} {platform.machine()} core{'' if cores == 1 else 's'}"
 
 
 def the_model(asked: Asked) -> Model:
@@ -60,7 +70,21 @@ def the_model(asked: Asked) -> Model:
     positions = max(config.max_positions, max(asked.lengths) + asked.new_tokens)
     config = replace(config, eos_ids=(), max_positions=positions)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(config.dtype)
+    check_host_memory(asked.model, config, dtype)
     return Model(random_params(config, dtype, mesh), config, None, mesh, asked.model)
+
+
+def check_host_memory(name: str, config: ModelConfig, dtype: Any) -> None:
+    """Raise MemoryError where a CPU has no room for the weights: the system would end the process without a word."""
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return
+    need = sum(math.prod(spec.shape) for spec in jax.tree.leaves(abstract(config))) * jnp.dtype(dtype).itemsize
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > most:
+        raise MemoryError(
+            f"{name} has {need / 2**30:.0f} GiB of weights in {jnp.dtype(dtype)}, more than the {most / 2**30:.0f} GiB "
+            "of this machine; on a CPU --model demo is a model that fits."
+        )
 
 
 def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Params:
@@ -120,9 +144,10 @@ def measure(model: Model, new_tokens: int, cell: Cell, repeat: int) -> dict[str,
 
 
 def the_method(model: Model, cell: Cell) -> Method:
-    """A cell's method with its budget, and what only the model knows."""
+    """A cell's method with its budget, its type of stored rows, and what only the model knows."""
     budget = None if cell.budget is None else _budget(cell.budget)
-    return completed(model, preset(cell.method, budget))
+    stored: dict[str, Any] = {} if cell.cache_dtype is None else {"cache_dtype": cell.cache_dtype}
+    return completed(model, preset(cell.method, budget, **stored))
 
 
 def _budget(text: float | int) -> Budget:

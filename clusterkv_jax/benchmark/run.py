@@ -65,15 +65,14 @@ def run(
             if session["platform"] == "cpu":
                 crew |= {peer: stack.enter_context(running(peer, asked)) for peer in peers}
             sessions = [*sessions, session]
+            _introduce(crew, session, notes)
             records.write_run(folder, asked, sessions)
             _ask(crew, order, folder, lines, pace)
-            _close(crew, session, notes)
-            records.write_run(folder, asked, sessions)
         for peer in [peer for peer in peers if peer not in crew and any(cell.side == peer for cell, _ in order)]:
             with running(peer, asked) as side:
+                _introduce({peer: side}, session, notes)
+                records.write_run(folder, asked, sessions)
                 _ask({peer: side}, order, folder, lines, pace)
-                _close({peer: side}, session, notes)
-            records.write_run(folder, asked, sessions)
     every = [cell for group in cells(asked, [OURS, *asked.peers]) for cell in group]
     about = {"model": asked.model, "bandwidth": bandwidth(lines), "sessions": sessions, **_device(sessions)}
     return Results(rows(every, lines), about, list(notes.values()))
@@ -142,7 +141,7 @@ def _check_same(sessions: Sequence[Mapping[str, Any]], session: Mapping[str, Any
             )
 
 
-def _close(crew: Mapping[str, Side], session: dict[str, Any], notes: dict[str, str]) -> None:
+def _introduce(crew: Mapping[str, Side], session: dict[str, Any], notes: dict[str, str]) -> None:
     """Add to the session what sides run with, and to the notes why a peer cannot."""
     for name, side in crew.items():
         session["versions"] |= side.hello.get("versions", {})

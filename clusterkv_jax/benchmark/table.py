@@ -14,6 +14,7 @@ HEAD = (
     "batch",
     "method",
     "kept",
+    "stored",
     "TTFT s",
     "TPOT ms",
     "tokens/s",
@@ -49,6 +50,7 @@ def cells_of(row: Row) -> list[str]:
         f"{cell.batch:,}",
         who(cell),
         kept(cell),
+        cell.cache_dtype or NONE,
         _seconds(row.ttft, 1),
         _seconds(row.tpot, 1e3),
         NONE if row.tokens_per_s is None else _three(row.tokens_per_s),
@@ -75,9 +77,14 @@ def kept(cell: Cell) -> str:
     return f"{cell.budget:,} rows" if isinstance(cell.budget, int) else f"{100 * cell.budget:g} %"
 
 
+def label(cell: Cell) -> str:
+    """A cell without its sizes."""
+    return f"{who(cell)}, {kept(cell)} kept" + (f" in {cell.cache_dtype}" if cell.cache_dtype else "")
+
+
 def name(cell: Cell) -> str:
     """A cell in a sentence."""
-    return f"{who(cell)}, {kept(cell)} kept, {cell.batch:,} x {cell.length:,} tokens"
+    return f"{label(cell)}, {cell.batch:,} x {cell.length:,} tokens"
 
 
 def footnote(rows: Sequence[Row], about: Mapping[str, Any]) -> str:

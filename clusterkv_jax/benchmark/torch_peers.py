@@ -10,7 +10,7 @@ import gc
 import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ def _request(model: Any, new_tokens: int, cell: Cell, repeat: int) -> dict[str, 
     prompt = torch.tensor([random_prompt(model.config.vocab_size, cell.length)], device=device)
     begin = time.perf_counter()
     cache: Any = DynamicCache(config=model.config)
-    with _press(cell, model):
-        logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    with _press(cell, model) as about:
+        logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1, **about).logits
     token = logits[:, -1].argmax(-1, keepdim=True)
     _wait(device)
     ttft = time.perf_counter() - begin
@@ -120,15 +120,18 @@ def _step(model: Any, step: Callable[..., Any], cache: Any, token: Any, position
     return step(input_ids=token, **about).logits[:, -1].argmax(-1, keepdim=True).clone()
 
 
-def _press(cell: Cell, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """kvpress's SnapKV where a cell asks for it."""
+@contextlib.contextmanager
+def _press(cell: Cell, model: Any) -> Iterator[dict[str, Any]]:
+    """kvpress's SnapKV where a cell asks for it, and the argument that it wants and newer models do not make."""
     if cell.side != "kvpress":
-        return contextlib.nullcontext()
+        yield {}
+        return
     import kvpress  # pyright: ignore[reportMissingImports]
 
     assert cell.budget is not None
     share = cell.budget / cell.length if isinstance(cell.budget, int) else cell.budget
-    return kvpress.SnapKVPress(1 - share, window_size=WINDOW)(model)
+    with kvpress.SnapKVPress(1 - share, window_size=WINDOW)(model):
+        yield {"cache_position": torch.arange(cell.length, device=model.device)}
 
 
 def _static(model: Any, cache: Any, cell: Cell, room: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from clusterkv_jax.cli.options import budgets_option, methods_option, parse_entries, split
+from clusterkv_jax.cli.options import budgets_option, cache_dtype_option, methods_option, parse_entries, split
 from clusterkv_jax.cli.terminal import one_sentence_errors
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -28,14 +28,18 @@ Llama-3.1-8B's shapes with random weights, beside transformers:
 The same command goes on where it was stopped, and prints the table of a run that is done.
 """
 MODEL = "'demo', a folder or hub id in Hugging Face format, or a packaged shape such as llama-3.1-8b."
+STORED = "How rows are stored, between commas: model (its own type), int8, float8_e4m3, int4."
 _what = partial(typer.Option, rich_help_panel="What is timed")
 _output = partial(typer.Option, rich_help_panel="Output")
 
 
 def benchmark(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
-    methods: Annotated[list[str], methods_option()] = ["full,centroidkv"],
-    budgets: Annotated[list[str], budgets_option()] = ["0.2"],
+    methods: Annotated[list[str], methods_option(rich_help_panel="What is timed")] = ["full,centroidkv"],
+    budgets: Annotated[list[str], budgets_option(rich_help_panel="What is timed")] = ["0.2"],
+    cache_dtype: Annotated[
+        list[str], cache_dtype_option(help=STORED, rich_help_panel="What is timed", show_default=True)
+    ] = ["model"],
     lengths: Annotated[str, _what(help="Tokens of the prompts, such as 4096 or 16k, between commas.")] = "4k",
     batches: Annotated[str, _what(help="Sequences that decode together, between commas.")] = "1",
     peers: Annotated[
@@ -61,7 +65,9 @@ def benchmark(
 
         if markdown is not None and output is None:
             raise ValueError(f"--markdown {markdown} needs --output, whose name says which table of the page it is.")
-        asked = the_question(model, methods, budgets, lengths, batches, peers, repeats, new_tokens, mesh)
+        asked = the_question(
+            model, methods, budgets, lengths, batches, peers, repeats, new_tokens, mesh, split(cache_dtype)
+        )
         with _progress(as_json) as on_step:
             results = run(asked, output, on_step)
         text = table.markdown(results.rows, results.about)
@@ -89,13 +95,16 @@ def the_question(
     repeats: int,
     new_tokens: int,
     mesh: str | None,
+    dtypes: tuple[str, ...],
 ) -> Any:
     """What is asked, checked. Raises ValueError for what no side could answer."""
-    from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_tokens
+    from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
     from clusterkv_jax.planning.shapes import model_config, packaged_shapes
     from clusterkv_jax.sharding import mesh_sizes
 
-    entries = parse_entries(split(methods), split(budgets))
+    stored = parse_dtypes(dtypes)
+    # Every type is tried with every method, so that one which a method cannot store is told before anything is timed.
+    entries, *_ = [parse_entries(split(methods), split(budgets), cache_dtype=dtype) for dtype in stored]
     counts = tuple(map(parse_tokens, split(lengths))), tuple(map(parse_batch, split(batches)))
     for option, texts, values in zip(("--lengths", "--batches"), (lengths, batches), counts, strict=True):
         if not values or len(set(values)) < len(values):
@@ -110,7 +119,7 @@ def the_question(
             f"{config.max_positions} positions."
         )
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
-    return Asked(model, budgets_of, *counts, split(peers), repeats, new_tokens, mesh)
+    return Asked(model, budgets_of, *counts, split(peers), repeats, new_tokens, mesh, stored)
 
 
 def _number(budget: str) -> float | int | None:

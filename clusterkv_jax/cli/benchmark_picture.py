@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clusterkv_jax.benchmark.summary import Row
-from clusterkv_jax.benchmark.table import kept, who
+from clusterkv_jax.benchmark.table import label
 from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.files import write_whole
@@ -30,14 +30,14 @@ def _picture(rows: Sequence[Row], name: str) -> str:
     figure, axes = new_figure(7.5, 4.2)
     curves: dict[str, list[Row]] = {}
     for row in rows:
-        curves.setdefault(f"{who(row.cell)}, {kept(row.cell)}", []).append(row)
+        curves.setdefault(label(row.cell), []).append(row)
     text, scale = PICTURES[name]
-    for number, (label, curve) in enumerate(curves.items()):
+    for number, (text_of_curve, curve) in enumerate(curves.items()):
         times = [getattr(row, name) for row in sorted(curve, key=lambda row: row.cell.length)]
         lengths = sorted(row.cell.length / 1024 for row in curve)
         reach = [[scale * (t.median - t.least) for t in times], [scale * (t.most - t.median) for t in times]]
         look = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLOURS[number % len(COLOURS)]}
-        axes.errorbar(lengths, [scale * t.median for t in times], yerr=reach, label=label, **look)
+        axes.errorbar(lengths, [scale * t.median for t in times], yerr=reach, label=text_of_curve, **look)
     axes.set_xscale("log", base=2)
     ticks = sorted({row.cell.length / 1024 for row in rows})
     axes.set_xticks(ticks, [f"{tick:g}k" for tick in ticks])
