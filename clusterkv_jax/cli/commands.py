@@ -5,7 +5,7 @@ Everything heavy (jax, tokenizers, the model) is imported by the command that ne
 
 import typer
 
-from clusterkv_jax.cli import calibrate, convert, evaluate, generate, inspect, plan
+from clusterkv_jax.cli import benchmark, calibrate, convert, evaluate, generate, inspect, plan
 
 app = typer.Typer(
     add_completion=False,
@@ -21,5 +21,6 @@ app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
 app.add_typer(inspect.inspect, name="inspect")
 app.command(context_settings=evaluate.PASS_ON)(evaluate.lm_eval)

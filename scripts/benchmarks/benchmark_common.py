@@ -3,26 +3,15 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from clusterkv_jax.models.config import Llama3Scaling, ModelConfig, Rope
+from clusterkv_jax.planning.shapes import model_config
 
 # Without end tokens: random weights would stop anywhere.
-LLAMA = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131072,
-    rope=Rope(5e5, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)),
-    dtype="bfloat16",
-)
+LLAMA = replace(model_config("llama-3.1-8b"), eos_ids=())
 WARM_UP, REPEATS = 3, 20  # calls before those that count, and those
 
 

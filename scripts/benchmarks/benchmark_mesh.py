@@ -10,22 +10,22 @@ Weights are born on their devices, so that a model need not fit one of them.
 import argparse
 import contextlib
 import statistics
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_common import environment, timed
-from jax.sharding import Mesh
 
 import clusterkv_jax as ckv
+from clusterkv_jax.benchmark.ours import random_params
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import list_presets, preset
-from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, param_shardings
+from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 STEPS, SEGMENTS = 32, 6  # steps of a segment, and segments, of which the first is not counted
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
@@ -67,7 +67,7 @@ def benchmark(text: str, options: argparse.Namespace) -> None:
     config = model_config(options.model)
     whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
     mesh = fitted_mesh(whole, config.num_kv_heads)
-    params = random_params(config, mesh, jnp.dtype(options.dtype))
+    params = random_params(config, jnp.dtype(options.dtype), mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (options.batch, options.tokens)).astype(np.int32)
     for name in options.method or ["full", "centroidkv"]:
@@ -111,23 +111,6 @@ def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, 
             times.append(took / STEPS)
         step = statistics.median(times[1:]) * 1e3
         yield f"{name} | {statistics.median(seconds[1:] or seconds):.3f} s | {step:.3f} ms | {held} | {most_held()}"
-
-
-def random_params(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    """Random weights on their devices; equal shapes share a generator."""
-    specs = abstract(config)
-    check_divides(specs, mesh)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs))))
-
-    @cache
-    def generator(shape: tuple[int, ...], sharding: Any) -> Any:
-        scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
-        return jax.jit(lambda key: (scale * jax.random.normal(key, shape, dtype)).astype(dtype), out_shardings=sharding)
-
-    def draw(spec: Any, sharding: Any) -> jax.Array:
-        return generator(spec.shape, sharding)(next(keys))
-
-    return jax.tree.map(draw, specs, param_shardings(specs, mesh))
 
 
 def on_device(tree: Any) -> int:
