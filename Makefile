@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-kernels test-pages test-mesh test-kills fuzz lint format docs parity clean
+.PHONY: help demo test test-compile test-build test-kernels test-pages test-engine test-mesh test-kills fuzz lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
+	@echo "make test-engine   every method in an engine against one request at a time"
 	@echo "make test-mesh     every method on meshes of eight fake devices, jobs of several processes"
 	@echo "make test-kills    commands killed at random moments, disks full at random bytes"
 	@echo "make fuzz    10,000 wrong inputs of every kind, where the tests try 20"
@@ -45,7 +46,7 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile kernels mesh pages parity) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile engine kernels mesh pages parity) $(ARGS)
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
 test-compile: $(STAMPS)/compile
@@ -58,6 +59,11 @@ test-kernels: $(STAMPS)/test
 # Apart from `make test`: every page's program reads with the demo model, which takes seconds each.
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
+
+# Apart from `make test`: each method compiles for an engine, and for one request at a time; a method of each kind here,
+# the others with ARGS="-m exhaustive".
+test-engine: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/engine
 
 # Apart from `make test`: methods compile again for meshes, a kind of mesh each (ARGS="-m exhaustive" tries the other
 # pairs), and processes are killed and started again.

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
     from clusterkv_jax.checkpoints import CheckpointError, Model, load
     from clusterkv_jax.decoding import decode_step, prefill
-    from clusterkv_jax.generation import Result, Stats, generate
+    from clusterkv_jax.engine import Context, Engine, EngineStats, Handle
+    from clusterkv_jax.generation import generate
     from clusterkv_jax.methods import (
         H2O,
         AdaKV,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from clusterkv_jax.results import Result, Stats
     from clusterkv_jax.sampling import Sampling
     from clusterkv_jax.saving import load as load_cache
     from clusterkv_jax.saving import save as save_cache
@@ -58,10 +60,14 @@ __all__ = [
     "ClusterKV",
     "Compactor",
     "Composed",
+    "Context",
     "DropKV",
+    "Engine",
+    "EngineStats",
     "ExpectedAttention",
     "Full",
     "GravityKV",
+    "Handle",
     "HeadGroups",
     "InfiniGen",
     "KVCache",
@@ -101,14 +107,18 @@ _METHODS = (
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",
     "CheckpointError": "checkpoints.CheckpointError",
+    "Context": "engine.Context",
+    "Engine": "engine.Engine",
+    "EngineStats": "engine.EngineStats",
+    "Handle": "engine.Handle",
     "HeadGroups": "cache.HeadGroups",
     "KVCache": "cache.KVCache",
     "LayerCache": "cache.LayerCache",
     "Model": "checkpoints.Model",
     "PagedHeads": "cache.PagedHeads",
-    "Result": "generation.Result",
+    "Result": "results.Result",
     "Sampling": "sampling.Sampling",
-    "Stats": "generation.Stats",
+    "Stats": "results.Stats",
     "attend": "attention.attend",
     "build_index": "tensors.build_index",
     "compress": "tensors.compress",

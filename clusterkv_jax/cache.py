@@ -12,8 +12,9 @@ One head of one layer, capacity C = 10, after clustering a 20-token prompt to 6 
 Empty slots hold zeros, so that probability 0 x value never makes a NaN. Shapes never change after prefill.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import CacheDtype, Quantised, as_stored, dequantised, quantise
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import fetch, over_heads, over_slots
@@ -32,7 +34,10 @@ from clusterkv_jax.sharding import fetch, over_heads, over_slots
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """Rows of one layer, or of one group of its heads."""
+    """Rows of one layer, or of one group of its heads.
+
+    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `in_numbers`.
+    """
 
     keys: Float[Array, "B K C D"]
     values: Float[Array, "B K C D"]
@@ -152,13 +157,36 @@ def resize(layer: LayerCache, capacity: int) -> LayerCache:
             return x[:, :, :capacity]
         return jnp.pad(x, [(0, 0), (0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 3))
 
-    return LayerCache(
-        keys=fit(layer.keys),
-        values=fit(layer.values),
-        degree=fit(layer.degree),
-        length=layer.length,
-        positions=None if layer.positions is None else fit(layer.positions),
-    )
+    keys, values, degree, positions = jax.tree.map(fit, (layer.keys, layer.values, layer.degree, layer.positions))
+    return LayerCache(keys, values, degree, layer.length, positions)
+
+
+def quantised(group: Any, name: CacheDtype | None) -> Any:
+    """The same rows, or pages of them, stored in this type; None leaves them as they are."""
+    if name is None:
+        return group
+    return replace(group, keys=quantise(group.keys, name), values=quantise(group.values, name))
+
+
+def in_numbers(group: Any) -> Any:
+    """The same rows in float32 where they are quantised: a copy, for what looks into rows or merges them."""
+    return replace(group, keys=dequantised(group.keys), values=dequantised(group.values))
+
+
+def with_changes(stored: LayerCache, changed: LayerCache) -> LayerCache:
+    """Rows that were merged since `in_numbers(stored)`, each in its slot: those whose degree has changed are quantised
+    anew, the others keep their codes.
+    """
+    if not isinstance(stored.keys, Quantised):
+        return changed
+    other = changed.degree != stored.degree
+
+    def put(old: Array, new: Array) -> Array:
+        return jnp.where(other[..., None] if old.ndim == 4 else other, new, old)
+
+    both = (stored.keys, changed.keys), (stored.values, changed.values)
+    keys, values = (jax.tree.map(put, old, as_stored(new, old)) for old, new in both)
+    return replace(changed, keys=keys, values=values)
 
 
 def select_heads(layer: LayerCache, heads: tuple[int, ...]) -> LayerCache:
@@ -190,43 +218,38 @@ def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
         index, mask = (source[..., None], occupied[..., None]) if x.ndim == 4 else (source, occupied)
         return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
 
-    return LayerCache(
-        keys=take(layer.keys),
-        values=take(layer.values),
-        degree=take(layer.degree),
-        length=jnp.sum(occupied, axis=-1, dtype=jnp.int32),
-        positions=None if layer.positions is None else take(layer.positions),
-    )
+    keys, values, degree, positions = jax.tree.map(take, (layer.keys, layer.values, layer.degree, layer.positions))
+    return LayerCache(keys, values, degree, jnp.sum(occupied, axis=-1, dtype=jnp.int32), positions)
 
 
 def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
     """The cache with one row per head written to a slot, in sequences that are `real`."""
     at = jnp.where(real[:, None], slots, layer.capacity)
     one_head = lambda b, r, i: b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)  # noqa: E731
-    put = jax.vmap(jax.vmap(one_head))
     # Numbers per row are written by a mask: a scatter would have them in another layout, and copied both ways.
     here = ordinals(layer.capacity, 3) == at[..., None]
-    return LayerCache(
-        keys=put(layer.keys, row.keys, at),
-        values=put(layer.values, row.values, at),
-        degree=jnp.where(here, row.degree, layer.degree),
-        length=layer.length,
-        positions=None
-        if layer.positions is None or row.positions is None
-        else jnp.where(here, row.positions, layer.positions),
-    )
+
+    def put(x: Array, new: Array) -> Array:
+        return jax.vmap(jax.vmap(one_head))(x, new, at) if x.ndim == 4 else jnp.where(here, new, x)
+
+    rows = as_stored(row.keys, layer.keys), as_stored(row.values, layer.values), row.degree
+    keys, values, degree = jax.tree.map(put, (layer.keys, layer.values, layer.degree), rows)
+    before, positions = layer.positions, row.positions
+    positions = None if before is None or positions is None else put(before, positions)
+    return LayerCache(keys, values, degree, layer.length, positions)
 
 
 def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
     """One row of each head, as a cache of one slot."""
+    every = (layer.keys, layer.values, layer.degree, layer.positions)
+    keys, values, degree, positions = rows_at(every, slots[..., None])
+    return LayerCache(keys, values, degree, jnp.ones_like(slots), positions)
 
-    def take(x: Array) -> Array:
-        index = slots[..., None, None] if x.ndim == 4 else slots[..., None]
-        return jnp.take_along_axis(x, index, axis=2)
 
-    rows = (layer.keys, layer.values, layer.degree)
-    positions = None if layer.positions is None else take(layer.positions)
-    return LayerCache(*map(take, rows), length=jnp.ones_like(slots), positions=positions)
+def rows_at(rows: Any, slots: Int[Array, "B K R"]) -> Any:
+    """These slots of a tree of arrays [B,K,C] or [B,K,C,D]."""
+    take = lambda x: jnp.take_along_axis(x, slots[..., None] if x.ndim == 4 else slots, axis=2)  # noqa: E731
+    return jax.tree.map(take, rows)
 
 
 def append(
@@ -246,6 +269,7 @@ def append(
 
     def put(before: Any, layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
+        keys, values = as_stored(keys, layer.keys), as_stored(values, layer.values)
         # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
         rows_after = append_rows(*rows, layer.length - before, keys, values, positions[:, 0], real[:, 0])
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
@@ -283,6 +307,23 @@ def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
 
 
+def some_at_once(function: Callable[[Any], Any], tree: Any, most: int) -> Any:
+    """Apply a function to `most` sequences after the others at most, as `head_by_head` does to heads: its temporaries
+    are those of so many. All arrays of the tree begin with a dimension of sequences.
+    """
+    batch = jax.tree.leaves(tree)[0].shape[0]
+    at_once = max(n for n in range(1, max(1, min(most, batch)) + 1) if batch % n == 0)
+    if at_once == batch:
+        return function(tree)
+
+    def body(i, now):
+        part = function(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once), now))
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * at_once, 0)  # noqa: E731
+        return jax.tree.map(put, now, part)
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch // at_once), body, tree)
+
+
 def overflowed(cache: KVCache) -> Bool[Array, ""]:
     """True when more tokens were appended than some head has slots for."""
     return jnp.any(
@@ -299,8 +340,8 @@ def nbytes(cache: KVCache) -> int:
 def slot_bytes(cache: KVCache) -> int:
     """Bytes of one slot of one head: a key, a value and a degree."""
     group = groups(cache.layers[0])[0]
-    row = group.keys.shape[-1] * group.keys.dtype.itemsize + group.values.shape[-1] * group.values.dtype.itemsize
-    return row + group.degree.dtype.itemsize
+    rows = jax.tree.leaves((group.keys, group.values, group.degree))
+    return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in rows)
 
 
 def occupancy(cache: KVCache) -> list[list[list[int]]]:

@@ -28,11 +28,12 @@ from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
-from clusterkv_jax.models.hf_weights import Stored, file_shapes, layout
+from clusterkv_jax.models.hf_weights import Stored, StoredStack, file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
 from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
+from clusterkv_jax.stacks import Stack
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
@@ -194,6 +195,28 @@ class InFile:
 
 
 @dataclass(frozen=True)
+class StackInFiles:
+    """A parameter that stacks tensors, each in a place of its own; none is read before it is copied."""
+
+    parts: tuple[InFile, ...]
+
+    @property
+    def where(self) -> str:
+        """Its first tensor's name and file in a sentence."""
+        return self.parts[0].where
+
+    def view(self) -> Stack:
+        """Its numbers, one tensor after the other."""
+        return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
+
+
+def _in_files(place: Stored | StoredStack, entries: dict[str, Entry]) -> InFile | StackInFiles:
+    if isinstance(place, Stored):
+        return InFile(place, entries[place.name])
+    return StackInFiles(tuple(InFile(part, entries[part.name]) for part in place.parts))
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder whose parameters are all there: `parameters` is a pytree like `abstract(config)`.
 
@@ -232,7 +255,7 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, registry.FAMILIES[config.family].weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
-    parameters = jax.tree.map(lambda place: InFile(place, entries[place.name]), stored)
+    parameters = jax.tree.map(lambda place: _in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
 
 
@@ -323,7 +346,9 @@ def stored_type(name: str) -> np.dtype:
     return jnp.dtype(FILE_TYPES.get(name, name if name in DTYPES else jnp.float32))
 
 
-def _put(copy: Callable[..., np.ndarray], parameter: InFile | InOrbax, spec: TensorSpec, sharding: Any) -> jax.Array:
+def _put(
+    copy: Callable[..., np.ndarray], parameter: InFile | StackInFiles | InOrbax, spec: TensorSpec, sharding: Any
+) -> jax.Array:
     view, where = parameter.view(), parameter.where
     if sharding is None:
         array = jax.device_put(copy(view[whole(spec.shape)], where=where))
@@ -333,13 +358,23 @@ def _put(copy: Callable[..., np.ndarray], parameter: InFile | InOrbax, spec: Ten
     return array.block_until_ready()
 
 
-def host_copy(view: np.ndarray, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
+def host_copy(view: np.ndarray | Stack, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
     """What is handed to the device: the file's order is kept where the transfer transposes (faster than numpy would).
 
     The CPU backend adopts a buffer that is aligned and in order, so the parameter itself is the only copy there.
     Raises CheckpointError that names `where` for a number that is not finite, as stored or as `dtype`.
     """
-    copy = np.empty_like(view, dtype, subok=False) if platform != "cpu" else _aligned(view.shape, dtype)
+    if not isinstance(view, Stack):
+        copy = np.empty_like(view, dtype, subok=False) if platform != "cpu" else _aligned(view.shape, dtype)
+        _fill(copy, view, where)
+        return copy
+    copy = _aligned(view.shape, dtype)
+    for target, (part, place) in zip(copy, view, strict=True):
+        _fill(target, part, place)
+    return copy
+
+
+def _fill(copy: np.ndarray, view: np.ndarray, where: str) -> None:
     order = np.argsort(copy.strides, kind="stable")[::-1]
     source, target = view.transpose(order), copy.transpose(order)
     rows = max(1, CHUNK // max(1, target[0].size))
@@ -349,8 +384,7 @@ def host_copy(view: np.ndarray, dtype: np.dtype, platform: str, where: str) -> n
             target[i : i + rows] = source[i : i + rows]
         if not all_finite(target[i : i + rows]):
             wrong = source[i : i + rows][~np.isfinite(target[i : i + rows])].flat[0]
-            raise CheckpointError(f"{where} holds {wrong}; allowed: numbers that are finite as {dtype.name}.")
-    return copy
+            raise CheckpointError(f"{where} holds {wrong}; allowed: numbers that are finite as {copy.dtype.name}.")
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -26,6 +26,7 @@ from clusterkv_jax.checkpoints import (
     DTYPES,
     Checkpoint,
     InFile,
+    StackInFiles,
     checked_dtype,
     host_copy,
     open_checkpoint,
@@ -49,6 +50,7 @@ from clusterkv_jax.orbax_files import (
 )
 from clusterkv_jax.schema import MIB, checked, from_json, read_text
 from clusterkv_jax.sharding import TENSOR_PARALLEL
+from clusterkv_jax.stacks import Stack
 
 # Of a part, unless one parameter is larger; and of what Orbax stores and reads as one.
 PART, _CHUNK = 512 * MIB, 8 * MIB
@@ -61,7 +63,7 @@ class _Parameter:
     """One that is to be saved."""
 
     name: str
-    source: InFile
+    source: InFile | StackInFiles
     spec: TensorSpec
 
     @property
@@ -211,10 +213,10 @@ def _give_back() -> None:
         trim(0)
 
 
-def _array(source: InFile, kind: np.dtype) -> np.ndarray:
+def _array(source: InFile | StackInFiles, kind: np.dtype) -> np.ndarray:
     """The numbers in order, on the file's own pages where they lie there as they will be saved."""
     view = source.view()
-    if view.dtype != kind or not view.flags.c_contiguous or not all_finite(view):
+    if isinstance(view, Stack) or view.dtype != kind or not view.flags.c_contiguous or not all_finite(view):
         return host_copy(view, kind, "cpu", source.where)
     return np.asarray(view)
 

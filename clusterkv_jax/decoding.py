@@ -11,7 +11,7 @@ full KV is alive beside the compressed ones. Decoding is one program with its la
 one scalar condition around the clustering of all layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,16 +33,13 @@ from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, recompress, step_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
-from clusterkv_jax.methods.request import LayerPlan, request_of_model
+from clusterkv_jax.methods.request import LayerPlan, Request, request_of_model
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sampling import Sampling, sample
+from clusterkv_jax.sampling import Sampling, next_token
 from clusterkv_jax.sharding import constrain, constrain_cache
-
-# In place of a token; -1 is none.
-NOT_FINITE = -2
 
 
 def prefill(
@@ -56,6 +53,7 @@ def prefill(
     reserve: int | None = None,
     step_tokens: int = 1,
     prefill_chunk: int | None = None,
+    plans: Sequence[LayerPlan] | None = None,
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
     run: Callable[..., Any] = lambda program, *args: program(*args),
@@ -73,6 +71,7 @@ def prefill(
         step_tokens: most tokens appended at once, as `extend_step` does.
         prefill_chunk: projections and MLP of this many tokens of each sequence at a time, to bound activations; as
             many as `TOKENS_AT_ONCE` allows by default. The result is the same.
+        plans: of the layers, those of a longer request whose slots the cache is to fit; its own by default.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
@@ -101,10 +100,8 @@ def prefill(
     check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve)
     check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
-    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), **counts)
-    method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
-    if "repetition" in method.needs(0):
-        _check_repetition(method, config, width if numbers is None else int(numbers.max()))
+    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), method.cache_dtype, **counts)
+    check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     in_host_memory = method.holds == "host"
     key = jax.random.key(0) if key is None else key
     position = jnp.array(lengths, jnp.int32)  # a copy, since a cache is donated
@@ -119,7 +116,7 @@ def prefill(
             rows, logits = _read_and_repeat(*args, on_layer, run)
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
-            plan = plan_layer(method, number, request)
+            plan = plan_layer(method, number, request) if plans is None else plans[number]
             budgets = rows_of_request(method, plan, lengths, number, request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
@@ -171,6 +168,13 @@ def _repetition(method: Any) -> repetition.Repetition:
     return method.repetition
 
 
+def check_prompts(config: ModelConfig, method: Method, request: Request, lengths: np.ndarray) -> None:
+    """Raise ValueError for prompts of these lengths that the method cannot read; none are those not known yet."""
+    method.check(lengths, request)
+    if "repetition" in method.needs(0):
+        _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
+
+
 def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:
     """Raise ValueError if the method has no words that the model knows, or the model no positions for what is fed."""
     how, name = _repetition(method), type(method).__name__
@@ -220,7 +224,7 @@ def extend_step(
     """Append the first `counts` of T tokens to each sequence and compress if due; logits after the last of them."""
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = _where_due(late, partial(recompress, method, rope=config.rope), cache)
+        cache = where_due(late, partial(recompress, method, rope=config.rope), cache)
     return cache, logits
 
 
@@ -269,13 +273,6 @@ def _scores(
             "give load the calibration that clusterkv calibrate writes for it."
         )
     return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
-
-
-def next_token(
-    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], step: Int[Array, ""] | int
-) -> Int[Array, " B"]:
-    """`sample`, and `NOT_FINITE` in sequences with a logit that is not finite: the host reads tokens anyway."""
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling, key, step), NOT_FINITE)
 
 
 @jax.tree_util.register_dataclass
@@ -348,7 +345,7 @@ recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache
 next_token_jit = jit(static_argnames=("sampling",))(next_token)
 
 
-def _where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
     """`function(tree)` if due, else `tree`.
 
     On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a

@@ -5,7 +5,6 @@ Profiles show the stages on the host under the names given to them here, those o
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import annotate_function
 
-from clusterkv_jax.batch import Batch, bucket, make_batch, padded
-from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, slot_bytes, take_sequences
-from clusterkv_jax.calibration import with_shares
+from clusterkv_jax.batch import Batch, make_batch, padded
+from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import (
-    NOT_FINITE,
     DecodeState,
     append_step_jit,
     decode_loop,
@@ -28,13 +25,15 @@ from clusterkv_jax.decoding import (
     prefill,
     recompress_jit,
 )
+from clusterkv_jax.diagnosis import check_finite
+from clusterkv_jax.diagnosis import first_not_finite as _first_not_finite
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import host_bytes, traffic
-from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.models.transformer import embed
+from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import Compilation, compilation, compiler
+from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
@@ -43,55 +42,6 @@ Progress = Callable[[str, int, int], None]
 
 # Tokens per call of the decode loop: between two calls the host looks for stop strings and shows text.
 SEGMENT = 32
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a call of `generate` took. Bytes are those allocated, padding included.
-
-    Attributes:
-        ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question.
-        tpot_s: seconds per decode step after the first token, 0 if there was none.
-        compile_s: seconds within this call that went into compiling programs not seen before.
-        kept_rows: rows held at the end of prefill `[layer][prompt][KV head]`; equal prompts are read and counted once.
-        recalled_rows: rows that the last step chose to attend to `[layer][sequence][query head]`, of methods that keep
-            more than they attend to; a layer that attends to everything, and any other method, has none.
-        union_rows: how many different ones the query heads of a KV head chose together `[layer][sequence][KV head]`.
-        cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
-        host_bytes: those of them in the host store of a method that has one.
-        moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
-        cluster_hit_rate: share of the clusters recalled in these steps that the device held in whole.
-        row_hit_rate: the same of rows, other than sinks and those not clustered yet, which are always on the device.
-        full_cache_bytes: bytes of the same batch's cache without compression.
-        prompt_tokens: tokens of each prompt.
-        question_tokens: tokens of each question.
-        new_tokens: tokens generated for each prompt.
-    """
-
-    ttft_s: float
-    tpot_s: float
-    compile_s: float
-    kept_rows: list[list[list[int]]]
-    recalled_rows: list[list[list[int]]]
-    union_rows: list[list[list[int]]]
-    cache_bytes: int
-    host_bytes: int
-    moved_bytes: int
-    cluster_hit_rate: float
-    row_hit_rate: float
-    full_cache_bytes: int
-    prompt_tokens: list[int]
-    question_tokens: list[int]
-    new_tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Result:
-    """Texts without special tokens and without the stop string, the tokens as generated, and what it took."""
-
-    texts: list[str]
-    tokens: list[Tokens]
-    stats: Stats
 
 
 def generate(
@@ -166,7 +116,7 @@ def generate(
         cache_bytes=cache_bytes,
         host_bytes=host_bytes(cache),
         **traffic(cache),
-        full_cache_bytes=_full_bytes(model, batch, cache),
+        full_cache_bytes=full_bytes(model, batch),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
         new_tokens=[len(sequence) for sequence in tokens],
@@ -211,14 +161,6 @@ def compile_ahead(
             args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
-
-
-def completed(model: Model, method: Method) -> Method:
-    """The method with what only a model knows: its calibration's shares, and words of its tokenizer."""
-    result: Any = with_shares(model.calibration, method)
-    if model.tokenizer is None or "repetition" not in method.needs(0):
-        return result
-    return result.with_words(instruction(model.tokenizer))
 
 
 # --- the stages ---
@@ -269,12 +211,6 @@ def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **optio
     )
 
 
-def _full_bytes(model: Model, batch: Batch, cache: KVCache) -> int:
-    """Bytes of the same batch's cache without compression."""
-    heads = model.config.num_kv_heads * model.config.num_layers
-    return slot_bytes(cache) * (batch.width + batch.reserve) * heads * len(batch.texts)
-
-
 @partial(annotate_function, name="question")
 def _append_questions(
     model: Model, method: Method, cache: KVCache, questions: list[Tokens], step: int
@@ -319,7 +255,7 @@ def _decode(
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     steps = 0
     while True:
-        _check_finite(model, method, batch, sequences)
+        check_finite(model, method, batch, sequences, _first_not_finite)
         for i, sequence in enumerate(sequences):
             ended[i] |= shorten_at_stop(model, sequence, stop)
             last = bool(ended[i]) or steps + 1 == max_new_tokens
@@ -347,47 +283,3 @@ def _decode(
             sequences[i].extend(int(t) for t in tokens[: int(count)] if t != -1)
             ended[i] |= sequences[i][-1] in ends
         steps += int(count)
-
-
-# --- small parts ---
-
-
-def _check_finite(model: Model, method: Method, batch: Batch, sequences: list[Tokens]) -> None:
-    """Raise ValueError for the first sequence in which a step's logits were not finite."""
-    for i, sequence in enumerate(sequences):
-        if NOT_FINITE in sequence:
-            question = batch.questions[i] if batch.questions else []
-            text = [*batch.texts[i], *question, *sequence[: sequence.index(NOT_FINITE)]]
-            place = _first_not_finite(model, text)
-            cause = f"from {place}" if place else f"with what {method} keeps; without compression all are"
-            raise ValueError(
-                f"Prompt {i}: the model's logits after {len(text)} tokens are not finite numbers; "
-                f"the first numbers that are not come {cause}."
-            )
-
-
-def _first_not_finite(model: Model, text: Tokens) -> str | None:
-    """Where the numbers of a text cease to be finite without compression; None if they do not.
-
-    The layers run once more, now that it is known that something is wrong: else every step would wait for each of them.
-    """
-    config, count = model.config, len(text)
-    tokens = jnp.asarray(padded([text], min(bucket(count, 64), config.max_positions)))
-    places = []
-
-    def look(place: str, hidden: jax.Array) -> None:
-        if not jnp.isfinite(hidden[:, :count]).all():
-            places.append(place)
-
-    look("the embeddings", embed(model.params, config, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]))
-    _, logits = prefill(
-        model.params,
-        config,
-        Full(),
-        tokens,
-        jnp.asarray([count]),
-        max_new_tokens=0,
-        on_layer=lambda number, hidden: look(f"layer {number} (of 0 to {config.num_layers - 1})", hidden),
-    )
-    look("the output head", logits[:, None])
-    return places[0] if places else None

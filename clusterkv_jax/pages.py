@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import LayerCache, PagedHeads, take_slots
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.sharding import ways
 
 # The lanes of a TPU: numbers per row, [B,P,S], take no more memory there than they have.
@@ -80,20 +81,25 @@ def append(
     stored = real[:, None] & (row < layer.capacity[..., None])
     slots = jnp.where(stored, _slots(layer, 1) + row, layer.degree[0].size).reshape(batch, -1)
 
-    def put(x: Array, new: Array) -> Array:
-        flat, new = x.reshape(batch, -1, x.shape[3]), new.reshape(batch, -1, x.shape[3]).astype(x.dtype)
-        return jax.vmap(lambda x, new, at: x.at[at].set(new, mode="drop"))(flat, new, slots).reshape(x.shape)
-
     # Numbers per row are written by a mask, as in `cache.put_row`: which token is it that a slot would hold?
     count = jnp.sum(real, axis=1, dtype=jnp.int32)
     counts = jnp.take_along_axis(layer.length, owners(layer), axis=1)
     number = (_first_rows(layer) - counts)[..., None] + ordinals(layer.degree.shape[2], 3)
     new = (number >= 0) & (number < count[:, None, None])
-    at = jnp.take_along_axis(positions[:, None], jnp.clip(number, 0, tokens - 1), axis=2)
+    wanted = jnp.clip(number, 0, tokens - 1)
+    at = jnp.take_along_axis(positions[:, None], wanted, axis=2)
+
+    def put(x: Array, rows: Array) -> Array:
+        if x.ndim == 3:  # scales
+            of_page = jnp.take_along_axis(rows, owners(layer)[..., None], axis=1)
+            return jnp.where(new, jnp.take_along_axis(of_page, wanted, axis=2), x)
+        flat, rows = x.reshape(batch, -1, x.shape[3]), rows.reshape(batch, -1, x.shape[3]).astype(x.dtype)
+        return jax.vmap(lambda x, rows, at: x.at[at].set(rows, mode="drop"))(flat, rows, slots).reshape(x.shape)
+
     return replace(
         layer,
-        keys=put(layer.keys, keys),
-        values=put(layer.values, values),
+        keys=jax.tree.map(put, layer.keys, as_stored(keys, layer.keys)),
+        values=jax.tree.map(put, layer.values, as_stored(values, layer.values)),
         degree=jnp.where(new, 1.0, layer.degree),
         length=layer.length + count[:, None],
         positions=jnp.where(new, at, layer.positions),
@@ -131,9 +137,8 @@ def _in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
     """All slots of a layer as those of one head, for `take_slots`, which looks at no length."""
     flat = lambda x: x.reshape(x.shape[0], 1, -1, *x.shape[3:])  # noqa: E731
     assert layer.positions is not None
-    return LayerCache(
-        flat(layer.keys), flat(layer.values), flat(layer.degree), layer.length, positions=flat(layer.positions)
-    )
+    keys, values, degree, positions = jax.tree.map(flat, (layer.keys, layer.values, layer.degree, layer.positions))
+    return LayerCache(keys, values, degree, layer.length, positions)
 
 
 def _slots(layer: PagedHeads, count: int) -> Int[Array, "B K count"]:

@@ -23,8 +23,10 @@ import msgspec
 
 from clusterkv_jax import methods, schema
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.calibration import Calibration
+from clusterkv_jax.calibration import Calibration, with_shares
 from clusterkv_jax.calibration import read as read_calibration
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.learned.repetition import instruction
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
 MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
@@ -86,6 +88,14 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
     calibrated = calibration or entry.calibration
     method = _made(entry, budget, settings)
     return method if calibrated is None else calibrated.applied(method)
+
+
+def completed(model: Model, method: methods.Method) -> methods.Method:
+    """The method with what only a model knows: its calibration's shares, and words of its tokenizer."""
+    result: Any = with_shares(model.calibration, method)
+    if model.tokenizer is None or "repetition" not in method.needs(0):
+        return result
+    return result.with_words(instruction(model.tokenizer))
 
 
 def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
@@ -200,7 +210,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field]:
-    return {f.name: f for f in dataclasses.fields(cls) if f.init}
+    by_place_first = sorted(dataclasses.fields(cls), key=lambda f: f.kw_only is True)
+    return {f.name: f for f in by_place_first if f.init}
 
 
 def _describe(hint: Any, many: bool = False) -> str:

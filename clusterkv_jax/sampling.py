@@ -14,6 +14,8 @@ from clusterkv_jax.errors import check_fields, is_count, is_number, shown
 LEAST_TEMPERATURE = 1e-30
 # A key is made of 32 bits.
 MOST_SEED = 2**32 - 1
+# In place of a token where a logit is not finite; -1 is none.
+NOT_FINITE = -2
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     scores = filtered(logits.astype(jnp.float32) / sampling.temperature, sampling)
     return jax.random.categorical(jax.random.fold_in(key, step), scores).astype(jnp.int32)
+
+
+def next_token(
+    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], step: Int[Array, ""] | int
+) -> Int[Array, " B"]:
+    """`sample`, and `NOT_FINITE` in sequences with a logit that is not finite: the host reads tokens anyway."""
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling, key, step), NOT_FINITE)
 
 
 def filtered(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

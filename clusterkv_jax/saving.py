@@ -24,6 +24,7 @@ from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, P
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
+from clusterkv_jax.kernels.quantised import CODES, SCALE_BYTES, Quantised, kind, row_bytes
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
@@ -32,6 +33,8 @@ from clusterkv_jax.schema import checked, from_json, shown
 FORMAT = "clusterkv_jax cache 2"
 T = TypeVar("T")
 _FLOATS = ("float32", "bfloat16", "float16")
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)  # which files have as bytes
+_FINITE = (*_FLOATS, _E4M3.name)
 
 
 class _About(Struct):
@@ -62,8 +65,9 @@ def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, meth
     arrays = {name: np.asarray(x) for name, x in _by_place(cache).items()}  # gathered from all devices
     for name, x in arrays.items():
         _check_numbers(name, x)
+    arrays = {name: x.view(np.uint8) if x.dtype == _E4M3 else x for name, x in arrays.items()}
     about = {
-        "config": dataclasses.asdict(config),
+        "config": _described(config),
         "method": repr(method),
         "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
         "checksums": {name: digest(x) for name, x in arrays.items()},
@@ -103,6 +107,7 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
             x = file.get_tensor(name)
             if digest(x) != checksum:
                 raise ValueError(f"{path} is damaged: {name} does not have the checksum that it was saved with.")
+            x = x.view(_E4M3) if name.endswith(".float8_e4m3") else x
             _check_numbers(name, x)
             arrays[name] = jnp.array(x)
     layers = tuple(_layer(arrays, f"layers.{i}", heads) for i, heads in enumerate(about.heads))
@@ -125,14 +130,22 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
 # --- arrays by their place ---
 
 
-def _by_place(cache: KVCache) -> dict[str, jax.Array]:
-    named: dict[str, jax.Array] = {"position": cache.position}
+def _by_place(cache: KVCache) -> dict[str, Any]:
+    named: dict[str, Any] = {"position": cache.position}
     for i, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
         for j, (group, memory) in enumerate(zip(groups(layer), state, strict=True)):
-            fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
-            named |= {f"layers.{i}.{j}.{name}": x for name, x in fields.items() if x is not None}
+            named |= {f"layers.{i}.{j}.{name}": x for name, x in _fields(group).items() if x is not None}
             named |= {f"state.{i}.{j}.{name}": x for name, x in (memory or {}).items()}
     return named
+
+
+def _fields(group: Group) -> dict[str, Any]:
+    """The arrays of a group by name; of rows in int8 those are `keys.int8` and `keys.scales`."""
+    fields: dict[str, Any] = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    stored = {name: fields.pop(name) for name in ("keys", "values") if isinstance(fields[name], Quantised)}
+    for name, x in stored.items():
+        fields |= {f"{name}.{kind(x)}": x.codes, f"{name}.scales": x.scales}
+    return fields
 
 
 def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None) -> Layer:
@@ -143,12 +156,16 @@ def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]
     return HeadGroups(tuple(parts), tuple(heads))
 
 
-def _group(kind: type[T], arrays: dict[str, jax.Array], where: str) -> T:
-    fields = _named(arrays, f"{where}.")
+def _group(group: type[T], arrays: dict[str, jax.Array], where: str) -> T:
+    found = _named(arrays, f"{where}.")
+    fields: dict[str, Any] = dict(found)
     try:
-        return kind(**fields)
-    except TypeError:
-        raise ValueError(f"{where} of a cache cannot consist of {shown(', '.join(fields) or 'nothing')}.") from None
+        for name in [name for name in fields if name.endswith(tuple(f".{stored}" for stored in CODES))]:
+            of = name.partition(".")[0]
+            fields[of] = Quantised(fields.pop(name), fields.pop(f"{of}.scales"))
+        return group(**fields)
+    except (TypeError, KeyError):
+        raise ValueError(f"{where} of a cache cannot consist of {shown(', '.join(found) or 'nothing')}.") from None
 
 
 def _named(arrays: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
@@ -189,8 +206,13 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _described(config: ModelConfig) -> dict[str, Any]:
+    # Functions of a decoder that was written elsewhere are in no file.
+    return dataclasses.asdict(dataclasses.replace(config, decoder=None))
+
+
 def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method) -> None:
-    ours = json.loads(json.dumps(dataclasses.asdict(config)))
+    ours = json.loads(json.dumps(_described(config)))
     for name in ours:
         if about.config.get(name) != ours[name]:
             raise ValueError(
@@ -202,9 +224,9 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:
-    """Keys, values and degrees are finite, degrees not negative: `log degree` is the mask."""
+    """Keys, values, scales and degrees are finite, degrees not negative: `log degree` is the mask."""
     field = name.rpartition(".")[2] if name.startswith("layers.") else ""
-    if field in ("keys", "values", "degree") and x.dtype.name in _FLOATS and not all_finite(x):
+    if field in ("keys", "values", "scales", "float8_e4m3", "degree") and x.dtype.name in _FINITE and not all_finite(x):
         raise ValueError(f"{name} of the cache holds numbers that are not finite.")
     if field == "degree" and np.any(x < 0):
         raise ValueError(f"{name} of the cache must be at least 0, got {x.min()}.")
@@ -230,10 +252,16 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
 def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> None:
     each = (batch, heads)
     rows = (batch, *group.keys.shape[1:3]) if isinstance(group, PagedHeads) else (*each, *group.keys.shape[2:3])
-    fields = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
-    fields |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
-    for name, (kinds, shape) in fields.items():
-        x = getattr(group, name, None)
+    allowed = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
+    allowed |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
+    fields = _fields(group)
+    for name in ("keys", "values"):
+        allowed[f"{name}.scales"] = ("float32",), rows
+        for stored, dtype in CODES.items():
+            width = row_bytes(stored, dim) - SCALE_BYTES
+            allowed[f"{name}.{stored}"] = (jnp.dtype(dtype).name,), (*rows, width)
+    for name, (kinds, shape) in allowed.items():
+        x = fields.get(name)
         if x is not None and (x.dtype.name not in kinds or x.shape != shape):
             raise ValueError(f"{where}.{name} of the cache must be {kinds[0]} {list(shape)}, got {_kind(x)}.")
 

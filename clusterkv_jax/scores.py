@@ -42,7 +42,7 @@ def probabilities(
     grouped = queries.reshape(batch, layer.keys.shape[1], -1, tokens, dim)
     score = jnp.einsum(
         "bkgtd,bkcd->bkgtc",
-        *matmul_operands(grouped, layer.keys),
+        *matmul_operands(grouped, layer.keys.astype(queries.dtype)),
         precision=matmul_precision(queries.dtype),
         preferred_element_type=jnp.float32,
     )

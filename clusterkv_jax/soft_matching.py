@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache import LayerCache, in_numbers, with_changes
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -135,12 +135,13 @@ def merge_listed(
 ) -> tuple[LayerCache, Int[Array, "B K R"], Int[Array, " B"]]:
     """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
 
-    `listed` are the slots of the rows behind the sinks, in positional order; `length` counts them and the sinks.
+    Quantised rows are matched and merged in float32. `listed` are the slots of the rows behind the sinks, in positional
+    order; `length` counts them and the sinks.
 
     Returns:
         the layer, the slots still in use, of which `length` tells the number, and the rounds done.
     """
-    edge_table = edge_counts(layer.capacity, chunk)
+    edge_table, stored = edge_counts(layer.capacity, chunk), layer
 
     def merges_due(layer: LayerCache, rounds: Int[Array, " B"]) -> Int[Array, " B"]:
         rows = layer.length[:, 0]
@@ -157,13 +158,14 @@ def merge_listed(
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, slots_in_use, rounds, merges_due(layer, rounds)
 
-    state = (layer, listed, rounds, merges_due(layer, rounds))
+    state = (in_numbers(stored), listed, rounds, merges_due(layer, rounds))
     if expected_rounds:
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
     if not enough:
         state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
-    return state[:3]
+    layer, listed, rounds, _ = state
+    return with_changes(stored, layer), listed, rounds
 
 
 def count_rounds(
@@ -258,10 +260,6 @@ def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int)
     def take(x: Array) -> Array:
         return jnp.where(occupied, jnp.take_along_axis(x, listed, axis=2), jnp.zeros((), x.dtype))
 
-    return LayerCache(
-        keys=gather_rows(layer.keys, index),
-        values=gather_rows(layer.values, index),
-        degree=take(layer.degree),
-        length=layer.length,
-        positions=None if layer.positions is None else take(layer.positions),
-    )
+    every = (layer.keys, layer.values, layer.degree, layer.positions)
+    keys, values, degree, positions = jax.tree.map(lambda x: gather_rows(x, index) if x.ndim == 4 else take(x), every)
+    return LayerCache(keys, values, degree, layer.length, positions)

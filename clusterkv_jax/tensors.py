@@ -97,7 +97,7 @@ def compress(
     occurring = np.asarray([tokens]) if lengths is None else np.arange(1, tokens + 1)
     counts = np.full(batch, tokens) if lengths is None else lengths
     numbers = check_lengths(counts, batch, tokens)
-    request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens)
+    request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens, stored=method.cache_dtype)
     method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     plan = plan_layer(method, layer, request)
     if not plan.selects:  # there is no earlier layer whose selection could be reused

@@ -46,10 +46,10 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def head_after_head(function: Callable[..., Any], *operands: Array) -> Any:
-    """`function` of the operands [B, K, ...] without B and K, one head after the other; its results [B, K, ...]."""
+def head_after_head(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function` of trees of arrays [B, K, ...] without B and K, one head after the other; its results [B, K, ...]."""
     heads = operands[0].shape[:2]
-    flat = tuple(x.reshape(math.prod(heads), *x.shape[2:]) for x in operands)
+    flat = jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[2:]), operands)
     outputs = jax.lax.map(lambda head: function(*head), flat)
     return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
 

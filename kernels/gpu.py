@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
@@ -24,12 +23,14 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Bytes of shared memory that a program may have, by kind of device, and elsewhere.
 SHARED = {("H100", "H200", "H800", "B200", "B300"): 232448, ("A100", "A800"): 166912}
 LEAST_SHARED = 101376
+# Devices that cannot convert float8_e4m3: what came before Ada and Hopper.
+WITHOUT_E4M3 = ("A100", "A800", "A10", "A30", "A40", "A16", "A2", "A4000", "A5000", "A6000", "RTX 30", "V100", "T4")
 
 
 def call(
     kernel: Callable[..., None],
     out_shape: Any,
-    *args: Array | np.ndarray,
+    *args: Any,
     grid: tuple[int, ...],
     warps: int,
     stages: int = 2,
@@ -37,7 +38,8 @@ def call(
     interpret: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Run a kernel over whole arrays; `aliases` maps arguments to the outputs that take their place in memory.
+    """Run a kernel over whole arrays, or trees of them; `aliases` maps arguments to the outputs that take their place
+    in memory.
 
     Profiles show it by its `name`, by default its op and its function: `select_rows_kernel` for one.
     """
@@ -48,7 +50,7 @@ def call(
         kernel,
         out_shape=out_shape,
         grid=grid,
-        in_specs=[whole] * len(args),
+        in_specs=jax.tree.map(lambda _: whole, list(args)),
         out_specs=jax.tree.map(lambda _: whole, out_shape),
         input_output_aliases=dict(aliases or {}),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
@@ -86,7 +88,8 @@ def arange(n: int, start: Any = 0) -> Array:
 def load_rows(ref: Any, head: Any, rows: Array, columns: Array, mask: Array, width: int) -> Array:
     """The tile ref[head, rows, columns], zero where `mask` is false and in columns at or beyond `width`."""
     inside = mask[:, None] if width % columns.shape[0] == 0 else mask[:, None] & (columns < width)[None, :]
-    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=0.0)
+    zero = jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=zero)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:

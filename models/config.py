@@ -1,11 +1,13 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")
 NORMS = ("rms", "layer")
+NORM_PLACES = ("before", "after")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,60 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): each frequency divided by its own factor.
+
+    Published files have factors for short and for long texts; a cache holds keys of one kind, so a model has one kind.
+    `attention_factor` lengthens the rotated queries and keys.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+    def __post_init__(self):
+        above = all(is_number(factor) and factor > 0 for factor in self.factors)
+        check_fields(
+            self,
+            ("factors", isinstance(self.factors, tuple) and above, "a tuple of numbers above 0"),
+            _attention_factor(self.attention_factor),
+        )
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs divided by `factor`, fast ones kept, a blend between.
+
+    A pair is slow with at most `beta_slow` turns in `original_max_positions`, fast with at least `beta_fast`; with
+    `truncate` these bounds are whole pairs. `attention_factor` lengthens the rotated queries and keys.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self):
+        slow, fast = self.beta_slow, self.beta_fast
+        check_fields(
+            self,
+            ("factor", is_number(self.factor) and self.factor > 0, "a number above 0"),
+            ("original_max_positions", is_count(self.original_max_positions, 1), "a whole number of at least 1"),
+            _attention_factor(self.attention_factor),
+            ("beta_slow", is_number(slow) and slow > 0, "a number above 0"),
+            ("beta_fast", is_number(fast) and fast > slow, f"a number above beta_slow = {slow}"),
+        )
+
+
+def _attention_factor(value: float) -> tuple[str, bool, str]:
+    return "attention_factor", is_number(value) and value > 0, "a number above 0"
+
+
+Scaling = LinearScaling | Llama3Scaling | LongScaling | YarnScaling
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of the first `dim` of the head's dimensions.
 
@@ -51,10 +107,49 @@ class Rope:
     theta: float
     dim: int
     interleaved: bool = False
-    scaling: LinearScaling | Llama3Scaling | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self):
         check_fields(self, ("theta", is_number(self.theta) and self.theta > 0, "a number above 0"))
+        if isinstance(self.scaling, YarnScaling):
+            check_fields(self, ("theta", self.theta > 1, "above 1 for YaRN"))
+        if isinstance(self.scaling, LongScaling) and 2 * len(self.scaling.factors) != self.dim:
+            raise ValueError(
+                f"LongScaling has {len(self.scaling.factors)} factors; "
+                f"{self.dim} rotated dimensions need {self.dim // 2}."
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """How much longer rotated queries and keys become."""
+        return self.scaling.attention_factor if isinstance(self.scaling, LongScaling | YarnScaling) else 1.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What most layers have in place of one MLP: `count` experts of `intermediate_size` hidden units.
+
+    A router chooses `per_token` of them for each token. `normalize` makes their shares add up to 1; otherwise they are
+    the probabilities among all experts. The layers of `dense_layers` have one MLP.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_fields(
+            self,
+            ("count", is_count(self.count, 1), "a whole number of at least 1"),
+            (
+                "per_token",
+                is_count(self.per_token, 1) and self.per_token <= self.count,
+                f"a whole number from 1 to count = {self.count}",
+            ),
+            ("intermediate_size", is_count(self.intermediate_size, 1), "a whole number of at least 1"),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +158,10 @@ class ModelConfig:
 
     `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
     `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
+    `norm_place` says whether each block's norm is of what enters it or of what it adds. `qk_norm_whole` takes one norm
+    over all heads. `attention_scale` None is head_dim ** -0.5; embeddings, what blocks add, and logits have scales too.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
+    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `transformer`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 
@@ -86,15 +184,24 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norm_place: str = "before"
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
+    experts: Experts | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     dtype: str = "float32"
     # Two models that differ in it alone share their programs.
     weights: str | None = field(default=None, compare=False)
+    decoder: Any = None
 
     def __post_init__(self):
+        scale = self.attention_scale
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_fields(
             self,
@@ -102,7 +209,11 @@ class ModelConfig:
                 (name, is_count(getattr(self, name), 1), "a whole number of at least 1")
                 for name in (*counts, "head_dim", "max_positions")
             ),
-            ("norm_eps", is_number(self.norm_eps) and self.norm_eps > 0, "a number above 0"),
+            *(
+                (name, is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
+                for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")
+            ),
+            ("attention_scale", scale is None or (is_number(scale) and scale > 0), "a number above 0, or None"),
         )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -115,3 +226,15 @@ class ModelConfig:
             raise ValueError(f"activation {self.activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}.")
         if self.norm not in NORMS:
             raise ValueError(f"norm {self.norm!r} is not supported; allowed: {', '.join(NORMS)}.")
+        if self.norm_place not in NORM_PLACES:
+            raise ValueError(f"norm_place {self.norm_place!r} is not supported; allowed: {', '.join(NORM_PLACES)}.")
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer, None for one with a single MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The hidden units of an MLP or an expert, of each kind that the layers have."""
+        found = (self.experts_of(layer) for layer in range(self.num_layers))
+        return tuple(sorted({self.intermediate_size if one is None else one.intermediate_size for one in found}))

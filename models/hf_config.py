@@ -4,12 +4,21 @@ Both styles are read, that of transformers 4 and that of transformers 5. A famil
 `Published` or `Decoder`, with its own defaults; what the file says of other things is not looked at.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
+from clusterkv_jax.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ModelConfig,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 from clusterkv_jax.schema import shown
 
 _ACTIVATION_NAMES = {
@@ -26,18 +35,22 @@ _ACTIVATION_NAMES = {
 Layers = Annotated[int, Meta(ge=1, le=1024)]
 Heads = Annotated[int, Meta(ge=1, le=2**14)]
 Size = Annotated[int, Meta(ge=1, le=2**24)]
-Positions = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+MOST_POSITIONS = 2**31 - 1
+ExpertCount = Annotated[int, Meta(ge=1, le=2**12)]
+Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
 Ids = int | Annotated[list[int], Meta(max_length=256)] | None
 _Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
-_Theta = Annotated[float, Meta(ge=1, le=1e15)]
+Theta = Annotated[float, Meta(ge=1, le=1e15)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
+_Turns = Annotated[float, Meta(ge=0, le=1e6)]
+_Factors = Annotated[list[_Factor], Meta(max_length=2**14)]
 
 
 class RopeParameters(Struct, kw_only=True):
     """What `rope_scaling` and `rope_parameters` hold, or the file itself beside them."""
 
-    rope_theta: _Theta | None = None
+    rope_theta: Theta | None = None
     partial_rotary_factor: _Fraction | None = None
     original_max_position_embeddings: Positions | None = None
     rope_type: str | None = None
@@ -45,6 +58,14 @@ class RopeParameters(Struct, kw_only=True):
     factor: _Factor | None = None
     low_freq_factor: _Factor | None = None
     high_freq_factor: _Factor | None = None
+    attention_factor: _Factor | None = None
+    beta_fast: _Turns | None = None
+    beta_slow: _Turns | None = None
+    mscale: _Turns | None = None
+    mscale_all_dim: _Turns | None = None
+    truncate: bool | None = None
+    short_factor: _Factors | None = None
+    long_factor: _Factors | None = None
 
 
 class Generation(Struct):
@@ -79,7 +100,7 @@ class Decoder(Published, kw_only=True):
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    rope_theta: _Theta | None = None
+    rope_theta: Theta | None = None
     partial_rotary_factor: _Fraction | None = None
     original_max_position_embeddings: Positions | None = None
     rope_scaling: RopeParameters | None = None
@@ -96,7 +117,7 @@ def decoder(file: Decoder) -> dict[str, Any]:
         "num_heads": file.num_attention_heads,
         "num_kv_heads": file.num_key_value_heads or file.num_attention_heads,
         "head_dim": file.head_dim or file.hidden_size // file.num_attention_heads,
-        "max_positions": file.max_position_embeddings,
+        "max_positions": _positions(file),
         "norm_eps": file.rms_norm_eps,
         "activation": activation(file.hidden_act),
         "tie_embeddings": file.tie_word_embeddings,
@@ -168,10 +189,7 @@ def rope(file: Decoder, head_dim: int, *, fraction: float = 1.0, interleaved: bo
 
     `fraction` of the head's dimensions is rotated unless the file says otherwise.
     """
-    parameters = {}
-    for part in (file, file.rope_scaling, file.rope_parameters):
-        values = {name: getattr(part, name, None) for name in RopeParameters.__struct_fields__}
-        parameters |= {name: value for name, value in values.items() if value is not None}
+    parameters = _parameters(file)
     return Rope(
         theta=parameters.get("rope_theta", 10000.0),
         dim=int(head_dim * parameters.get("partial_rotary_factor", fraction)),
@@ -180,8 +198,30 @@ def rope(file: Decoder, head_dim: int, *, fraction: float = 1.0, interleaved: bo
     )
 
 
-def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+def _parameters(file: Decoder) -> dict[str, Any]:
+    """What the file says of rotations, wherever it says it."""
+    parameters: dict[str, Any] = {}
+    for part in (file, file.rope_scaling, file.rope_parameters):
+        values = {name: getattr(part, name, None) for name in RopeParameters.__struct_fields__}
+        parameters |= {name: value for name, value in values.items() if value is not None}
+    parameters["max_position_embeddings"] = file.max_position_embeddings
+    if file.original_max_position_embeddings is not None:  # transformers takes it before the one in the scaling
+        parameters["original_max_position_embeddings"] = file.original_max_position_embeddings
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    return parameters
+
+
+def _positions(file: Decoder) -> int:
+    """The longest text; with YaRN files may give the original one, and the factor beside it."""
+    parameters = _parameters(file)
+    original, factor = (parameters.get(name) for name in ("original_max_position_embeddings", "factor"))
+    if parameters["rope_type"] != "yarn" or original is None or factor is None:
+        return file.max_position_embeddings
+    return min(max(file.max_position_embeddings, int(original * factor)), MOST_POSITIONS)
+
+
+def _scaling(parameters: dict[str, Any]) -> Scaling | None:
+    kind = parameters["rope_type"]
     try:
         match kind:
             case "default":
@@ -195,12 +235,53 @@ def _scaling(parameters: dict[str, Any]) -> LinearScaling | Llama3Scaling | None
                     parameters["high_freq_factor"],
                     parameters["original_max_position_embeddings"],
                 )
+            case "longrope" | "su":
+                return _long(parameters)
+            case "yarn":
+                return _yarn(parameters)
     except KeyError as missing:
         raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
-    raise ValueError(f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3.")
+    raise ValueError(
+        f"RoPE scaling {shown(repr(kind))} is not supported; allowed: default, linear, llama3, longrope, yarn."
+    )
 
 
-def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
+def _long(parameters: dict[str, Any]) -> LongScaling:
+    """The factors for long texts where the model reads longer ones than it was trained on first, else the short ones.
+
+    transformers takes the kind that a text's length asks for, and forgets its cache where a text outgrows the short
+    ones. What is compressed cannot be rotated anew.
+    """
+    longest, original = parameters["max_position_embeddings"], parameters["original_max_position_embeddings"]
+    factors = parameters["long_factor"], parameters["short_factor"]
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings = {original} is not supported; allowed: at least 2.")
+    ratio = parameters.get("factor", longest / original)
+    attention = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    return LongScaling(tuple(factors[longest <= original]), parameters.get("attention_factor", attention))
+
+
+def _yarn(parameters: dict[str, Any]) -> YarnScaling:
+    """A missing factor is what the longest text is of the original one; so long do queries and keys become."""
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor", parameters["max_position_embeddings"] / original)
+
+    def longer(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
+
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    attention = longer(mscale) / longer(all_dim) if mscale and all_dim else longer(1.0)
+    return YarnScaling(
+        factor,
+        original,
+        parameters.get("attention_factor", attention),
+        parameters.get("beta_fast") or 32.0,
+        parameters.get("beta_slow") or 1.0,
+        parameters.get("truncate", True),
+    )
+
+
+def _scaling_to_hf(scaling: Scaling | None) -> dict[str, Any] | None:
     match scaling:
         case None:
             return None
@@ -214,6 +295,19 @@ def _scaling_to_hf(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, A
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_max_positions,
             }
+        case YarnScaling():
+            return {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "attention_factor": scaling.attention_factor,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
+            }
+        case LongScaling(factors, attention_factor):
+            both = {"short_factor": list(factors), "long_factor": list(factors)}
+            return {"rope_type": "longrope", "attention_factor": attention_factor, **both}
 
 
 def reject_sliding_window(window: int | None, positions: int) -> None:

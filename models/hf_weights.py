@@ -1,8 +1,9 @@
 """How parameters lie in checkpoint files: a family's table of names, turned into one entry per parameter.
 
 A table maps a parameter's path (`layers.*.mlp.up`) to the name of its tensor (`model.layers.*.mlp.up_proj.weight`);
-`*` is the layer. Parameters that name the same tensor lie in it one below the other, in the table's order, which is
-all there is to fused projections. A table may name more than a configuration has (biases, QK norms).
+`*` is the layer, and `{expert}` each of its experts, whose tensors make up a stack. Parameters that name the same
+tensor lie in it one below the other, in the table's order, which is all there is to fused projections. A table may
+name more than a configuration has (biases, QK norms).
 """
 
 import math
@@ -43,10 +44,17 @@ class Stored:
         return parameter.reshape(self.rows[::-1]).T if self.linear else parameter.reshape(self.rows)
 
 
+@dataclass(frozen=True)
+class StoredStack:
+    """A parameter whose first dimension counts tensors of their own: the experts of a layer."""
+
+    parts: tuple[Stored, ...]
+
+
 def layout(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
-    """A pytree like `abstract(config)` with a Stored in every place."""
+    """A pytree like `abstract(config)` with a Stored or a StoredStack in every place."""
     shapes = {_path(path): spec.shape for path, spec in jax.tree.leaves_with_path(abstract(config))}
-    places: dict[str, Stored] = {}
+    places: dict[str, Stored | StoredStack] = {}
     counts: Counter[str] = Counter()
     for pattern, name in table.items():
         for layer in map(str, range(config.num_layers) if "*" in pattern else [0]):
@@ -59,13 +67,26 @@ def layout(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
 def file_shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this layout holds."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for leaf in jax.tree.leaves(stored):
+    for leaf in parts(stored):
         before = shapes.get(leaf.name, (0,))[0]
         shapes[leaf.name] = (before + leaf.rows[0], *leaf.rows[1:])
     return shapes
 
 
-def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -> Stored:
+def parts(stored: dict[str, Any]) -> list[Stored]:
+    """Every tensor's place of a layout, those of stacks too."""
+    leaves = jax.tree.leaves(stored)
+    return [part for leaf in leaves for part in (leaf.parts if isinstance(leaf, StoredStack) else (leaf,))]
+
+
+def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -> Stored | StoredStack:
+    if "{expert}" in name:
+        names = (name.replace("{expert}", str(number)) for number in range(shape[0]))
+        return StoredStack(tuple(_tensor(path, one, shape[1:], counts) for one in names))
+    return _tensor(path, name, shape, counts)
+
+
+def _tensor(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -> Stored:
     leaf = path.rpartition(".")[2]
     if leaf in _LINEAR_INPUTS:
         inputs = _LINEAR_INPUTS[leaf]
@@ -73,7 +94,7 @@ def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -
     elif leaf in _AS_IN_FILE:
         rows = (math.prod(shape[:-1]), shape[-1])
     else:
-        rows = (math.prod(shape),) if leaf.endswith("_bias") else shape
+        rows = (math.prod(shape),) if leaf.endswith(("_bias", "_norm")) else shape
     start = counts[name]
     counts[name] += rows[0]
     return Stored(name, shape, rows, start, leaf in _LINEAR_INPUTS)

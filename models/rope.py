@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) and the two scalings of its frequencies that the families use."""
+"""Rotary position embedding (Su et al., 2021) and the scalings of its frequencies that the families use."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, Rope
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def frequencies(rope: Rope) -> np.ndarray:
@@ -15,7 +15,8 @@ def frequencies(rope: Rope) -> np.ndarray:
     Rounded to float32 at the same steps as in transformers: a last bit here turns a pair by 0.008 rad at position 128k.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    plain = np.float32(1) / np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    plain = np.float32(1) / powers
     match rope.scaling:
         case None:
             return plain
@@ -23,6 +24,10 @@ def frequencies(rope: Rope) -> np.ndarray:
             return plain / np.float32(factor)
         case Llama3Scaling():
             return _llama3(plain, rope.scaling)
+        case LongScaling(factors):
+            return np.float32(1) / (np.asarray(factors, np.float32) * powers)
+        case YarnScaling():
+            return _yarn(powers, rope, rope.scaling)
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
@@ -32,14 +37,47 @@ def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     return (1 - keep) * plain / scaling.factor + keep * plain
 
 
+def _yarn(powers: np.ndarray, rope: Rope, scaling: YarnScaling) -> np.ndarray:
+    def pair(turns: float) -> float:
+        """Number of the pair that turns so often within the original positions."""
+        share = math.log(scaling.original_max_positions / (2 * math.pi * turns)) / math.log(rope.theta)
+        return rope.dim / 2 * share
+
+    fast, slow = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    fast, slow = max(fast, 0), min(slow, rope.dim - 1)
+    width = slow - fast or 0.001  # as in transformers
+    divide = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - np.float32(fast)) / np.float32(width), 0, 1)
+    keep, one = 1 - divide, np.float32(1)
+    return one / (np.float32(scaling.factor) * powers) * (1 - keep) + one / powers * keep
+
+
+def encode(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:
+    """`rotate`, and the rotated dimensions longer by the scaling's attention factor: queries and keys of a model."""
+    return _rotate(x, positions, rope, rope.magnitude)
+
+
+def decode(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:
+    """The inverse of `encode`."""
+    return _rotate(x, -positions, rope, 1 / rope.magnitude)
+
+
 def rotate(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: Rope) -> Float[Array, "B T heads D"]:
     """Rotate the first `rope.dim` dimensions of every head by its token's position; the other dimensions pass.
 
     Angles, sines and the rotation are float32 whatever the type of x: at position 128k bfloat16 could not even tell
     neighbours apart.
     """
+    return _rotate(x, positions, rope, 1.0)
+
+
+def _rotate(x: Array, positions: Array, rope: Rope, magnitude: float) -> Array:
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)[None, None, None]
-    return turn(x, jnp.cos(angles), jnp.sin(angles), rope)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if magnitude != 1:
+        cos, sin = magnitude * cos, magnitude * sin
+    return turn(x, cos, sin, rope)
 
 
 def turn(x: Float[Array, "*rows D"], cos: Float[Array, "..."], sin: Float[Array, "..."], rope: Rope) -> Array:

@@ -8,8 +8,8 @@ A model computes in the type of its parameters; norms, RoPE, softmax and logits 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,16 @@ from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models.causal_attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.rope import rotate
+from clusterkv_jax.models.config import Experts, ModelConfig
+from clusterkv_jax.models.rope import encode
 from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
 # What a GPU's compiler multiplies, and the most rows that are added for it: weights that want more are small anyway.
 LEAST_PRODUCTS, MOST_ROWS = 10_000_000, 8
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -49,14 +51,14 @@ class TensorSpec:
 def abstract(config: ModelConfig) -> Params:
     """The parameters' pytree with a TensorSpec in every place; initialisation, sharding and loading derive from it.
 
-    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, positions.
+    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, experts, positions.
     """
     vocab = TensorSpec(
         (config.vocab_size, config.hidden_size), ("vocab", "model"), initializers.normal(config.hidden_size**-0.5)
     )
     specs: Params = {
         "embed": vocab,
-        "layers": tuple(_abstract_layer(config) for _ in range(config.num_layers)),
+        "layers": tuple(_abstract_layer(config, number) for number in range(config.num_layers)),
         "final_norm": _abstract_norm(config),
     }
     if config.rope is None:
@@ -67,12 +69,14 @@ def abstract(config: ModelConfig) -> Params:
     return specs
 
 
-def _abstract_layer(config: ModelConfig) -> Params:
+def _abstract_layer(config: ModelConfig, number: int) -> Params:
+    norm = {"before": "norm", "after": "out_norm"}[config.norm_place]
+    experts = config.experts_of(number)
     return {
-        "attention_norm": _abstract_norm(config),
+        f"attention_{norm}": _abstract_norm(config),
         "attention": _abstract_attention(config),
-        "mlp_norm": _abstract_norm(config),
-        "mlp": _abstract_mlp(config),
+        f"mlp_{norm}": _abstract_norm(config),
+        **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
     }
 
 
@@ -100,8 +104,9 @@ def _abstract_attention(config: ModelConfig) -> Params:
     if config.output_bias:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     if config.qk_norm:
-        specs["q_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
-        specs["k_norm"] = TensorSpec((d,), ("head_dim",), initializers.ones)
+        for name in ("q", "k"):
+            of = slice(0 if config.qk_norm_whole else 1, 2)
+            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], initializers.ones)
     return specs
 
 
@@ -114,6 +119,17 @@ def _abstract_mlp(config: ModelConfig) -> Params:
         specs |= {f"{name}_bias": TensorSpec((f,), ("mlp",), initializers.zeros) for name in inputs}
         specs["down_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     return specs
+
+
+def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
+    e, m, f = experts.count, config.hidden_size, experts.intermediate_size
+    into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, f))
+    return {
+        "router": TensorSpec((e, m), ("experts", "model"), into),
+        "gate": TensorSpec((e, m, f), mixtures.AXES["gate"], into),
+        "up": TensorSpec((e, m, f), mixtures.AXES["up"], into),
+        "down": TensorSpec((e, f, m), mixtures.AXES["down"], out),
+    }
 
 
 def _residual_scale(config: ModelConfig, fan_in: int) -> float:
@@ -134,29 +150,48 @@ def init(key: Key[Array, ""], config: ModelConfig, dtype: Any = jnp.float32) -> 
 # --- the decoder ---
 
 
+def _or_of_decoder(function: Function) -> Function:
+    """The function, or the method of its name where the configuration has a decoder that was written elsewhere."""
+
+    @wraps(function)
+    def call(weights: Params, config: ModelConfig, *args: Array) -> Any:
+        if config.decoder is None:
+            return function(weights, config, *args)
+        return getattr(config.decoder, function.__name__)(weights, *args)
+
+    result: Any = call
+    return result
+
+
+@_or_of_decoder
 @jax.named_scope("embedding")
 def embed(
     params: Params, config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T M"]:
     """Token embeddings, plus the learned positions of a model that has them. Ids must be in 0..V-1."""
     hidden = take_rows(params["embed"], tokens)
+    if config.embedding_scale != 1:
+        hidden = hidden * config.embedding_scale
     if config.rope is None:
         hidden = hidden + params["positions"][positions + config.learned_position_offset]
     return hidden
 
 
+@_or_of_decoder
 def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What enters a layer's attention: the hidden states after the layer's input norm."""
-    return _norm(layer["attention_norm"], config, hidden)
+    """What enters a layer's attention: the hidden states after the layer's input norm, if it has one."""
+    return _entering(layer, "attention", config, hidden)
 
 
+@_or_of_decoder
 @jax.named_scope("attention/project")
 def qkv(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """A layer's queries, keys and values: norm, projections, biases, QK norm, RoPE.
 
-    Keys come out rotated: that is what a cache stores.
+    Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
+    by sqrt(D), whatever the model's scale.
     """
     weights = layer["attention"]
     x = attention_input(layer, config, hidden)
@@ -166,10 +201,13 @@ def qkv(
     if config.qk_norm:
         q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)
     if config.rope is not None:
-        q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+    if config.attention_scale is not None:
+        q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
 
 
+@_or_of_decoder
 def finish(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
@@ -177,17 +215,24 @@ def finish(
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
         product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
-        hidden = hidden + _with_bias(product, weights, "o")
+        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        return hidden + _mlp(layer["mlp"], config, _norm(layer["mlp_norm"], config, hidden))
+        x = _entering(layer, "mlp", config, hidden)
+        if config.experts is not None and "experts" in layer:
+            out = mixtures.mixture(layer["experts"], config.experts, _ACTIVATIONS[config.activation], x)
+        else:
+            out = _mlp(layer["mlp"], config, x)
+        return hidden + _leaving(layer, "mlp", config, out)
 
 
+@_or_of_decoder
 @jax.named_scope("head")
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
     x = _norm(params["final_norm"], config, hidden)
-    return _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    return logits if config.logit_scale == 1 else logits * config.logit_scale
 
 
 def forward(
@@ -227,11 +272,12 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
     return jnp.einsum(formula, x, weights, precision=precision, **options)
 
 
-def _enough_rows(x: Float[Array, "B T ..."], weights: Array) -> Float[Array, "B _ ..."]:
+def _enough_rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> Float[Array, "B _ ..."]:
     """Rows of zeros behind few tokens, for a GPU: below 10 M multiplications its compiler reduces rather than
-    multiplies, at half the speed and less, and keeps the products of the same rows apart.
+    multiplies, at half the speed and less, and keeps the products of the same rows apart. A mesh splits the weights
+    along their axis `split`.
     """
-    size = weights.size // ways("heads")
+    size = weights.size // ways(split)
     least = -(-LEAST_PRODUCTS // size) if platform() == "gpu" else 0
     missing = -(-least // x.shape[0]) - x.shape[1]
     if least > MOST_ROWS or missing <= 0:
@@ -245,14 +291,27 @@ def _with_bias(x: Array, weights: Params, name: str) -> Array:
 
 
 def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
-    activation = _ACTIVATIONS[config.activation]
+    activation, count = _ACTIVATIONS[config.activation], x.shape[1]
+    x = _enough_rows(x, weights["up"], "mlp")
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
     if config.gated_mlp:
         gate = _with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")
         inner = activation(gate) * up
     else:
         inner = activation(up)
-    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"]), weights, "down")
+    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"])[:, :count], weights, "down")
+
+
+def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:
+    """What a layer's attention or MLP is given."""
+    return hidden if config.norm_place == "after" else _norm(layer[f"{block}_norm"], config, hidden)
+
+
+def _leaving(layer: Params, block: str, config: ModelConfig, out: Array) -> Array:
+    """What a layer's attention or MLP adds to the hidden states."""
+    if config.norm_place == "after":
+        out = _norm(layer[f"{block}_out_norm"], config, out)
+    return out if config.residual_scale == 1 else out * config.residual_scale
 
 
 def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
@@ -260,8 +319,10 @@ def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
 
 
 def _rms(scale: Array, eps: float, x: Array) -> Array:
+    """Over as many dimensions as the scale has."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    axes = tuple(range(-scale.ndim, 0))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + eps)
     return (wide * _along(scale, x)).astype(x.dtype)
 
 
@@ -272,6 +333,6 @@ def _layer(weights: Params, eps: float, x: Array) -> Array:
     return (wide * _along(weights["scale"], x) + _along(weights["bias"], x)).astype(x.dtype)
 
 
-def _along(vector: Array, x: Array) -> Array:
-    """A vector along the last dimension of x, in float32."""
-    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+def _along(scale: Array, x: Array) -> Array:
+    """A scale along the last dimensions of x, in float32."""
+    return scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)

@@ -65,7 +65,8 @@ from clusterkv_jax import cli
 names = "generate methods calibrate evaluate join inspect".split()
 for command in [[], *([name] for name in names), ["inspect", "keys"], ["inspect", "recall"]]:
     assert CliRunner().invoke(cli.app, [*command, "--help"]).exit_code == 0, command
-heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib optax".split()
+heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib".split()
+heavy += ["optax", "flax"]
 print(*(set(heavy) & sys.modules.keys()))
 """
     assert python("-c", code).stdout.strip() == ""

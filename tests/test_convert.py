@@ -43,9 +43,12 @@ def whole(tmp_path_factory):
     return folder
 
 
+jitted_forward = jax.jit(forward, static_argnums=1)
+
+
 def logits(model):
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
-    return np.asarray(forward(model.params, model.config, tokens), np.float32)
+    return np.asarray(jitted_forward(model.params, model.config, tokens), np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -369,3 +369,23 @@ def test_ids_beyond_a_length_and_traced_ones_are_not_looked_at():
     assert bool(jnp.isfinite(logits).all())
     traced = jax.jit(lambda tokens: short(tokens, (3,))[1])(tokens)
     np.testing.assert_allclose(traced, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ckv.Composed(ckv.Full(), ckv.CentroidKV(ckv.Budget(tokens=40), sinks=2, recent=4, chunk=16)),
+        ckv.Chelsea(ckv.Budget(tokens=40), sinks=2, recent=4, chunk=16),
+    ],
+    ids=["composed", "chelsea"],
+)
+def test_a_prompt_that_stays_above_its_budget_is_brought_back_while_decoding(method):
+    """Though the tokens behind it are fewer than an interval."""
+    ids, limit = prompt(3, 140), 40 + 128
+    cache, logits = ckv.prefill(
+        taught().params, taught().config, method, *padded(ids, width=140), max_new_tokens=100, step_tokens=1
+    )
+    for _ in range(100):
+        cache, logits = step(method, cache, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    assert np.isfinite(logits).all()
+    assert max(np.max(group.length) for layer in cache.layers for group in groups(layer)) <= limit

@@ -165,7 +165,10 @@ def test_published_models_by_shape(name):
 
 @pytest.mark.parametrize("family", registry.FAMILIES)
 def test_stored_views_and_rows_are_inverse(family):
-    options = {"rope": None, "norm": "layer", "gated_mlp": False} if family == "opt" else {}
+    options = {
+        "opt": {"rope": None, "norm": "layer", "gated_mlp": False},
+        "olmo2": {"norm_place": "after", "qk_norm": True, "qk_norm_whole": True},
+    }.get(family, {})
     config = ModelConfig(**{**vars(SMALL), "family": family, "qkv_bias": True, **options})
     stored = weights.layout(config, registry.FAMILIES[family].weights)
     rng = np.random.default_rng(0)
@@ -232,11 +235,11 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
 @pytest.mark.parametrize(
     ("published", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; allowed: chatglm, glm, llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; allowed: chatglm, glm, granite, llama"),
         ({}, "model_type None is not supported"),
         ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),
         ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
-        ({**_LLAMA, "rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported; allowed: default, linear"),
+        ({**_LLAMA, "rope_parameters": {"rope_type": "ntk"}}, "'ntk' is not supported; allowed: default, linear"),
         ({**_LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' in config.json lacks 'low_freq"),
         ({**_LLAMA, "hidden_size": None}, "config.json, field 'hidden_size': Expected int, got null (None)."),
         ({k: v for k, v in _LLAMA.items() if k != "hidden_size"}, "config.json: Object missing required field hidden_"),

@@ -303,7 +303,10 @@ def test_the_guide_shows_what_the_command_prints():
         ({"topology": "v9:2x2"}, "--topology 'v9:2x2' is unknown; allowed are v5e, v5p, v6e, h100, h200"),
         ({"topology": "v5e:8"}, "--topology 'v5e:8' is unknown"),
         ({"topology": "h200:2x2"}, "--topology 'h200:2x2' is unknown"),
-        ({"model": "llama-9"}, "There is no folder 'llama-9'; allowed: 'demo', llama-3.1-70b, llama-3.1-8b"),
+        (
+            {"model": "llama-9"},
+            "There is no folder 'llama-9'; allowed: 'demo', llama-3.1-70b, llama-3.1-8b, qwen3-30b-a3b",
+        ),
         ({"method": "best"}, "Unknown method or preset 'best'"),
         ({"method": "snapkv"}, "--method snapkv needs --cache-ratio."),
         ({"cache_ratio": "0.5"}, "--method full keeps the whole cache and takes no --cache-ratio."),

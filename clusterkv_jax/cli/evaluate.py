@@ -18,6 +18,7 @@ from clusterkv_jax.cli.options import (
     MODEL,
     CompilationCache,
     budgets_option,
+    cache_dtype_option,
     methods_option,
     parse_count,
     parse_entries,
@@ -34,6 +35,7 @@ def evaluate(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     methods: Annotated[list[str], methods_option()] = ["full"],
     budgets: Annotated[list[str], budgets_option()] = ["1.0"],
+    cache_dtype: Annotated[str | None, cache_dtype_option()] = None,
     output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
         "results"
     ),
@@ -98,7 +100,7 @@ def evaluate(
         model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
-        entries = parse_entries(split(methods), split(budgets), measured)
+        entries = parse_entries(split(methods), split(budgets), measured, cache_dtype)
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)
         process = 0 if others is None else others.index

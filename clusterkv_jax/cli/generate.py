@@ -16,7 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.options import MODEL, CompilationCache, budgets_option, methods_option, parse_budget, split
+from clusterkv_jax.cli.options import (
+    MODEL,
+    CompilationCache,
+    budgets_option,
+    cache_dtype_option,
+    methods_option,
+    parse_budget,
+    split,
+    stored_as,
+)
 from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -61,6 +70,7 @@ def generate(
     budgets: Annotated[list[str] | None, budgets_option(rich_help_panel="Cache")] = None,
     cache_ratio: Annotated[float | None, _cache(help="--budget, a share such as 0.25.")] = None,
     cache_tokens: Annotated[int | None, _cache(help="--budget, rows such as 1024.")] = None,
+    cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
     calibration: Annotated[
         Path | None,
         _cache(help="What 'clusterkv calibrate' wrote: outlier heads, or the heads' shares of the budget."),
@@ -100,7 +110,7 @@ def generate(
 
         check_seed(seed, "--seed")
         measured = None if calibration is None else read(calibration)
-        candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured)
+        candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured, cache_dtype)
 
         sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
@@ -169,26 +179,29 @@ def _budgets(budgets: list[str] | None, ratio: float | None, tokens: int | None)
     return {str(ratio or tokens): Budget(ratio=ratio, tokens=tokens)}
 
 
-def _methods(names: tuple[str, ...], budgets: dict[str, Any], calibration: Any) -> list[tuple[str, Any]]:
+def _methods(
+    names: tuple[str, ...], budgets: dict[str, Any], calibration: Any, cache_dtype: str | None
+) -> list[tuple[str, Any]]:
     """The methods by name, each with every budget where it takes one."""
     from clusterkv_jax.presets import find_preset, preset
 
     takes_budget = {name: find_preset(name).takes_budget for name in names}
     if budgets and not any(takes_budget.values()):
         raise ValueError(f"--method {names[0]} keeps the whole cache and takes no --cache-ratio or --cache-tokens.")
-    candidates = []
+    candidates, stored = [], stored_as(cache_dtype)
     for name in names:
         if not takes_budget[name]:
-            candidates.append((name, preset(name)))
+            candidates.append((name, preset(name, **stored)))
         elif budgets:
             several = len(budgets) > 1
             candidates += [
-                (f"{name} {text}" if several else name, preset(name, b, calibration)) for text, b in budgets.items()
+                (f"{name} {text}" if several else name, preset(name, b, calibration, **stored))
+                for text, b in budgets.items()
             ]
         elif find_preset(name).budget is None:
             raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
         else:
-            candidates.append((name, preset(name, None, calibration)))
+            candidates.append((name, preset(name, None, calibration, **stored)))
     return candidates
 
 

@@ -32,6 +32,17 @@ def budgets_option(**about: Any) -> Any:
     return typer.Option("--budget", "--budgets", **{"help": text, **about})
 
 
+def cache_dtype_option(**about: Any) -> Any:
+    """`--cache-dtype`: how all methods store their rows."""
+    text = "Store rows as int8, float8_e4m3 or int4, with a scale each."
+    return typer.Option("--cache-dtype", **{"help": text, "show_default": "the model's", **about})
+
+
+def stored_as(cache_dtype: str | None) -> dict[str, Any]:
+    """The setting of a preset that `--cache-dtype` makes."""
+    return {} if cache_dtype is None else {"cache_dtype": cache_dtype}
+
+
 def one_model(argument: str | None, option: str | None) -> str:
     """The model, by either way to name it."""
     if (argument is None) == (option is None):
@@ -40,26 +51,28 @@ def one_model(argument: str | None, option: str | None) -> str:
     return argument or option or ""
 
 
-def parse_entries(names: Sequence[str], budgets: Sequence[str], calibration: Any = None) -> list[Any]:
+def parse_entries(
+    names: Sequence[str], budgets: Sequence[str], calibration: Any = None, cache_dtype: str | None = None
+) -> list[Any]:
     """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0.
 
-    A calibration goes before what a preset says.
+    A calibration and a type of stored rows go before what a preset says.
     """
     from clusterkv_jax.evaluation.batching import Entry
-    from clusterkv_jax.methods import Full
     from clusterkv_jax.presets import find_preset, preset
 
     if not names or not budgets:
         raise ValueError("--methods and --budgets must each name at least one.")
     _check_twins("--methods", names, names)
     _check_twins("--budgets", budgets, list(map(parse_budget, budgets)))
+    stored = stored_as(cache_dtype)
     takes = {name: find_preset(name).takes_budget for name in names}
     whole = [budget for budget in budgets if (parse_budget(budget).ratio or 0) >= 1]
-    entries = [Entry("full", "1.0", Full())] if whole or not all(takes.values()) else []
+    entries = [Entry("full", "1.0", preset("full", **stored))] if whole or not all(takes.values()) else []
     for name in names:
         if takes[name]:
             entries += [
-                Entry(name, text, preset(name, parse_budget(text), calibration))
+                Entry(name, text, preset(name, parse_budget(text), calibration, **stored))
                 for text in budgets
                 if text not in whole
             ]

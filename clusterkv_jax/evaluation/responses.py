@@ -61,7 +61,8 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
     config, tokens = model.config, len(prompt.context)
     reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
     counts = {"max_new_tokens": max_new_tokens, "reserve": reserve, "step_tokens": QUESTION_STEP}
-    request = request_of_model(config, model.params["embed"].dtype, np.asarray([tokens]), **counts)
+    dtype = model.params["embed"].dtype
+    request = request_of_model(config, dtype, np.asarray([tokens]), method.cache_dtype, **counts)
     with contextlib.suppress(ValueError):
         method.check(request.lengths, request)
         return True

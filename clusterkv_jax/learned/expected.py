@@ -14,7 +14,7 @@ from clusterkv_jax.checks import check_counts, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import check_heads, clean, masked_softmax, protect, real_rows
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.models.rope import frequencies, rotate, turn
+from clusterkv_jax.models.rope import decode, frequencies, turn
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Number of queries, their mean, and the sum of the outer products of their distances from it.
@@ -138,13 +138,15 @@ def expected_scores(
 
 
 def turned(x: Float[Array, "B ... D"], position: Int[Array, " B"], future: int, rope: Rope | None) -> Array:
-    """x turned by the mean of the rotations of the `future` positions from `position` on: a contraction."""
+    """x turned by the mean of the rotations of the `future` positions from `position` on: a contraction, unless the
+    model's rotations lengthen what they turn.
+    """
     if rope is None:
         return x
     at = (position[:, None] + ordinals(future, 2)).astype(jnp.float32)
     angles = at[..., None] * frequencies(rope)[None, None]
     shape = (x.shape[0], *[1] * (x.ndim - 2), -1)
-    cos, sin = (jnp.mean(f(angles), axis=1).reshape(shape) for f in (jnp.cos, jnp.sin))
+    cos, sin = (rope.magnitude * jnp.mean(f(angles), axis=1).reshape(shape) for f in (jnp.cos, jnp.sin))
     return turn(x, cos, sin, rope)
 
 
@@ -162,4 +164,4 @@ def before_rotation(
     """Queries as they were before the rotation of their positions."""
     if rope is None:
         return queries
-    return jnp.swapaxes(rotate(jnp.swapaxes(queries, 1, 2), -positions, rope), 1, 2)
+    return jnp.swapaxes(decode(jnp.swapaxes(queries, 1, 2), positions, rope), 1, 2)

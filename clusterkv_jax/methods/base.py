@@ -13,7 +13,7 @@ A method is a frozen dataclass, budget first, hashable and so static under jit.
 The order in which the members are called is in `chassis`, which no method overrides.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -29,6 +29,7 @@ from clusterkv_jax.attention import attend_cache, attend_new, combine
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
+from clusterkv_jax.methods.storage import Storage
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
 Memory = dict[str, Array]
@@ -145,8 +146,13 @@ class Compressed:
     selection: Any = None
 
 
-class Method(ABC):
-    """Base of all methods. The dataclasses below it have a field `budget`, except where they answer `budget_rows`."""
+class Method(Storage):
+    """Base of all methods. The dataclasses below it have a field `budget`, except where they answer `budget_rows`.
+
+    Rows are quantised behind a method's back (`Storage.cache_dtype`): `compress` sees and leaves rows of the model's
+    type, and what takes rows by their numbers takes codes alike. Methods that look into rows, or change them, while
+    decoding ask `cache.in_numbers` for them.
+    """
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"

@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.attention import attend_with_probabilities
-from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
+from clusterkv_jax.cache import LayerCache, NewTokens, rows_at, take_rows
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import as_stored, dequantised
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming, replace_row
 from clusterkv_jax.scores import group_mean, over_query_blocks
@@ -89,18 +90,20 @@ class CaM(Streaming):
         attended, attention = attend_with_probabilities(group, token.q)
         slot, slots = self.oldest(group), group.capacity
         weight = self._weight(attention, group, slot, memory)
-        gone = jnp.take_along_axis(group.values, slot[..., None, None], axis=2).astype(jnp.float32)
+        gone = dequantised(rows_at(group.values, slot[..., None])).astype(jnp.float32)
         drop = token.real[:, 0] & (group.length[:, 0] > memory["budget"])
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
 
         ring = jnp.maximum(group.length - self.sinks, 1)[..., None]
         after = 1 + ordinals(self.merge_budget, 3)
         place = self.sinks + (slot[..., None] - self.sinks + after) % ring
-        place = jnp.where(drop[:, None, None] & (after <= ring), place, slots)
-        values = jnp.take_along_axis(group.values, jnp.minimum(place, slots - 1)[..., None], axis=2)
+        passed = drop[:, None, None] & (weight > 0)[..., None]
+        place = jnp.where(passed & (after <= ring), place, slots)
+        values = dequantised(rows_at(group.values, jnp.minimum(place, slots - 1)))
         values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
         put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
-        return attended, replace(group, values=put(group.values, place, values)), memory
+        merged = jax.tree.map(lambda v, x: put(v, place, x), group.values, as_stored(values, group.values))
+        return attended, replace(group, values=merged), memory
 
     def _weight(
         self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], memory: Memory

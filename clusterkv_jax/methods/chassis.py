@@ -29,6 +29,7 @@ from clusterkv_jax.cache import (
     from_tokens,
     group_heads,
     groups,
+    quantised,
     resize,
     select_heads,
 )
@@ -89,7 +90,7 @@ def compress_layer(
             _check_inputs(method, prompt, plan.needs)
             part = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
         cache = part[0] if isinstance(part[0], PagedHeads) else resize(part[0], group.capacity)
-        parts.append((cache, part[1], part[2]))
+        parts.append((quantised(cache, method.cache_dtype), part[1], part[2]))
     caches, state, selections = zip(*parts, strict=True)
     return caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads), state, selections
 
@@ -116,9 +117,12 @@ def _compress_group(
     memory = rows.memory if result.memory is None else result.memory
     if method.schedule.kind != "append":
         memory = {"budget": budgets[:, -1]} | memory
-    # What can never be due need not be compiled: the last token of the reserve has none behind it.
-    if method.schedule.kind == "interval" and method.forgets and plan.reserve > method.schedule.interval:
-        memory = memory | {"due": budgets[:, -1] + method.schedule.interval}
+    # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold
+    # more than its budget while decoding, by the slack of its method or as another stage leaves it.
+    schedule = method.schedule
+    longest = plan.reserve + schedule.slack
+    if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
+        memory = memory | {"due": budgets[:, -1] + schedule.interval}
     return result.cache, memory or None, result.selection
 
 

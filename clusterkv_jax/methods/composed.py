@@ -39,6 +39,7 @@ class Composed(Method):
     decode: Method
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("prefill", "decode"):
             check_fields(self, (name, _is_simple(getattr(self, name)), "a method"))
         first, then = self.prefill.holds, self.decode.holds
@@ -48,6 +49,7 @@ class Composed(Method):
         dropping = "a method that drops or merges what it does not keep"
         unequal = "Full() after AdaKV: other methods know no heads of unequal lengths"
         unscored = "one that needs no scores of rows: those of the prompt do not follow what prefill keeps"
+        once = "a method without a cache_dtype of its own: that of the pair holds for both"
         rerotated = "Full() where keys are rerotated: no other method knows how they were moved"
         check_fields(
             self,
@@ -58,6 +60,8 @@ class Composed(Method):
             ("decode", returns, "Full() or one that compresses while decoding"),
             ("decode", stays, rerotated),
             ("decode", "scores" not in self.decode.needs(0), unscored),
+            ("prefill", self.prefill.cache_dtype is None, once),
+            ("decode", self.decode.cache_dtype is None, once),
         )
 
     @property

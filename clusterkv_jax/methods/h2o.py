@@ -43,6 +43,7 @@ class H2O(Method):
     normalize: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),

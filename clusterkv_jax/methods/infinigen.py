@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.kernels.index_scores import index_scores
@@ -102,7 +103,8 @@ class InfiniGen(Recall):
         scores = jnp.where(indexed, scores, -jnp.inf)
         counts = index["budget"]
         if self.alpha is not None:
-            counts = jnp.minimum(counts, rows_within(scores, self.alpha))
+            near = jnp.minimum(counts, rows_within(scores, self.alpha))
+            counts = jnp.where(counts >= MOST_ROWS, counts, near)  # a prompt within its budget is read whole
         best, rows = jax.lax.top_k(scores, min(count, scores.shape[-1]))
         selection = (ordinals(rows.shape[-1], 4) < counts[:, None, None, None]) & (best > -jnp.inf)
         spare = [(0, 0)] * 3 + [(0, count - rows.shape[-1])]

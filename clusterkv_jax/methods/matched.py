@@ -40,12 +40,14 @@ class Matched(Method):
     queries: int = 1024
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         holds = _is_simple(self.method) and self.method.holds in ("tokens", "centroids")
         once = not holds or "repetition" not in self.method.needs(0)
         counts = is_count(self.queries, JUDGES) and self.queries <= MOST_QUERIES
         check_fields(
             self,
             ("method", holds, "one method that holds tokens or centroids, not pages, moved rows, an index or a pair"),
+            ("method", not holds or self.method.cache_dtype is None, "one without a cache_dtype: give that to Matched"),
             ("method", once, "one that reads a prompt once: a repetition leaves no queries to fit to"),
             ("queries", counts, f"a whole number between {JUDGES} and {MOST_QUERIES}"),
         )

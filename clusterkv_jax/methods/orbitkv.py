@@ -61,6 +61,7 @@ class OrbitKV(Method):
     holds: ClassVar[Holding] = "centroids"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),

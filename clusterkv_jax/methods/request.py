@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.kernels.quantised import CacheDtype
+from clusterkv_jax.kernels.quantised import row_bytes as stored_bytes
 from clusterkv_jax.models.config import ModelConfig, Rope
 
 DEGREE_BYTES = 4
@@ -90,21 +92,38 @@ class LayerPlan:
         return tuple(group.capacity for group in self.groups)
 
 
-def request_of_model(config: ModelConfig, dtype: Any, lengths: np.ndarray, **counts: int) -> Request:
-    """The request of prompts of these lengths to a model whose parameters have this type.
+def row_bytes(dim: int, *dtypes: Any, stored: CacheDtype | None = None) -> int:
+    """Bytes of one row of one head, a key, a value and a degree, of these two types or `stored` in another."""
+    widths = [dim * jnp.dtype(dtype).itemsize if stored is None else stored_bytes(stored, dim) for dtype in dtypes]
+    return sum(widths) + DEGREE_BYTES
+
+
+def request_of_model(
+    config: ModelConfig, dtype: Any, lengths: np.ndarray, stored: CacheDtype | None = None, **counts: int
+) -> Request:
+    """The request of prompts of these lengths to a model whose parameters have this type; rows may be `stored` in
+    another.
 
     `counts` are `max_new_tokens`, `reserve` and `step_tokens`.
     """
-    row_bytes = 2 * config.head_dim * jnp.dtype(dtype).itemsize + DEGREE_BYTES
-    return Request(lengths, config.num_layers, config.num_kv_heads, row_bytes=row_bytes, rope=config.rope, **counts)
+    row = row_bytes(config.head_dim, dtype, dtype, stored=stored)
+    return Request(lengths, config.num_layers, config.num_kv_heads, row_bytes=row, rope=config.rope, **counts)
 
 
-def request_of_tensors(keys: Any, values: Any, lengths: np.ndarray, num_layers: int, max_new_tokens: int) -> Request:
+def request_of_tensors(
+    keys: Any,
+    values: Any,
+    lengths: np.ndarray,
+    num_layers: int,
+    max_new_tokens: int,
+    *,
+    stored: CacheDtype | None = None,
+) -> Request:
     """The request of bare keys and values [B,K,N,D]; their rotations are those of the default RoPE."""
     dim = keys.shape[-1]
-    row_bytes = dim * (keys.dtype.itemsize + values.dtype.itemsize) + DEGREE_BYTES
+    row = row_bytes(dim, keys.dtype, values.dtype, stored=stored)
     return Request(
-        lengths, num_layers, keys.shape[1], max_new_tokens, max_new_tokens, row_bytes=row_bytes, rope=Rope(1e4, dim)
+        lengths, num_layers, keys.shape[1], max_new_tokens, max_new_tokens, row_bytes=row, rope=Rope(1e4, dim)
     )
 
 

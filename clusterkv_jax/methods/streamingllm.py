@@ -15,6 +15,7 @@ from clusterkv_jax.attention import attend_cache
 from clusterkv_jax.cache import LayerCache, NewTokens, put_row, take_rows
 from clusterkv_jax.errors import check_fields
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Rows, Schedule, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming
 from clusterkv_jax.methods.request import Request
@@ -94,9 +95,13 @@ class StreamingLLM(Streaming):
         assert token.rope is not None
         distance = jnp.maximum(token.positions[:, 0] + 1 - memory["budget"], 0) - memory["moved"]
         turned = _turned(memory["sinks"], jnp.repeat(distance[:, None], self.sinks, axis=1), token.rope)
-        sink_keys = group.keys[:, :, : self.sinks]
-        turned = jnp.where((token.real[:, 0] & (distance > 0))[:, None, None, None], turned, sink_keys)
-        keys = jax.lax.dynamic_update_slice_in_dim(group.keys, turned, 0, axis=2)
+        moves = token.real[:, 0] & (distance > 0)
+
+        def put(x: Array, new: Array) -> Array:
+            new = jnp.where(moves.reshape(-1, *[1] * (x.ndim - 1)), new, x[:, :, : self.sinks])
+            return jax.lax.dynamic_update_slice_in_dim(x, new, 0, axis=2)
+
+        keys = jax.tree.map(put, group.keys, as_stored(turned, group.keys))
         return moved_back(token, memory), replace(group, keys=keys)
 
 

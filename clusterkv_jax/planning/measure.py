@@ -269,10 +269,17 @@ def estimated(job: Job) -> float:
     tokens = chip_bytes(job.hidden) / config.hidden_size / job.hidden.dtype.itemsize
     queries = held("heads", config.num_heads) * config.head_dim
     keys = held("kv_heads", config.num_kv_heads) * config.head_dim
-    inner = held("mlp", config.intermediate_size)
+    # A token has a row for each of its experts.
+    found = {config.experts_of(layer) for layer in range(config.num_layers)}
+    widths = [
+        held("mlp", config.intermediate_size) + config.hidden_size
+        if one is None
+        else one.per_token * (held("mlp", one.intermediate_size) + config.hidden_size)
+        for one in found
+    ]
     # Queries and what they attend to; keys and values, and both in the order of a cache.
     arrays = tokens * (2 * queries + 4 * keys)
-    return job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * (inner + config.hidden_size))
+    return job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * max(widths))
 
 
 # --- shapes ---
@@ -284,8 +291,9 @@ def _plan(call: Call) -> LayerPlan | None:
 
 
 def step_reads(job: Job, weights: float, cache: float) -> float:
-    """Bytes that a decode step reads: parameters but for the table of embeddings, of which it takes a row, and of the
-    cache all, or of a method that keeps more than it attends to, the rows of its budget and its index.
+    """Bytes that a decode step reads: parameters but for the table of embeddings, of which it takes a row, and for
+    experts that no token chooses, where all choose others; of the cache all, or of a method that keeps more than it
+    attends to, the rows of its budget and its index.
     """
     table = 0 if job.config.tie_embeddings else chip_bytes(job.params["embed"])
     plans = [plan for call in job.calls if (plan := _plan(call))]
@@ -295,7 +303,17 @@ def step_reads(job: Job, weights: float, cache: float) -> float:
         for group, planned in zip(groups(layer), plan.groups, strict=False):
             share = 1.0 if job.method.forgets else min(1.0, planned.most_rows / planned.capacity)
             rows += chip_bytes(group) * share
-    return (chip_bytes(job.params) - table) * weights + rows * cache
+    return (chip_bytes(job.params) - table - _idle(job)) * weights + rows * cache
+
+
+def _idle(job: Job) -> float:
+    """Bytes of experts that no token of a step chooses."""
+    experts = job.config.experts
+    if experts is None:
+        return 0.0
+    tokens = job.batch / _batch_ways(job.mesh, job.batch)
+    held = [chip_bytes(layer["experts"]) for layer in job.params["layers"] if "experts" in layer]
+    return sum(held) * max(0.0, 1 - tokens * experts.per_token / experts.count)
 
 
 def layouts(job: Job) -> Iterator[Layout]:

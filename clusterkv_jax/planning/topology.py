@@ -78,7 +78,7 @@ def model_ways(config: ModelConfig, count: int, batch: int) -> int:
     """
     heads = math.gcd(config.num_heads, config.num_kv_heads)
     fewest = max(ways for ways in range(1, count + 1) if count % ways == 0 and heads % ways == 0)
-    shared = math.gcd(config.num_heads, config.intermediate_size)
+    shared = math.gcd(config.num_heads, *config.mlp_sizes)
     more = (ways for ways in range(fewest, count + 1) if count % ways == 0 and shared % ways == 0)
     return next((ways for ways in more if batch % (count // ways) == 0), fewest)
 

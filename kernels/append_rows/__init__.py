@@ -1,33 +1,37 @@
 """New tokens' rows behind those that a cache holds, in place: keys, values, degree and positions at once."""
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
 from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.quantised import Quantised
 
 BACKENDS = {"gpu": pallas_gpu.append_rows, "xla": reference.append_rows}
 
 
 def append_rows(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
+    keys: Float[Array, "B K C D"] | Quantised,
+    values: Float[Array, "B K C D"] | Quantised,
     degree: Float[Array, "B K C"],
     positions: Int[Array, "B K C"] | None,
     length: Int[Array, "B K"],
-    new_keys: Float[Array, "B K T D"],
-    new_values: Float[Array, "B K T D"],
+    new_keys: Float[Array, "B K T D"] | Quantised,
+    new_values: Float[Array, "B K T D"] | Quantised,
     new_positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
     *,
     backend: str | None = None,
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+) -> tuple[Any, Any, Float[Array, "B K C"], Int[Array, "B K C"] | None]:
     """Token t of a sequence enters the slots `length + t` of its heads, with degree 1.
 
     Args:
         keys, values, degree, positions: the slots; positions may be None.
         length: rows that each head holds; less than 0 where the slots are the later ones of a head, and tokens may
             belong before them.
-        new_keys, new_values, new_positions: of T tokens; rows are converted to the dtype of the slots.
+        new_keys, new_values, new_positions: of T tokens; rows are converted to the dtype of the slots, and quantised in
+            the same codes where those are.
         real: tokens that are none, and tokens without a slot, are written nowhere.
 
     Returns:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.append_rows import reference
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
+from clusterkv_jax.kernels.quantised import Quantised
 
 TILE = 16  # tokens of a program
 
@@ -22,11 +23,11 @@ def append_rows(
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     for x in (keys, values, new_keys, new_values):
-        if x.dtype not in DTYPES:
+        if not isinstance(x, Quantised) and x.dtype not in DTYPES:
             raise NotImplementedError(
                 f"The GPU kernel of append_rows takes float32, bfloat16 and float16, got {x.dtype}."
             )
-    if keys.size == 0 or new_keys.size == 0:
+    if 0 in (*keys.shape, *new_keys.shape):
         raise NotImplementedError("The GPU kernel of append_rows takes at least one slot and one token.")
     tile = min(power_of_two(new_keys.shape[2]), tile)
     options = (tile, warps or (1 if tile == 1 else 4), interpret)
@@ -37,11 +38,12 @@ def append_rows(
 def _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
     tile, warps, interpret = options
     batch, heads, tokens, _ = new_keys.shape
-    inputs = (new_keys, new_values, new_positions, real, length)
+    new = jax.tree.leaves((new_keys, new_values))
+    inputs = (*new, new_positions, real, length)
     # In the shapes that they have: reshaped, XLA would take what else reads them for other arrays, and copy.
-    buffers = [x for x in (keys, values, degree, positions) if x is not None]
+    buffers, tree = jax.tree.flatten((keys, values, degree, positions))
     outputs = call(
-        partial(_kernel, tile=tile),
+        partial(_kernel, tile=tile, rows=len(new)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
         *inputs,
         *buffers,
@@ -50,7 +52,7 @@ def _append(options, keys, values, degree, positions, length, new_keys, new_valu
         aliases={len(inputs) + i: i for i in range(len(buffers))},
         interpret=interpret,
     )
-    return (*outputs, None) if positions is None else tuple(outputs)
+    return jax.tree.unflatten(tree, outputs)
 
 
 @_append.defjvp
@@ -59,22 +61,30 @@ def _append_jvp(options, args, tangents):
     return _append(options, *args), jax.jvp(reference.append_rows, args, tangents)[1]
 
 
-def _kernel(new_keys, new_values, new_positions, real, length, *buffers, tile):
-    """`buffers` are those to be written, as arguments and then as the outputs in their place."""
-    keys, values, degree, *positions = buffers[len(buffers) // 2 :]
+def _kernel(*refs, tile, rows):
+    """The new rows, with codes and scales `rows` arrays in all; what else is known of the tokens; and the buffers to be
+    written, as arguments and then as the outputs in their place.
+    """
+    new, (new_positions, real, length), buffers = refs[:rows], refs[rows : rows + 3], refs[rows + 3 :]
+    stores, (degree, *positions) = buffers[len(buffers) // 2 :][:rows], buffers[len(buffers) // 2 :][rows:]
     head, row = pl.program_id(0), pl.program_id(1)
-    tokens, width = new_keys.shape[2:]
+    tokens = new[0].shape[2]
     token = pl.program_id(2) * tile + arange(tile)
     inside = token < tokens
-    column = arange(power_of_two(width))
-    across = (column < width)[None, :]
     slot = length[row, head] + token
-    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < keys.shape[2])
-    for new, buffer in ((new_keys, keys), (new_values, values)):
-        # Read whether it is stored or not, so that the reads do not wait for each other.
-        at = new.at[row, head, token[:, None], column[None, :]]
-        rows = plgpu.load(at, mask=inside[:, None] & across, other=0.0).astype(buffer.dtype)
-        plgpu.store(buffer.at[row, head, slot[:, None], column[None, :]], rows, mask=stored[:, None] & across)
+    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < degree.shape[2])
+    # Read whether it is stored or not, so that the reads do not wait for each other.
+    for source, buffer in zip(new, stores, strict=True):
+        zero = jnp.zeros((), source.dtype)
+        if len(source.shape) == 3:  # scales
+            scale = plgpu.load(source.at[row, head, token], mask=inside, other=zero)
+            plgpu.store(buffer.at[row, head, slot], scale, mask=stored)
+            continue
+        column = arange(power_of_two(source.shape[3]))
+        across = (column < source.shape[3])[None, :]
+        at = source.at[row, head, token[:, None], column[None, :]]
+        values = plgpu.load(at, mask=inside[:, None] & across, other=zero).astype(buffer.dtype)
+        plgpu.store(buffer.at[row, head, slot[:, None], column[None, :]], values, mask=stored[:, None] & across)
     plgpu.store(degree.at[row, head, slot], jnp.ones((tile,), degree.dtype), mask=stored)
     for buffer in positions:
         position = plgpu.load(new_positions.at[row, token], mask=inside, other=0)

@@ -19,8 +19,8 @@ def append_rows(keys, values, degree, positions, length, new_keys, new_values, n
 
     stored = jnp.broadcast_to(new_positions[:, None, :], (batch, heads, tokens))
     return (
-        put(keys, new_keys),
-        put(values, new_values),
+        jax.tree.map(put, keys, new_keys),
+        jax.tree.map(put, values, new_values),
         put(degree, jnp.ones((batch, heads, tokens), jnp.float32)),
         None if positions is None else put(positions, stored),
     )

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.quantised import Quantised
 
 BACKENDS = {
     "gpu": differentiable(pallas_gpu.biased_attention),
@@ -15,8 +16,8 @@ BACKENDS = {
 
 def biased_attention(
     q: Float[Array, "B T H D"],
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
+    keys: Float[Array, "B K C D"] | Quantised,
+    values: Float[Array, "B K C D"] | Quantised,
     degree: Float[Array, "B K C"],
     length: Int[Array, "B K"] | None = None,
     *,
@@ -29,6 +30,8 @@ def biased_attention(
     A slot of degree 0, or at or beyond `length` where that is given, is empty: its content, NaN included, has no
     effect. A head without any row gives zeros and a log-sum-exp of -inf. Softmax in float32, output in the dtype of
     `q`. Differentiable in `q`, `keys`, `values` and `degree`; the derivative of an empty slot is zero.
+
+    Rows may be `Quantised`, keys and values alike: their codes are read as they are, and nothing is differentiable.
 
     Returns:
         out [B,T,H,D]; with `return_lse` also lse f32 [B,T,H], the log-sum-exp of the biased scores, by which outputs

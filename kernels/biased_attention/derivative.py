@@ -15,13 +15,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
+from clusterkv_jax.kernels.quantised import Quantised
 
 
 def differentiable(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of q, keys, values, degree and length, with derivatives for the first four."""
+    """The same function of q, keys, values, degree and length, with derivatives for the first four; of quantised rows
+    without any.
+    """
 
     @functools.wraps(implementation)
     def attention(q, keys, values, degree, length, *, return_lse, return_probs):
+        if isinstance(keys, Quantised):  # codes have no derivative
+            return implementation(q, keys, values, degree, length, return_lse=return_lse, return_probs=return_probs)
         out, lse, *probs = _attention(implementation, return_probs, q, keys, values, degree, length)
         result = [out, *([lse] if return_lse else []), *probs]
         return result[0] if len(result) == 1 else tuple(result)

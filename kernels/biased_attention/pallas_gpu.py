@@ -6,8 +6,11 @@
 Bytes: keys, values and degree of the slots below `length`, once; a program beyond `length` ends at once. The queries of
 a KV head (G of them, times T) fill the rows of one matrix product, at least 16 as the matrix unit wants. Softmax runs
 online in base 2. Partial outputs are float32: 4 (D + 1) bytes per split and query, 2 % of the reading at span 512.
+Codes of quantised rows are read in words and become float16 on their way into the matrix product, one product for each
+number of a word (`kernels.words`). Queries, and weights with their scales, are brought below 1 for that.
 """
 
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +20,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels import words
+from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.kernels.gpu import WITHOUT_E4M3, arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.quantised import Quantised, in_basis_of_codes, kind
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_QUERIES = 64  # query rows of a tile
@@ -28,13 +34,14 @@ COMBINED_COLUMNS = 32  # of a program that combines splits: more programs, each 
 LOG2_E = math.log2(math.e)
 
 
+@in_basis_of_codes
 def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`.
 
     `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots
     of a block and of a split (`span`), warps of a program, and `stages`, blocks on their way at once.
     """
-    check_dtypes("biased_attention", q, keys, values)
+    check_dtypes("biased_attention", q, *(x for x in (keys, values) if not isinstance(x, Quantised)))
     batch, tokens, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     if q.size == 0 or slots == 0:
@@ -44,17 +51,29 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     queries = tokens * heads // kv_heads
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
-    measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, dim=dim, itemsize=q.dtype.itemsize)
-    options = split_sizes(q.dtype, slots, programs) | measured | dict(sizes or {})
+    stored: Any = keys.codes if isinstance(keys, Quantised) else keys
+    row = {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
+    measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
+    options = split_sizes(stored.dtype, slots, programs) | measured | dict(sizes or {})
     block, span, warps = options["block"], options["span"], options["warps"]
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
     end = end.astype(jnp.int32)
+    common: dict[str, Any] = {"block": block, "kv_heads": kv_heads, "stored": None}
+    if isinstance(keys, Quantised):
+        if stored.shape[3] % 2:
+            raise NotImplementedError(
+                f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
+            )
+        common["stored"] = kind(keys)
+        if kind(keys) == "float8_e4m3" and any(name in device_kind() for name in WITHOUT_E4M3):
+            raise NotImplementedError(f"The GPU kernel of biased_attention reads no float8_e4m3 on {device_kind()}.")
+        keys, values = words.in_words(keys), words.in_words(values)
     flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])  # noqa: E731
-    cache = (flat(keys), flat(values), flat(degree), end)
+    cache = (*jax.tree.map(flat, (keys, values, degree)), end)
 
     out, lse = call(
-        partial(_attend, tile=tile, block=block, span=span, kv_heads=kv_heads),
+        partial(_attend, tile=tile, span=span, **common),
         (
             jax.ShapeDtypeStruct((batch * kv_heads, splits, queries, dim), jnp.float32),
             jax.ShapeDtypeStruct((batch * kv_heads, splits, queries), jnp.float32),
@@ -81,7 +100,7 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
         result.append(lse)
     if return_probs:
         probs = call(
-            partial(_probabilities, block=block, kv_heads=kv_heads),
+            partial(_probabilities, **common),
             jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32),
             q,
             *cache,
@@ -96,7 +115,7 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
 
 def split_sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
     """Where nothing was measured: spans that fill the device with programs, but few enough to combine cheaply."""
-    block, stages = (32, 2) if dtype == jnp.float32 else (64, 3)
+    block, stages = {4: (32, 2), 2: (64, 3), 1: (128, 3)}[dtype.itemsize]
     splits = min(MOST_SPLITS, max(1, PROGRAMS // programs), pl.cdiv(slots, block))
     splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, MOST_SPAN)))
     span = pl.cdiv(pl.cdiv(slots, splits), block) * block
@@ -111,70 +130,113 @@ def _query_rows(q, head, first, tile, kv_heads):
     return head // kv_heads, row // group, (head % kv_heads) * group + row % group, row < tokens * group
 
 
-def _load_queries(q, rows, columns):
+def _parts(rows, stored, width):
+    """What a row is loaded by, and how many of that there are; and the columns of each part that is multiplied."""
+    if stored is None:
+        columns = arange(power_of_two(width, 16))
+        return columns, width, [columns]
+    count = rows.codes.shape[2]
+    word = arange(power_of_two(count, 16))
+    return word, count, words.columns_of_parts(word, stored, width)
+
+
+def _load_queries(q, rows, columns, stored):
+    """The queries of a tile by the parts of their columns, and what they were divided by to become float16."""
     b, token, head, inside = rows
-    mask = inside[:, None] & (columns < q.shape[3])[None, :]
-    return plgpu.load(q.at[b, token[:, None], head[:, None], columns[None, :]], mask=mask, other=0.0)
+    number, count, parts = columns
+    mask = inside[:, None] & (number < count)[None, :]
+    tiles = [plgpu.load(q.at[b, token[:, None], head[:, None], part[None, :]], mask=mask, other=0.0) for part in parts]
+    if stored is None or q.dtype == jnp.float32:
+        return tiles, None
+    wide = [tile.astype(jnp.float32) for tile in tiles]
+    peak = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(tile), axis=1) for tile in wide])
+    peak = jnp.where(peak > 0, peak, 1.0)
+    return [(tile / peak[:, None]).astype(jnp.float16) for tile in wide], peak
 
 
-def _scores(query, keys, degree, head, slot, inside, columns):
+def _load_rows(rows, stored, head, slot, columns, mask, wide):
+    """A tile of rows in parts of their columns, in float32 if `wide`, and their scales, None where they have none."""
+    number, count, _ = columns
+    if stored is None:
+        return [load_rows(rows, head, slot, number, mask, count)], None
+    tiles = words.parts(load_rows(rows.codes, head, slot, number, mask, count), stored)
+    tiles = [tile.astype(jnp.float32) for tile in tiles] if wide else tiles
+    return tiles, plgpu.load(rows.scales.at[head, slot], mask=mask, other=0.0)
+
+
+def _scores(query, keys, degree, head, slot, inside, columns, stored, width):
     """Biased scores [queries, slots] in units of ln 2, -inf for empty slots, and which slots are not empty."""
-    width = keys.shape[2]
+    tiles, peak = query
     count = plgpu.load(degree.at[head, slot], mask=inside, other=0.0)
     occupied = count > 0
-    key = load_rows(keys, head, slot, columns, inside, width)
+    key, scale = _load_rows(keys, stored, head, slot, columns, inside, peak is None)
     bias = jnp.log2(jnp.where(occupied, count, 1.0))
-    score = dot(query, key, (1, 1)) * (LOG2_E / math.sqrt(width)) + bias[None, :]
+    score = sum(dot(*part, (1, 1)) for part in zip(tiles, key, strict=True))
+    score = score if scale is None else score * scale[None, :]
+    factor = LOG2_E / math.sqrt(width)
+    score = score * (factor if peak is None else factor * peak[:, None]) + bias[None, :]
     return jnp.where(occupied[None, :], score, -jnp.inf), occupied
 
 
-def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads):
+def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads, stored):
     """Attention of one tile of queries over the slots of one split; of an empty split nothing is written."""
     split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
-    width = keys.shape[2]
-    first = split * span
+    first, width = split * span, q.shape[3]
     last = jnp.minimum(jnp.minimum(end[head], keys.shape[1]), first + span)
 
     @pl.when(first < last)
     def _():
-        columns = arange(power_of_two(width, 16))
+        columns = number, count, parts = _parts(keys, stored, width)
         row = first_row + arange(tile)
-        query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns)
+        query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns, stored)
 
         def read(i):
             slot = first + i * block + arange(block)
-            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns)
-            return score, load_rows(values, head, slot, columns, occupied, width)
+            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns, stored, width)
+            value, scale = _load_rows(values, stored, head, slot, columns, occupied, q.dtype == jnp.float32)
+            return score, lambda weight: mix(weight, value, scale)
 
-        mixed, split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, columns.shape[0])
+        mixed, split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, [number.shape[0]] * len(parts))
         inside = row < out.shape[2]
-        mask = inside[:, None] & (columns < width)[None, :]
-        plgpu.store(out.at[head, split, row[:, None], columns[None, :]], mixed, mask=mask)
+        mask = inside[:, None] & (number < count)[None, :]
+        for columns_of_part, part in zip(parts, mixed, strict=True):
+            plgpu.store(out.at[head, split, row[:, None], columns_of_part[None, :]], part, mask=mask)
         plgpu.store(lse.at[head, split, row], split_lse, mask=inside)
 
 
-def online_softmax(blocks, read, tile, width):
+def mix(weight, values, scale=None):
+    """Weighted sums of the rows, for each part of their columns; weights times scales are at most 1 in float16."""
+    if scale is None:
+        return [dot(weight.astype(value.dtype), value) for value in values]
+    most = jnp.max(scale)
+    most = jnp.where(most > 0, most, 1.0)
+    weight = (weight * (scale / most)[None, :]).astype(values[0].dtype)
+    return [dot(weight, value) * most for value in values]
+
+
+def online_softmax(blocks, read, tile, widths):
     """Attention of a tile of queries over blocks of rows, and the base 2 logarithm of its sum.
 
-    `read(i)` gives the scores of block i in base 2, -inf where there is no row, and its values.
+    `read(i)` gives the scores of block i in base 2, -inf where there is no row, and a function that mixes its values by
+    their weights, in parts of these `widths`.
     """
 
     def body(i, state):
         peak, total, mixed = state
-        score, value = read(i)
+        score, mix_by = read(i)
         higher = jnp.maximum(peak, jnp.max(score, axis=1))
         base = jnp.where(higher == -jnp.inf, 0.0, higher)
         weight, shrink = jnp.exp2(score - base[:, None]), jnp.exp2(peak - base)
-        mixed = mixed * shrink[:, None] + dot(weight.astype(value.dtype), value)
+        mixed = [part * shrink[:, None] + new for part, new in zip(mixed, mix_by(weight), strict=True)]
         return higher, total * shrink + jnp.sum(weight, axis=1), mixed
 
     start = (
         jnp.full((tile,), -jnp.inf, jnp.float32),
         jnp.zeros((tile,), jnp.float32),
-        jnp.zeros((tile, width), jnp.float32),
+        [jnp.zeros((tile, width), jnp.float32) for width in widths],
     )
     peak, total, mixed = jax.lax.fori_loop(0, blocks, body, start)
-    return mixed / jnp.where(total > 0, total, 1.0)[:, None], peak + jnp.log2(total)
+    return [part / jnp.where(total > 0, total, 1.0)[:, None] for part in mixed], peak + jnp.log2(total)
 
 
 def combine(parts, lses, end, out, lse, *, span, kv_heads):
@@ -201,12 +263,12 @@ def combine(parts, lses, end, out, lse, *, span, kv_heads):
         lse[where] = (base + jnp.log2(total)) / LOG2_E
 
 
-def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads):
+def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads, stored):
     """Probabilities of one block of slots for the query heads of one KV head, summed over the tokens."""
     del values
     head, tokens, group = pl.program_id(1), q.shape[1], q.shape[2] // kv_heads
-    width, slots = keys.shape[2], probs.shape[2]
-    tile, columns = power_of_two(group, 16), arange(power_of_two(width, 16))
+    slots, tile, width = probs.shape[2], power_of_two(group, 16), q.shape[3]
+    columns = _parts(keys, stored, width)
     slot = pl.program_id(0) * block + arange(block)
     b, first = head // kv_heads, (head % kv_heads) * group
     member = arange(tile)
@@ -214,8 +276,9 @@ def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads)
 
     def one_token(t, total):
         token = jnp.full((tile,), t, jnp.int32)
-        query = _load_queries(q, (b, token, first + member, inside), columns)
-        score, _ = _scores(query, keys, degree, head, slot, slot < jnp.minimum(end[head], slots), columns)
+        query = _load_queries(q, (b, token, first + member, inside), columns, stored)
+        within = slot < jnp.minimum(end[head], slots)
+        score, _ = _scores(query, keys, degree, head, slot, within, columns, stored, width)
         whole = plgpu.load(lse.at[b, token, first + member], mask=inside, other=0.0) * LOG2_E
         return total + jnp.exp2(score - jnp.where(whole == -jnp.inf, 0.0, whole)[:, None])
 

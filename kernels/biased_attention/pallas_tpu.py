@@ -2,13 +2,14 @@
 
     grid (B, K, blocks of slots)      the query rows of one KV head, G x T of them, stay in VMEM; blocks stream past
 
-Bytes read per slot: a key, a value and 4 bytes of bias. Blocks that lie wholly at or beyond `length` are not fetched:
-their index is that of the last block that counts, and a block that is there already is not fetched again. A step's
-arithmetic is 4 x G x T x D operations per slot, far below what the bytes allow for decoding.
+Bytes read per slot: a key, a value and 4 bytes of bias, of quantised rows two scales more. Blocks that lie wholly at or
+beyond `length` are not fetched: their index is that of the last block that counts, and a block that is there already is
+not fetched again. A step's arithmetic is 4 x G x T x D operations per slot, far below what the bytes allow.
 """
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +19,27 @@ from jaxtyping import Array
 
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
 from clusterkv_jax.kernels.dispatch import matmul_precision
+from clusterkv_jax.kernels.quantised import Quantised, halves, in_basis_of_codes, is_packed, numbers
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
 
 LANES = 128
 
 
+@in_basis_of_codes
 def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, block=None, interpret=False):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`; `block` slots are read at a time."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
-    if not keys.dtype == values.dtype == q.dtype or q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {q.dtype}, {keys.dtype}.")
+    dtypes = {x.dtype for x in (q, keys, values) if not isinstance(x, Quantised)}
+    if len(dtypes) > 1 or q.dtype not in (jnp.float32, jnp.bfloat16):
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise NotImplementedError(f"q, keys and values must all be float32 or bfloat16, got {found}.")
     if not capacity:
         raise NotImplementedError("A cache without slots has no block to read.")
     rows = heads // kv_heads * tokens
-    block = min(block or _block(rows, capacity, dim, q.dtype.itemsize), capacity)
+    stored: Any = keys.codes if isinstance(keys, Quantised) else keys
+    block = min(block or _block(rows, capacity, stored.shape[-1], stored.dtype.itemsize, q.dtype.itemsize), capacity)
     if block != capacity and block % LANES:
         raise NotImplementedError(f"block must be a multiple of {LANES} or all {capacity} slots, got {block}.")
 
@@ -59,14 +65,17 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def _block(rows: int, capacity: int, dim: int, itemsize: int) -> int:
-    """Slots per block: a power of two that keeps the memory busy for a step and fits VMEM."""
+def _block(rows: int, capacity: int, dim: int, itemsize: int, width: int) -> int:
+    """Slots per block: a power of two that keeps the memory busy for a step and fits VMEM. Numbers of rows have
+    `itemsize` bytes as they are stored, and `width` as they are multiplied.
+    """
     if measured := blocks("biased_attention", rows=rows, slots=capacity, dim=dim, itemsize=itemsize):
         return measured["block"]
     lanes = -(-dim // LANES) * LANES
     read = 2 * lanes * itemsize
-    # Twice what is read (the next block arrives meanwhile), the scores in float32 and their exponentials.
-    memory = 2 * read + (4 + 4 + 4 + itemsize) * max(rows, 8)
+    # Twice what is read (the next block arrives meanwhile), the scores in float32 and their exponentials; what codes
+    # stand for on its way through 32 bits.
+    memory = 2 * read + (4 + 4 + 4 + width) * max(rows, 8) + (width + 4) * 2 * lanes * (itemsize < width)
     size = min(step_bytes() / read, vmem_budget() / memory, 2**16)
     return max(LANES, 2 ** int(math.log2(size)))
 
@@ -84,6 +93,8 @@ def _call(q, keys, values, bias, ends, block, with_scores, interpret):
 
     rows_block = pl.BlockSpec((None, None, block, dim), lambda b, k, j, ends: (b, k, here(b, k, j, ends), 0))
     lanes_block = lambda n: pl.BlockSpec((None, None, n, block), lambda b, k, j, ends: (b, k, 0, here(b, k, j, ends)))  # noqa: E731
+    cache = (_beside_bias(keys), _beside_bias(values), bias)
+    stored = jax.tree.leaves(cache)
     out_shape = [
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((batch, kv_heads, rows, 1), jnp.float32),
@@ -98,19 +109,24 @@ def _call(q, keys, values, bias, ends, block, with_scores, interpret):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, kv_heads, count),
-            in_specs=[of_head(rows, dim), rows_block, rows_block, lanes_block(1)],
+            in_specs=[
+                of_head(rows, dim),
+                *jax.tree.map(
+                    lambda x: rows_block if x.shape[2:] == keys.shape[2:] else lanes_block(x.shape[2]), cache
+                ),
+            ],
             out_specs=out_specs,
             scratch_shapes=[pltpu.VMEM((rows, n), jnp.float32) for n in (1, 1, dim)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * batch * kv_heads * rows * capacity * dim,
-            bytes_accessed=2 * keys.size * keys.dtype.itemsize + bias.size * 4 + 2 * q.size * q.dtype.itemsize,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*stored, q, q)),
             transcendentals=batch * kv_heads * rows * capacity,
         ),
         interpret=interpret,
         name="biased_attention",
-    )(ends, q, keys, values, bias)
+    )(ends, q, *cache)
 
 
 def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
@@ -129,9 +145,12 @@ def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
     def _():
         slot = first + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
         empty = (slot >= end) | (bias[...] == -jnp.inf)
-        score = jax.lax.dot_general(
-            q[...], keys[...], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
+        product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+        key, key_scale = _read(keys, q.dtype)
+        queries = halves(q[...], keys) if isinstance(keys, Quantised) else [q[...]]
+        across = _across(keys)
+        score = sum(product(*part, (((1,), (across,)), ((), ()))) for part in zip(queries, key, strict=True))
+        score = score if key_scale is None else score * key_scale
         score = jnp.where(empty, -jnp.inf, score * scale + bias[...])
         if scores:
             scores[0][...] = score
@@ -140,8 +159,11 @@ def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
         shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weight = jnp.exp(score - shift)
         old = jnp.exp(peak[...] - shift)
-        rows = _without_empty(values[...], empty)
-        part = jnp.dot(weight.astype(rows.dtype), rows, precision=precision, preferred_element_type=jnp.float32)
+        value, value_scale = _read(values, q.dtype)
+        rows = [_without_empty(part, empty) if across else part for part in value]
+        scaled = (weight if value_scale is None else jnp.where(empty, 0.0, weight * value_scale)).astype(q.dtype)
+        parts = [product(scaled, part, (((1,), (1 - across,)), ((), ()))) for part in rows]
+        part = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         total[...] = old * total[...] + jnp.sum(weight, axis=1, keepdims=True)
         mean[...] = old * mean[...] + part
         peak[...] = new_peak
@@ -150,6 +172,26 @@ def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
     def _():
         out[...] = (mean[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
         lse[...] = peak[...] + jnp.log(total[...])
+
+
+def _beside_bias(rows):
+    """Scales stand as the bias does. So do rows of two codes a byte: short ones, XLA keeps them by columns."""
+    if not isinstance(rows, Quantised):
+        return rows
+    codes = jnp.swapaxes(rows.codes, 2, 3) if is_packed(rows) else rows.codes
+    return Quantised(codes, rows.scales[:, :, None])
+
+
+def _across(rows):
+    """The axis of a block along which a row stands."""
+    return 0 if isinstance(rows, Quantised) and is_packed(rows) else 1
+
+
+def _read(rows, dtype):
+    """A block of rows in parts of their columns, and its scales: None where it has none."""
+    if isinstance(rows, Quantised):
+        return numbers(rows.codes[...], dtype), rows.scales[...]
+    return [rows[...]], None
 
 
 def _without_empty(values, empty):

@@ -2,13 +2,15 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import Quantised, Rows, halves, in_basis_of_codes, numbers, weight_dtype
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
@@ -19,6 +21,7 @@ def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) 
     return jnp.where(occupied, jnp.log(jnp.where(occupied, degree.astype(jnp.float32), 1.0)), -jnp.inf)
 
 
+@in_basis_of_codes
 def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
     batch, tokens, heads, dim = q.shape
@@ -37,26 +40,42 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
 
 
 def _one_head(
-    q: Float[Array, "G T D"], keys: Float[Array, "C D"], values: Float[Array, "C D"], bias: Float[Array, " C"]
+    q: Float[Array, "G T D"], keys: Rows, values: Rows, bias: Float[Array, " C"]
 ) -> tuple[Float[Array, "G T D"], Float[Array, "G T"], Float[Array, "G C"]]:
     """Output, log-sum-exp, and probabilities summed over the tokens, of one KV head's queries; all in float32."""
-    precision = matmul_precision(q.dtype)
     occupied = bias > -jnp.inf
-    score = jnp.einsum(
-        "gtd,cd->gtc", *matmul_operands(q, keys), precision=precision, preferred_element_type=jnp.float32
-    )
+    score = _scores(q, keys)
     score = jnp.where(occupied[None, None], score / math.sqrt(q.shape[-1]) + bias[None, None], -jnp.inf)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weight = jnp.exp(score - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weight, axis=-1, keepdims=True)
     probs = weight / jnp.where(total > 0, total, 1.0)
-
-    values = jnp.where(occupied[:, None], values, jnp.zeros((), values.dtype))
-    out = jnp.einsum(
-        "gtc,cd->gtd",
-        *matmul_operands(probs.astype(values.dtype), values),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
     lse = (peak + jnp.log(total))[..., 0]  # -inf + log 0 stays -inf
-    return out, lse, jnp.sum(probs, axis=1)
+    return _mixed(probs, values, occupied, q.dtype), lse, jnp.sum(probs, axis=1)
+
+
+def _scores(q: Float[Array, "G T D"], keys: Rows) -> Float[Array, "G T C"]:
+    """q k; the scale of a key multiplies its score."""
+    product = partial(
+        jnp.einsum, "gtd,cd->gtc", precision=matmul_precision(q.dtype), preferred_element_type=jnp.float32
+    )
+    if not isinstance(keys, Quantised):
+        return product(*matmul_operands(q, keys))
+    parts = zip(halves(q, keys), numbers(keys.codes, q.dtype), strict=True)
+    return sum(product(*matmul_operands(*part)) for part in parts) * keys.scales[None, None]
+
+
+def _mixed(
+    probs: Float[Array, "G T C"], values: Rows, occupied: Bool[Array, " C"], dtype: Any
+) -> Float[Array, "G T D"]:
+    """The values by their probabilities; the scale of a value multiplies its probability."""
+    product = partial(jnp.einsum, "gtc,cd->gtd", precision=matmul_precision(dtype), preferred_element_type=jnp.float32)
+    if isinstance(values, Quantised):
+        probs = probs * jnp.where(occupied, values.scales, 0.0)[None, None]
+        parts = numbers(values.codes, weight_dtype(dtype))
+    else:
+        parts = [values]
+    # Empty slots may hold NaN, and 0 x NaN is no zero.
+    parts = [jnp.where(occupied[:, None], part, jnp.zeros((), part.dtype)) for part in parts]
+    outs = [product(*matmul_operands(probs.astype(part.dtype), part)) for part in parts]
+    return jnp.concatenate(outs, axis=-1) if len(outs) > 1 else outs[0]

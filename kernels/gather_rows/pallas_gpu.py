@@ -31,8 +31,8 @@ def gather_rows(
     """See `clusterkv_jax.kernels.gather_rows.gather_rows`."""
     batch, heads, _, width = source.shape
     count = rows.shape[2]
-    if not jnp.issubdtype(source.dtype, jnp.floating):
-        raise NotImplementedError(f"The GPU kernel of gather_rows moves floating point rows, got {source.dtype}.")
+    if not jnp.issubdtype(source.dtype, jnp.number):
+        raise NotImplementedError(f"The GPU kernel of gather_rows moves rows of numbers, got {source.dtype}.")
     # The source may be in another memory, so that what is not there is never looked at.
     sources = [(source, rows)] if near is None or place is None else [(near, place), (source, rows)]
     sources = [(x, numbers) for x, numbers in sources if x.size > 0]

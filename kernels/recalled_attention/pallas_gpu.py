@@ -17,6 +17,7 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     COMBINED_COLUMNS,
     LOG2_E,
     combine,
+    mix,
     online_softmax,
     split_sizes,
 )
@@ -85,9 +86,10 @@ def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span
         real = (row >= 0) & (row < end) & (place < last)
         key = load_rows(keys, head, row, columns, real, width)
         score = jnp.where(real[None, :], dot(query, key, (1, 1)) * (LOG2_E * width**-0.5), -jnp.inf)
-        return score, load_rows(values, head, row, columns, real, width)
+        value = load_rows(values, head, row, columns, real, width)
+        return score, lambda weight: mix(weight, [value])
 
-    mixed, split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, columns.shape[0])
+    (mixed,), split_lse = online_softmax(pl.cdiv(last - first, block), read, tile, [columns.shape[0]])
     inside = query_number < share
     mask = inside[:, None] & (columns < width)[None, :]
     plgpu.store(out.at[number, split, query_number[:, None], columns[None, :]], mixed, mask=mask)

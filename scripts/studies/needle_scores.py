@@ -42,18 +42,26 @@ def main(
     cases: Annotated[int, typer.Option(help="Contexts; each is asked four questions.")] = 24,
     tokens: Annotated[int, typer.Option(help="Tokens of a context.")] = 3584,
     seed: Annotated[int, typer.Option(help="Of depths, keys and values.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the model; float32 answers alike on every platform.")] = "float32",
+    cache_dtypes: Annotated[str, typer.Option(help="Types of stored rows, between commas; none is the model's.")] = (
+        "none"
+    ),
 ) -> None:
     """Measure and print the table."""
-    decoder = ckv.load(model, dtype="float32")  # the same on every platform
+    decoder = ckv.load(model, dtype=dtype)
     examples = demo_chapter.contexts(decoder.tokenizer, tokens, cases, seed)
     ratios = [float(share) for share in shares.split(",")]
     title = f"{cases * demo_chapter.NEEDLES.keys} questions"
-    table = Table("method", *(f"{ratio:.2%}" for ratio in (1.0, *ratios)), title=title)
-    full = score(decoder, ckv.Full(), examples, "full")
-    for name in methods.split(","):
-        budgets = [ckv.Budget(ratio=ratio) for ratio in ratios]
-        values = [score(decoder, preset(name, budget), examples, f"{name} {budget.ratio:.2%}") for budget in budgets]
-        table.add_row(name, *(f"{value:.2f}" for value in (full, *values)))
+    table = Table("method", "rows", *(f"{ratio:.2%}" for ratio in (1.0, *ratios)), title=title)
+    budgets = [ckv.Budget(ratio=ratio) for ratio in ratios]
+    for stored in cache_dtypes.split(","):
+        setting: Any = {} if stored == "none" else {"cache_dtype": stored}
+        full = score(decoder, ckv.Full(**setting), examples, f"full {stored}")
+        for name in methods.split(","):
+            found = [preset(name, budget, **setting) for budget in budgets]
+            values = [score(decoder, one, examples, f"{name} {stored} {one.budget.ratio:.2%}") for one in found]
+            shown = (f"{value:.3f}" for value in (full, *values))
+            table.add_row(name, dtype if stored == "none" else stored, *shown)
     Console().print(table)
 
 

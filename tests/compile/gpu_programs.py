@@ -39,8 +39,11 @@ from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
+from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.models.config import Experts
+from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
@@ -57,6 +60,19 @@ def programs(array):
         rows = array(cache.shape, dtype)
         q = array((BATCH, tokens, QUERY_HEADS, DIM), dtype)
         return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
+
+    def of_codes(name, slots=SLOTS):
+        scales = array((BATCH, HEADS, slots), jnp.float32)
+        return Quantised(array((*scales.shape, row_bytes(name, DIM) - 4), CODES[name]), scales)
+
+    def attention_of_codes(name, tokens, dtype=bf16):
+        q, rows = array((BATCH, tokens, QUERY_HEADS, DIM), dtype), of_codes(name)
+        return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
+
+    def appending_codes(name):
+        rows, new = of_codes(name), of_codes(name, 1)
+        own = array((BATCH, 1), i32), array((BATCH, 1), bool)
+        return append_rows, (rows, rows, degree, array(degree.shape, i32), length, new, new, *own), (0, 1, 2, 3)
 
     def accumulated(dtype, tokens):
         q, keys = (array((BATCH, heads, tokens, DIM), dtype) for heads in (QUERY_HEADS, HEADS))
@@ -137,11 +153,15 @@ def programs(array):
         "attention": (*attention(bf16, 1), ()),
         "attention of a question": (*attention(bf16, 64), ()),
         "attention float32": (*attention(jnp.float32, 1), ()),
+        **{f"attention of {name}": (*attention_of_codes(name, 1), ()) for name in CODES},
+        "attention of a question of int4": (*attention_of_codes("int4", 64), ()),
+        "attention of int8 float32": (*attention_of_codes("int8", 1, jnp.float32), ()),
         "accumulated attention": (*accumulated(bf16, 32768), ()),
         "accumulated attention float32": (*accumulated(jnp.float32, 4096), ()),
         "append": appending(bf16, 1),
         "append a question": appending(bf16, 64),
         "append float16": appending(jnp.float16, 1),
+        **{f"append {name}": appending_codes(name) for name in CODES},
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*paired(bf16), ()),
@@ -174,9 +194,17 @@ def programs(array):
         "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
         "cluster by gravity": (partial(cluster, ckv.GravityKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
         "decode": decoding(ckv.CentroidKV(share)),
+        "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),
+        "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),
         "decode with recall": decoding(recall),
     }
+    sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
+    weights = {name: array(shape, bf16) for name, shape in sizes.items()}
+    mix = lambda w, x: mixture(w, Experts(128, 8, 768), jax.nn.silu, x)  # noqa: E731
+    described["experts of a token"] = (mix, (weights, array((1, 1, 2048), bf16)), ())
+    described["experts of a batch"] = (mix, (weights, array((16, 1, 2048), bf16)), ())
+    described["experts of a prompt"] = (mix, (weights, array((1, 4096, 2048), bf16)), ())
     # From 0.11 on a described argument cannot be moved to the host within the program that takes it.
     if jax.__version_info__ < (0, 11):
         described["decode with recall from the host"] = decoding(replace(recall, store="host"))

@@ -59,6 +59,15 @@ def test_appending_works_in_place(programs):
         assert program["alias"] == 8 * 13312 * (2 * 2 * 128 + 4 + 4), name
 
 
+def test_codes_are_read_and_written_where_they_lie(programs):
+    """One launch appends; attention has the parts of its splits beside the cache, and no row in numbers."""
+    for name, width in (("int8", 128), ("float8_e4m3", 128), ("int4", 64)):
+        program = programs[f"append {name}"]
+        assert (program["kernels"], program["temporary"]) == (1, 0), name
+        assert program["alias"] == 8 * 13312 * (2 * (width + 4) + 4 + 4), name
+        assert programs[f"attention of {name}"]["temporary"] < 0.2 * 8 * 13312 * 2 * width, name
+
+
 def test_attention_accumulates_without_a_square(programs):
     """Beside the sums only a number per query: the log-sum-exps."""
     assert programs["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
@@ -77,7 +86,7 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
 
 def test_decoding_holds_one_cache(programs):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
-    for name in ("decode", "decode with pages", "decode with recall"):
+    for name in ("decode", "decode with pages", "decode of int4 with pages", "decode with recall"):
         assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
 
 
@@ -101,3 +110,12 @@ def test_a_step_of_two_devices_sends_hidden_states_alone():
     state, layers = 4096 * 2, 2
     assert sum(kind["bytes"] for kind in program["collectives"]) <= (1 + 2 * layers) * 2 * state
     assert program["reductions"] == 0
+
+
+def test_experts_of_a_step_are_read_where_they_lie(programs):
+    """Qwen3-30B-A3B's, of which a matrix has 3 MB: less than one is allocated, and no loop is needed."""
+    for name in ("experts of a token", "experts of a batch"):
+        assert programs[name]["temporary"] < 2048 * 768 * 2, name
+        assert programs[name]["loops"] == 0, name
+    # A row for each of a token's experts, where a product of every row with every expert would need gigabytes.
+    assert programs["experts of a prompt"]["temporary"] <= 2 * 4096 * 8 * 2048 * 2

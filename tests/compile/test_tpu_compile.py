@@ -25,12 +25,14 @@ def run(script: str, *args: str) -> dict:
 
 def test_every_kernel_compiles_for_every_tpu():
     programs = run("tpu_kernel_programs.py")
-    assert len(programs) == 3 * 8
+    assert len(programs) == 3 * 12
     for name, program in programs.items():
         # The kernel, not its XLA stand-in, with an estimate of its cost: it reads its operands at least.
         assert program["kernels"] == (2 if name.startswith("sums") else 1), name
         assert program["flops"] > 0, name
         assert program["bytes"] >= program["operands"], name
+        if name.startswith("decode step of"):  # beside a bias, no copy of the codes, in another layout say
+            assert program["temporary"] < program["operands"] / 10, name
 
 
 def test_the_decode_loop_works_in_the_donated_cache():

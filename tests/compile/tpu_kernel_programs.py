@@ -17,6 +17,7 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.kmeans import lloyd
+from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
@@ -34,6 +35,20 @@ def attention(batch, tokens, slots, *, probs=False):
     others = [rows, rows, ((batch, KV_HEADS, slots), F32), ((batch, KV_HEADS), I32)]
     out = (P(None, None, "x"), P(None, None, "x"), *((by_head,) if probs else ()))
     return op, [(*q, P(None, None, "x")), *((*x, by_head) for x in others)], out
+
+
+def attention_of_codes(name, tokens, *, probs=False):
+    def op(q, keys, key_scales, values, value_scales, degree, length):
+        rows = Quantised(keys, key_scales), Quantised(values, value_scales)
+        return biased_attention(q, *rows, degree, length, return_lse=True, return_probs=probs)
+
+    slots, by_head = 13184, P(None, "x")
+    of_slots = (1, KV_HEADS, slots)
+    codes, scales = ((*of_slots, row_bytes(name, DIM) - 4), CODES[name]), (of_slots, F32)
+    others = [codes, scales, codes, scales, (of_slots, F32), ((1, KV_HEADS), I32)]
+    q = ((1, tokens, QUERY_HEADS, DIM), BF16, P(None, None, "x"))
+    out = (P(None, None, "x"), P(None, None, "x"), *((by_head,) if probs else ()))
+    return op, [q, *((*x, by_head) for x in others)], out
 
 
 def accumulated(tokens, *, dtype=BF16):
@@ -59,6 +74,10 @@ def kmeans(rows, centroids):
 PROGRAMS = {
     "decode step": partial(attention, 16, 1, 13184),
     "question with probabilities": partial(attention, 1, 64, 13184, probs=True),
+    "decode step of int8": partial(attention_of_codes, "int8", 1),
+    "decode step of float8": partial(attention_of_codes, "float8_e4m3", 1),
+    "decode step of int4": partial(attention_of_codes, "int4", 1),
+    "question of int4 with probabilities": partial(attention_of_codes, "int4", 64, probs=True),
     "sums of a 32k prompt": partial(accumulated, 32768),
     "sums of a short prompt, float32": partial(accumulated, 1000, dtype=F32),
     "matching of a 64k prompt": partial(matching, 65472, DIM, 256),
@@ -82,6 +101,7 @@ def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
         "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
         "flops": cost["flops"],
         "bytes": cost["bytes accessed"],
+        "temporary": compiled.memory_analysis().temp_size_in_bytes,
         "operands": sum(x.size * x.dtype.itemsize for x in args) / len(devices),
     }
 

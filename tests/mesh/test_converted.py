@@ -51,6 +51,18 @@ def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.parametrize("family", ["granite", "olmo2", "phi3"])
+def test_families_compute_the_same_on_a_mesh(tmp_path, family):
+    """Norms over all heads cross devices, and so do the parts of fused projections."""
+    folder = write(tmp_path / "m", FAMILIES[family], random_tensors(FAMILIES[family]))
+    alone, many = load(folder), load(folder, mesh=named_mesh("data=2,model=4"))
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    with on_mesh(many.mesh, many.config.num_kv_heads):
+        logits = jax.jit(forward, static_argnums=1)(many.params, many.config, tokens)
+    want = jax.jit(forward, static_argnums=1)(alone.params, alone.config, tokens)
+    np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-4)
+
+
 def test_each_device_reads_its_own_pieces_once(tmp_path, small, monkeypatch):
     """Of what is split over `model`, an eighth each; replicas over `data` share what was read."""
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))

@@ -42,6 +42,21 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 64}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.3, 2.0, 4.0, 9.0, 25.0],
+    "original_max_position_embeddings": 32,
+}
 _OPT = {
     "vocab_size": 151,
     "hidden_size": 64,
@@ -53,6 +68,7 @@ _OPT = {
     "init_std": 0.2,
     "eos_token_id": None,
 }
+_MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # name -> (configuration class, what differs from _SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -66,12 +82,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rms_norm_eps": 1e-6}),
     "qwen2.5-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3-moe-shares": ("Qwen3MoeConfig", _MOE | {"num_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3-moe-dense": (
+        "Qwen3MoeConfig",
+        _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm": (
         "GlmConfig",
         {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
     ),
     "opt": ("OPTConfig", {}),
+    "granite": ("GraniteConfig", _GRANITE | {"tie_word_embeddings": True}),
+    "granite-biases": ("GraniteConfig", _GRANITE | {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-6}),
+    "olmo2-biases": ("Olmo2Config", {"attention_bias": True, "num_key_value_heads": 4}),
+    "qwen2.5-yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
+        },
+    ),
+    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
+    "phi3": ("Phi3Config", {"sliding_window": 1024}),
+    "phi4-mini": (
+        "Phi3Config",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
+    ),
 }
+# transformers rotates shorter texts otherwise; we have one kind of rotation a model.
+_LONG_ONLY = {"phi4-mini": 33}
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +177,21 @@ def _greedy(model: ckv.Model, tokens: np.ndarray, count: int) -> list[int]:
     return [int(token) for token in result.tokens[0]]
 
 
-@pytest.mark.parametrize("length", [1, 7, 300])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [(name, length) for name in FAMILIES for length in (1, 7, 300, 600) if length >= _LONG_ONLY.get(name, 1)],
+)
 def test_logits(checkpoint, name, length):
     reference, folder = checkpoint(name)
     tokens = _prompt(length)
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name == "mixtral"])
+def test_logits_of_experts_over_600_tokens(checkpoint, name):
+    reference, folder = checkpoint(name)
+    tokens = _prompt(600)
+    assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 2e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -157,6 +209,17 @@ def test_greedy_tokens(checkpoint, name):
         ("llama2-32k", "factor", 8.01),
         ("glm", "partial_rotary_factor", 0.25),
         ("qwen3", "rms_norm_eps", 1.1e-5),
+        *(("granite", key, 1.002 * value) for key, value in _GRANITE.items()),
+        ("olmo2", "rms_norm_eps", 1.1e-5),
+        ("qwen2.5-yarn", "factor", 16.02),
+        ("llama-yarn", "beta_slow", 1.8),
+        ("llama-yarn-mscale", "mscale", 1.21),
+        ("phi3", "rms_norm_eps", 1.1e-5),
+        ("phi4-mini", "long_factor", [1.0, 1.3, 2.0, 4.0, 9.1, 25.0]),
+        ("phi4-mini", "original_max_position_embeddings", 33),
+        ("qwen3-moe", "norm_topk_prob", False),
+        ("qwen3-moe-shares", "norm_topk_prob", True),
+        ("mixtral", "num_experts_per_tok", 1),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):

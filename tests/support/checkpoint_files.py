@@ -45,10 +45,26 @@ OPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+# The first layer has one MLP.
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
 FAMILIES = {
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 8.0},
+    "olmo2": {**LLAMA, "model_type": "olmo2"},
+    "phi3": {**LLAMA, "model_type": "phi3"},
+    "qwen3_moe": QWEN3_MOE,
     "glm": _GLM,
     "chatglm": _CHATGLM,
     "opt": OPT,
@@ -85,7 +101,11 @@ def assert_holds(params: Any, published: dict[str, Any], tensors: dict[str, np.n
     stored = weights.layout(config, registry.FAMILIES[config.family].weights)
     for place, leaf in zip(jax.tree.leaves(stored), jax.tree.leaves(params), strict=True):
         assert leaf.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(leaf), place.view(tensors[place.name]).astype(dtype))
+        if isinstance(place, weights.StoredStack):
+            wanted = np.stack([part.view(tensors[part.name]) for part in place.parts])
+        else:
+            wanted = place.view(tensors[place.name])
+        np.testing.assert_array_equal(np.asarray(leaf), wanted.astype(dtype))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from clusterkv_jax import pages
 from clusterkv_jax.budget import Budget, look_up
-from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, kept_slots, take_rows, take_slots
+from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, in_numbers, kept_slots, take_rows, take_slots
 from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
@@ -49,6 +49,7 @@ class Eviction(Method):
     budget: Budget
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
@@ -104,7 +105,7 @@ class Eviction(Method):
     def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
         """The rows that stay: all of them in sequences that hold no more than their budget."""
         cache: Any = rows.cache
-        scores = self.score(rows)
+        scores = self.score(replace(rows, cache=in_numbers(cache)))
         if scores.shape not in (shape := cache.degree.shape, (shape[0], 1, shape[2])):
             raise ValueError(f"{type(self).__name__}.score must return [B,K,C] = {shape}, got {scores.shape}.")
         keep = self.choose(scores, cache.length, rows.budget, cache.capacity)
@@ -119,7 +120,8 @@ class Eviction(Method):
 
         def score(each: tuple[Array, dict[str, Array]]) -> Float[Array, "B C"]:
             head, memory = each
-            alone = replace(rows, cache=pages.unpaged(group, slots, head[None]), memory=rows.memory | memory)
+            one_head = in_numbers(pages.unpaged(group, slots, head[None]))
+            alone = replace(rows, cache=one_head, memory=rows.memory | memory)
             return self.score(alone)[:, 0]
 
         scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)

@@ -59,10 +59,12 @@ class Recall(Method):
         dense_layers: ClassVar[int]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("dense_layers", is_count(self.dense_layers), "a whole number of at least 0"),
+            ("cache_dtype", self.cache_dtype is None, "None: rows that are recalled one by one are not quantised"),
         )
 
     # --- what a method answers ---
@@ -136,7 +138,7 @@ class Recall(Method):
         """The prompt as it is, and its index."""
         prompt: Any = rows.cache
         count = self.most_recalled(rows.plan.most_rows)
-        return Compressed(prompt, self.index(rows, count, rows.plan.capacity - prompt.capacity))
+        return Compressed(prompt, self.index(rows, count, rows.plan.reserve))
 
     def index(self, rows: Rows, count: int, reserve: int, **options: Any) -> Index:
         """The index of a prompt of whose rows a step recalls `count` at most; `options` go to `build`."""

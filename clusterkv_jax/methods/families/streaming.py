@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
@@ -22,6 +23,7 @@ class Streaming(Method):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
@@ -51,11 +53,7 @@ def replace_row(group: LayerCache, slot: Int[Array, "B K"], drop: Bool[Array, " 
     """Drop a row per head by moving the last one into its slot, in sequences where `drop` holds."""
     last = group.length - 1
     group = put_row(group, slot, row_at(group, last), drop)
-    nothing = LayerCache(
-        *(jnp.zeros_like(x) for x in (group.keys[:, :, :1], group.values[:, :, :1])),
-        degree=jnp.zeros_like(group.degree[:, :, :1]),
-        length=last,
-        positions=jnp.zeros_like(last)[..., None],
-    )
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x[:, :, :1]), (group.keys, group.values, group.degree))
+    nothing = LayerCache(*empty, length=last, positions=jnp.zeros_like(last)[..., None])
     group = put_row(group, last, nothing, drop)
     return replace(group, length=jnp.where(drop[:, None], last, group.length))

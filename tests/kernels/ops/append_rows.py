@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
+from clusterkv_jax.kernels.quantised import Quantised, quantise
 from tests.kernels.base import compiled, drawn, lengths, normal, poisoned
 
 BACKENDS = {
@@ -89,8 +90,44 @@ def append_of_short_rows(*operands):
     return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), new_values, new, real)
 
 
-CHECKS = [check_append]
+def check_append_of_codes(implementation, *, examples=4):
+    """Codes and scales go where rows go: those of each kind as if they were rows."""
+    for tokens, name in ((1, "int8"), (5, "float8_e4m3"), (3, "int4")):
+        check_append_of_kind(tokens, name, implementation, examples)
+
+
+def check_append_of_kind(tokens, name, implementation, examples):
+    batch, heads, slots, dim = 2, 3, 20, 32
+    run, store = compiled(implementation), compiled(partial(quantise, name=name))
+
+    def check(seed, share, length):
+        rng = np.random.default_rng(seed)
+        real = rng.random((batch, tokens)) < share
+        held = [store(np.asarray(normal(seed + i, batch, heads, slots, dim), np.float32)) for i in (0, 1)]
+        new = [store(np.asarray(normal(seed + i, batch, heads, tokens, dim), np.float32)) for i in (2, 3)]
+        degree = np.asarray(rng.integers(1, 9, (batch, heads, slots)), np.float32)
+        positions = np.zeros((batch, tokens), np.int32)
+        results = run(*held, degree, None, length, *new, positions, real)[:2]
+        for result, old, rows in zip(results, held, new, strict=True):
+            for x, before, put in zip(*map(jax.tree.leaves, (result, old, rows)), strict=True):
+                expected = np.array(before)
+                for b, k, t in np.ndindex(batch, heads, tokens):
+                    if real[b, t] and length[b, k] + t < slots:
+                        expected[b, k, length[b, k] + t] = np.asarray(put)[b, k, t]
+                assert x.dtype == before.dtype
+                np.testing.assert_array_equal(np.asarray(x).view(np.uint8), expected.view(np.uint8))
+
+    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([0.5, 1.0]), lengths(batch, heads, slots, 8, slots))
+
+
+def append_without_scales(keys, values, *args):
+    new_keys, new_values, *rest = reference.append_rows(keys, values, *args)
+    return Quantised(new_keys.codes, keys.scales), Quantised(new_values.codes, values.scales), *rest
+
+
+CHECKS = [check_append, check_append_of_codes]
 BROKEN = {
+    check_append_of_codes: [append_without_scales],
     check_append: [
         append_of_padding,
         append_behind_the_first_head,

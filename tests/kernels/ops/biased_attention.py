@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 from clusterkv_jax.kernels.biased_attention import biased_attention, pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, quantise
 from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned, tolerance
 
 BACKENDS = {
@@ -108,9 +109,86 @@ def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, retu
     return out.astype(q.dtype), lse, jnp.concatenate([probs[0], probs[0][..., :1] * 0, probs[1]], axis=-1)
 
 
-CHECKS = [check_attention]
+# batch, tokens, query heads, KV heads, slots, head dim, dtype of the queries
+CODED_SHAPES = [(2, 1, 4, 2, 150, 32, jnp.float32), (1, 2, 4, 1, 300, 64, jnp.bfloat16)]
+# Queries of 16 bits are turned, or divided by their largest number, and rounded once more.
+CODED = {jnp.float32: F32, jnp.bfloat16: 1e-2}
+
+
+def check_coded_attention(implementation, *, shapes=CODED_SHAPES, examples=3):
+    for shape in shapes:
+        for name in CODES:
+            check_coded_attention_of(shape, name, implementation, examples)
+
+
+def check_coded_attention_of(shape, name, implementation, examples):
+    """Attention over the rows that the codes stand for; codes and scales of empty slots are whatever they are."""
+    batch, _, _, kv_heads, slots, _, dtype = shape
+    run = compiled(partial(implementation, return_lse=True, return_probs=True))
+    store, whole = compiled(partial(quantise, name=name)), compiled(dequantised)
+
+    def check(seed, holes, length):
+        q, keys, values, degree = attention_case((*shape[:-1], jnp.float32), seed, holes)
+        q, spread = np.asarray(q, dtype), 10 ** np.random.default_rng(seed).uniform(-2, 0, (2, *degree.shape, 1))
+        keys, values = (store(np.asarray(x, np.float32)) for x in (keys * spread[0], values * spread[1]))
+        rows = (np.asarray(whole(x), np.float64) for x in (keys, values))
+        expected = attention_oracle(np.asarray(q, np.float64), *rows, np.asarray(degree, np.float64), length)
+        beyond = np.arange(slots) >= length[..., None]
+        empty = (degree == 0) | beyond
+        dirty = [Quantised(spoilt(x.codes, empty), poisoned(x.scales, empty)) for x in (keys, values)]
+        out, lse, probs = run(q, *dirty, np.where(beyond, np.float32(3), degree), length)
+        assert (out.dtype, lse.dtype, probs.dtype) == (dtype, jnp.float32, jnp.float32)
+        for result, exact, axes in zip((out, lse, probs), expected, ((1, 3), 1, 2), strict=True):
+            near(result, exact, CODED[dtype], axes)
+
+    some = lengths(batch, kv_heads, slots, 16, 128, 256, slots)
+    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]), some)
+
+
+def spoilt(codes, empty):
+    """NaN where codes have it, else all bits."""
+    codes = np.asarray(codes)
+    return np.where(
+        empty[..., None], np.full_like(codes, -1 if codes.dtype == np.int8 else 255).view(codes.dtype), codes
+    )
+
+
+def _with(change_keys=lambda x: x, change_values=lambda x: x):
+    def attention(q, keys, values, degree, length, **options):
+        return reference.biased_attention(q, change_keys(keys), change_values(values), degree, length, **options)
+
+    return attention
+
+
+def _one_scale(rows):
+    occupied = jnp.where(jnp.isfinite(rows.scales), rows.scales, 0.0)
+    return Quantised(rows.codes, jnp.broadcast_to(jnp.max(occupied, axis=2, keepdims=True), rows.scales.shape))
+
+
+def _halves_exchanged(rows):
+    packed = rows.codes.dtype == jnp.uint8
+    return Quantised((rows.codes << 4) | (rows.codes >> 4), rows.scales) if packed else rows
+
+
+def _named(name, function):
+    function.__name__ = name
+    return function
+
+
+def without_turning_the_queries(q, keys, values, degree, length, **options):
+    return reference.biased_attention.__wrapped__(q, keys, values, degree, length, **options)
+
+
+CHECKS = [check_attention, check_coded_attention]
 BROKEN = {
     check_attention: [without_log_degree, without_length, with_a_split_off_by_one],
+    check_coded_attention: [
+        _named("without_the_scales_of_keys", _with(change_keys=_one_scale)),
+        _named("without_the_scales_of_values", _with(change_values=_one_scale)),
+        _named("with_the_halves_of_keys_exchanged", _with(change_keys=_halves_exchanged)),
+        _named("with_the_halves_of_values_exchanged", _with(change_values=_halves_exchanged)),
+        without_turning_the_queries,
+    ],
 }
 
 
@@ -146,6 +224,29 @@ def test_empty_slots_have_no_derivative_and_their_nan_reaches_none(op):
     for x in dirty[1:]:
         assert not np.any(np.asarray(x)[np.asarray(empty)])
     assert np.any(np.asarray(dirty[3]))
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_quantised_rows_are_near_the_rows(name):
+    """Of normal rows: half a step, uniformly, over the row's root mean square."""
+    rows = normal(3, 400, 128)
+    stored = quantise(jnp.asarray(rows, jnp.float32), name)
+    error = np.linalg.norm(dequantised(stored) - rows) / np.linalg.norm(rows)
+    assert error == pytest.approx({"int8": 0.0065, "float8_e4m3": 0.026, "int4": 0.105}[name], rel=0.1)
+    assert stored.shape == rows.shape
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(name):
+    rows = jnp.zeros((3, 16)).at[1, 2].set(jnp.inf).at[2].set(jnp.nan)
+    scales = np.asarray(quantise(rows, name).scales)
+    assert not np.isfinite(scales[1:]).any()
+    assert not np.any(dequantised(quantise(rows[:1], name)))
+
+
+def test_rows_of_four_bits_need_a_power_of_two():
+    with pytest.raises(ValueError, match="power of two, got 24"):
+        quantise(jnp.ones((2, 24)), "int4")
 
 
 def test_attention_does_not_depend_on_slot_order():

@@ -1,0 +1,149 @@
+"""Contexts: prompts that are read once and asked many times, on the device, in the host's memory or on disk.
+
+A shelf holds their compressed caches, those asked last first. What a place has no room for moves to the next, from the
+device to the host, from there to a folder; what no place holds is read once more when it is asked.
+"""
+
+import os
+import shutil
+import tempfile
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from clusterkv_jax import saving
+from clusterkv_jax.engine.slots import placed_on_host
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.models.config import ModelConfig
+
+Place = Literal["device", "host", "disk"]
+PLACES: tuple[Place, ...] = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """A prompt that an engine has read: ask it with `Engine.add(context, question)`.
+
+    Attributes:
+        number: of the context, counted from 0.
+        tokens: of the prompt; of a saved cache they are not known.
+        length: how many there are.
+        file: the saved cache that it is, or None.
+        seed: of methods that draw.
+        max_new_tokens: what budgets of base "prompt+new" count.
+        shelf: of the engine that read it.
+    """
+
+    number: int
+    tokens: tuple[int, ...] = field(repr=False)
+    length: int
+    file: Path | None
+    seed: int
+    max_new_tokens: int
+    shelf: Any = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head."""
+
+    cache: Any
+    logits: Any
+    kept_rows: list[list[list[int]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        leaves = jax.tree.leaves((self.cache, self.logits))
+        return sum(int(x.size) * x.dtype.itemsize for x in leaves)
+
+
+class Shelf:
+    """Readings by the number of their context, within so many bytes a place; 0 switches a place off."""
+
+    def __init__(
+        self, config: ModelConfig, method: Method, limits: dict[Place, int], folder: str | os.PathLike[str] | None
+    ) -> None:
+        self.config, self.method, self.limits = config, method, limits
+        self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
+        self._held: dict[Place, OrderedDict[int, Reading]] = {place: OrderedDict() for place in PLACES}
+
+    def get(self, number: int) -> Reading | None:
+        """A context's reading on the device, now the one asked last; None if no place holds it."""
+        for place in PLACES:
+            if (reading := self._held[place].pop(number, None)) is not None:
+                reading = self._on_device(number, reading, place)
+                self.put(number, reading)
+                return reading
+        return None
+
+    def put(self, number: int, reading: Reading) -> None:
+        """Hold a reading that is on the device; others make room."""
+        self._held["device"][number] = reading
+        self._make_room()
+
+    def drop(self, number: int) -> None:
+        """Forget a context."""
+        for place in PLACES:
+            if self._held[place].pop(number, None) is not None and place == "disk":
+                self._path(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Forget all contexts and remove their folder."""
+        for held in self._held.values():
+            held.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self.limits = self.limits | {"disk": 0}
+
+    def counts(self) -> dict[Place, int]:
+        """Contexts by place."""
+        return {place: len(held) for place, held in self._held.items()}
+
+    def nbytes(self) -> dict[Place, int]:
+        """Bytes by place."""
+        return {place: sum(reading.nbytes for reading in held.values()) for place, held in self._held.items()}
+
+    def _make_room(self) -> None:
+        for place, below in zip(PLACES, (*PLACES[1:], None), strict=True):
+            held = self._held[place]
+            total = sum(reading.nbytes for reading in held.values())
+            while held and total > self.limits[place]:
+                number, reading = held.popitem(last=False)
+                total -= reading.nbytes
+                if place == "disk":
+                    self._path(number).unlink(missing_ok=True)
+                elif below is not None and self.limits[below] >= reading.nbytes:
+                    self._lower(number, reading, below)
+                elif place == "device" and self.limits["disk"] >= reading.nbytes:
+                    self._lower(number, reading, "disk")
+
+    def _lower(self, number: int, reading: Reading, place: Place) -> None:
+        if place == "host":
+            cache, logits = jax.tree.map(np.asarray, (reading.cache, reading.logits))
+            self._held["host"][number] = Reading(cache, logits, reading.kept_rows)
+            return
+        try:
+            saving.save(self._path(number), reading.cache, self.config, self.method)
+        except ValueError:  # numbers that are not finite have no file
+            return
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reading.cache)
+        self._held["disk"][number] = Reading(shapes, jax.tree.map(np.asarray, reading.logits), reading.kept_rows)
+
+    def _on_device(self, number: int, reading: Reading, place: Place) -> Reading:
+        if place == "device":
+            return reading
+        if place == "disk":
+            cache = saving.load(self._path(number), self.config, self.method)
+            self._path(number).unlink()
+            return Reading(cache, jax.tree.map(jax.numpy.asarray, reading.logits), reading.kept_rows)
+        cache, logits = jax.tree.map(jax.numpy.asarray, (reading.cache, reading.logits))
+        return Reading(placed_on_host(cache, self.method), logits, reading.kept_rows)
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"context-{number}.safetensors"

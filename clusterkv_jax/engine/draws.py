@@ -1,0 +1,86 @@
+"""How each slot draws its next token: settings as arrays, so that one program serves greedy and sampled slots."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from clusterkv_jax.sampling import NOT_FINITE, Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draws:
+    """`Sampling`, key and number of the next draw of each of B slots; filters that are off let everything pass."""
+
+    temperature: Float[Array | np.ndarray, " B"]
+    top_k: Int[Array | np.ndarray, " B"]
+    top_p: Float[Array | np.ndarray, " B"]
+    min_p: Float[Array | np.ndarray, " B"]
+    keys: UInt32[Array | np.ndarray, "B words"]
+    number: Int[Array | np.ndarray, " B"]
+
+
+def key_words(seed: int) -> UInt32[np.ndarray, " words"]:
+    """The key of a request, as `generate` makes it of a seed."""
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def draws_of(
+    samplings: Sequence[Sampling], keys: Sequence[UInt32[np.ndarray, " words"]], numbers: Sequence[int], vocab_size: int
+) -> Draws:
+    """The draws of slots with these settings."""
+
+    def column(values: Sequence[float | None], off: float) -> np.ndarray:
+        return np.asarray([off if value is None else value for value in values], np.float32)
+
+    top_k = [vocab_size if s.top_k is None else min(s.top_k, vocab_size) for s in samplings]
+    return Draws(
+        column([s.temperature for s in samplings], 0.0),
+        np.asarray(top_k, np.int32),
+        column([s.top_p for s in samplings], 2.0),
+        column([s.min_p for s in samplings], 0.0),
+        np.stack(keys),
+        np.asarray(numbers, np.int32),
+    )
+
+
+@jax.named_scope("sampling")
+def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int = 0) -> Int[Array, " B"]:
+    """The next token of each slot, `later` draws from now: that of `sample` for a batch of this sequence alone.
+
+    `NOT_FINITE` in slots with a logit that is not finite.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    warm = draws.temperature > 0
+
+    def sampled() -> Int[Array, " B"]:
+        scores = logits.astype(jnp.float32) / jnp.where(warm, draws.temperature, 1.0)[:, None]
+        filters = warm & ((draws.top_k < logits.shape[1]) | (draws.top_p <= 1) | (draws.min_p > 0))
+        scores = jax.lax.cond(jnp.any(filters), lambda: _filtered(scores, draws), lambda: scores)
+        tokens = jax.vmap(_categorical)(jnp.asarray(draws.keys), jnp.asarray(draws.number) + later, scores)
+        return jnp.where(warm, tokens, greedy)
+
+    tokens = jax.lax.cond(jnp.any(warm), sampled, lambda: greedy)
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_FINITE)
+
+
+def _categorical(words: UInt32[Array, " words"], number: Int[Array, ""], scores: Float[Array, " V"]) -> Int[Array, ""]:
+    key = jax.random.fold_in(jax.random.wrap_key_data(words), number)
+    return jax.random.categorical(key, scores[None])[0].astype(jnp.int32)
+
+
+def _filtered(scores: Float[Array, "B V"], draws: Draws) -> Float[Array, "B V"]:
+    """What `sampling.filtered` makes of each row."""
+    ranked = jnp.sort(scores, axis=-1, descending=True)
+    least = jnp.take_along_axis(ranked, draws.top_k[:, None] - 1, axis=-1)
+    scores, ranked = (jnp.where(x >= least, x, -jnp.inf) for x in (scores, ranked))
+    probs = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    least = jnp.min(jnp.where(before < draws.top_p[:, None], ranked, jnp.inf), axis=-1, keepdims=True)
+    scores = jnp.where(scores >= least, scores, -jnp.inf)
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.where(scores >= best + jnp.log(draws.min_p)[:, None], scores, -jnp.inf)

@@ -1,0 +1,98 @@
+"""What is decided before the first request: room of a slot, plans of the layers, shapes of the cache, bytes."""
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from clusterkv_jax.batch import QUESTION_STEP, bucket
+from clusterkv_jax.cache import KVCache
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checks import check_counts
+from clusterkv_jax.decoding import check_prompts
+from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
+from clusterkv_jax.engine.slots import slot_plans, template
+from clusterkv_jax.errors import shown
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.request import LayerPlan, request_of_model
+
+# Contexts that the device has room for where nobody says how many bytes.
+DEVICE_CONTEXTS = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a slot has room for: tokens of a sequence, and of what follows its prompt; question tokens of a step."""
+
+    max_tokens: int
+    reserve: int
+    step_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The static side of an engine.
+
+    Attributes:
+        slots: sequences that are decoded together.
+        limits: of a slot.
+        plans: of the layers, for prompts of every length.
+        one: shapes of the cache of one slot.
+        logits: shape of its logits.
+        context_bytes: for contexts on the device.
+        memory: the plan of the device's memory.
+        prefill_chunk: as in `generate`.
+    """
+
+    slots: int
+    limits: Limits
+    plans: tuple[LayerPlan, ...] = field(repr=False)
+    one: KVCache = field(repr=False)
+    logits: Any
+    context_bytes: int
+    memory: MemoryPlan
+    prefill_chunk: int | None
+
+
+def check_arguments(
+    model: Model, method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]
+) -> None:
+    """Raise ValueError for an engine that cannot be: `counts` are at least 1, `sums` numbers of bytes."""
+    if not hasattr(type(method), "budget_rows"):
+        raise ValueError(f"method must be an object such as Full(), got {shown(method)}.")
+    if model.mesh is not None and model.mesh.size > 1:
+        raise ValueError(f"An engine must have its model on one device, got a mesh of {model.mesh.size}.")
+    check_counts(1, **counts)
+    check_counts(2, max_tokens=max_tokens)
+    check_counts(0, 2**62, **sums)
+    if folder is not None and not os.path.isdir(folder):
+        raise ValueError(f"context_folder must be a folder that exists, got {shown(folder)}.")
+
+
+def make_layout(
+    model: Model,
+    method: Method,
+    slots: int,
+    max_tokens: int,
+    reserve: int,
+    context_bytes: int | None,
+    device_bytes: int | None,
+    prefill_chunk: int | None,
+) -> Layout:
+    """The layout of an engine with these arguments. Raises ValueError for what does not fit `device_bytes`."""
+    config, params = model.config, model.params
+    max_tokens = min(max_tokens, config.max_positions)
+    limits = Limits(max_tokens, min(reserve, max_tokens), min(QUESTION_STEP, bucket(min(reserve, max_tokens), 16)))
+    width = min(bucket(max_tokens, 64), config.max_positions)
+    sizes = {"reserve": limits.reserve, "step_tokens": limits.step_tokens}
+    lengths = np.arange(1, width + 1)
+    counts = sizes | {"max_new_tokens": limits.reserve}
+    request = request_of_model(config, params["embed"].dtype, lengths, method.cache_dtype, **counts)
+    check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
+    plans = slot_plans(method, request)
+    one, logits = template(params, config, method, plans, width, **sizes)
+    contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
+    memory = memory_plan(params, config, (one, logits), slots, width, contexts)
+    check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
+    return Layout(slots, limits, plans, one, logits, contexts, memory, prefill_chunk)

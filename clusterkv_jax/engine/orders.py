@@ -1,0 +1,69 @@
+"""From what a caller adds to an order: encoded, and checked against the model, the method and the slots."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from clusterkv_jax.batch import Batch, make_batch
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.decoding import check_prompts
+from clusterkv_jax.engine.contexts import Context
+from clusterkv_jax.engine.layout import Limits
+from clusterkv_jax.errors import shown
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.request import Request, request_of_model
+from clusterkv_jax.sampling import Sampling, check_seed
+
+
+def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, question: Any, **sizes: Any) -> Batch:
+    """A prompt and its question, encoded. Raises ValueError for what cannot be served."""
+    questions = None if question is None else [question]
+    batch = make_batch(model, [prompt], questions=questions, **sizes)
+    check_lengths(limits, len(batch.texts[0]), batch)
+    request = request_of_batch(model, method, batch)
+    check_prompts(model.config, method, request, np.asarray([len(batch.texts[0])], np.int64))
+    return batch
+
+
+def context_batch(model: Model, limits: Limits, context: Context, question: Any, **sizes: Any) -> Batch:
+    """A question to a context, encoded; the context's own tokens were checked when it was read."""
+    stand_in = list(context.tokens[:1]) or [0]
+    questions = None if question is None else [question]
+    batch = make_batch(model, [stand_in], questions=questions, **sizes)
+    if question is None and context.file is not None:
+        raise ValueError(f"The saved cache {context.file} holds no logits; give a question that continues its text.")
+    check_lengths(limits, context.length, batch)
+    return replace(batch, texts=[list(context.tokens)])
+
+
+def check_settings(sampling: Any, seed: Any) -> None:
+    """Raise ValueError for a sampling or a seed that `generate` would not take."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling must be an object such as Sampling(temperature=0.5) or None, got {shown(sampling)}."
+        )
+    check_seed(seed)
+
+
+def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
+    """Raise ValueError for a sequence that no slot has room for."""
+    question = len(batch.questions[0]) if batch.questions else 0
+    after = question + batch.max_new_tokens
+    if prompt + after > limits.max_tokens:
+        raise ValueError(
+            f"A prompt of {prompt} tokens, its question of {question} and {batch.max_new_tokens} new tokens exceed "
+            f"the engine's max_tokens = {limits.max_tokens}."
+        )
+    if after > limits.reserve:
+        raise ValueError(
+            f"A question of {question} tokens and {batch.max_new_tokens} new tokens exceed the engine's "
+            f"reserve = {limits.reserve}."
+        )
+
+
+def request_of_batch(model: Model, method: Method, batch: Batch) -> Request:
+    """The request that `generate` would make of it."""
+    counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens")}
+    lengths = np.arange(1, batch.width + 1)
+    return request_of_model(model.config, model.params["embed"].dtype, lengths, method.cache_dtype, **counts)

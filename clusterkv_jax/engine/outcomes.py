@@ -1,0 +1,47 @@
+"""What a request comes to: the result that `generate` has, or a slot's logits that are no numbers."""
+
+from clusterkv_jax.cache import KVCache, nbytes
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.diagnosis import check_finite
+from clusterkv_jax.engine.board import Order, Seat
+from clusterkv_jax.host_store import host_bytes, traffic
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.families.recall import recalled_rows
+from clusterkv_jax.results import Result, Stats, full_bytes
+from clusterkv_jax.sampling import NOT_FINITE
+from clusterkv_jax.texts import Tokens, cut, decode
+
+
+def result_of(model: Model, seat: Seat, one: KVCache, now: KVCache | None, end_s: float, compile_s: float) -> Result:
+    """What `generate` returns of a request, as far as it has come.
+
+    `one` are the shapes of a slot's cache, `now` is what statistics look at in the slot, where the method recalls.
+    """
+    order, tokens = seat.order, list(seat.tokens)
+    recalled, union = ([], []) if now is None else recalled_rows(now)
+    moved = {"moved_bytes": 0, "cluster_hit_rate": 0.0, "row_hit_rate": 0.0} if now is None else traffic(now)
+    stats = Stats(
+        ttft_s=seat.first_s - order.added_s if tokens else 0.0,
+        tpot_s=(end_s - seat.first_s) / (len(tokens) - 1) if len(tokens) > 1 else 0.0,
+        compile_s=compile_s - order.compile_s,
+        kept_rows=seat.kept_rows,
+        recalled_rows=recalled,
+        union_rows=union,
+        cache_bytes=nbytes(one),
+        host_bytes=host_bytes(one),
+        **moved,
+        full_cache_bytes=full_bytes(model, order.batch),
+        prompt_tokens=[order.prompt_tokens],
+        question_tokens=[len(order.question)],
+        new_tokens=[len(tokens)],
+    )
+    return Result([cut(decode(model, tokens), order.stop)], [tokens], stats)
+
+
+def check_tokens(model: Model, method: Method, order: Order, tokens: Tokens) -> None:
+    """Raise ValueError if a step's logits were not finite."""
+    if NOT_FINITE not in tokens:
+        return
+    if order.context is not None and order.context.file is not None:
+        raise ValueError(f"The model's logits after the saved cache {order.context.file} are not finite numbers.")
+    check_finite(model, method, order.batch, [tokens])

@@ -1,0 +1,92 @@
+"""Reading: a prompt with the model, or a saved cache from its file, into what a slot takes."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clusterkv_jax import saving
+from clusterkv_jax.batch import Batch, padded
+from clusterkv_jax.cache import KVCache, group_heads, groups, occupancy
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.decoding import prefill
+from clusterkv_jax.engine.contexts import Reading
+from clusterkv_jax.engine.layout import Layout, Limits
+from clusterkv_jax.engine.orders import request_of_batch
+from clusterkv_jax.methods.base import Method
+
+
+def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> Reading:
+    """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it."""
+    request = request_of_batch(model, method, batch)
+    cache, logits = prefill(
+        model.params,
+        model.config,
+        method,
+        jnp.asarray(padded(batch.texts, batch.width)),
+        jnp.asarray([len(batch.texts[0])], jnp.int32),
+        max_new_tokens=request.max_new_tokens,
+        reserve=request.reserve,
+        step_tokens=request.step_tokens,
+        prefill_chunk=layout.prefill_chunk,
+        plans=layout.plans,
+        key=jax.random.key(seed),
+    )
+    return Reading(cache, logits, occupancy(cache))
+
+
+def is_file(prompt: Any) -> bool:
+    """Whether a prompt is the path of a saved cache; a text is never one."""
+    return isinstance(prompt, os.PathLike)
+
+
+def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, Reading]:
+    """How many tokens a saved cache has read, and the cache. Raises ValueError if it does not fit the slots."""
+    limits = layout.limits
+    cache = saving.load(path, model.config, method)
+    length = int(np.asarray(cache.position)[0])
+    if cache.position.shape[0] != 1:
+        raise ValueError(f"The saved cache {path} must hold one sequence, got {cache.position.shape[0]}.")
+    if length >= limits.max_tokens:
+        raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
+    if not _fits(cache, layout.one, limits):
+        raise ValueError(
+            f"The saved cache {path} does not fit the engine's slots: it was made for more tokens than theirs, or with "
+            "a reserve for which nothing is compressed later; save one with Engine.save."
+        )
+    logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
+    return length, Reading(cache, logits, occupancy(cache))
+
+
+def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:
+    """Whether a cache has a slot's arrays, none of them larger, and room in it for all that may follow."""
+    if jax.tree.structure(cache) != jax.tree.structure(one):
+        return False
+    for x, slot in zip(jax.tree.leaves(cache), jax.tree.leaves(one), strict=True):
+        if x.dtype != slot.dtype or x.ndim != slot.ndim or any(a > b for a, b in zip(x.shape, slot.shape, strict=True)):
+            return False
+    return all(
+        _has_room(group, memory, slot, limits)
+        for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
+        for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
+        if group_heads(layer) == group_heads(slots)
+    )
+
+
+def _has_room(group: Any, memory: Any, slot: Any, limits: Limits) -> bool:
+    """Whether a slot's group has room for the rows that a sequence comes to hold."""
+    held = int(np.asarray(group.length).mean(axis=1).max())
+    heads = group.length.shape[1]
+    in_pages = slot.degree.shape[1] != heads
+    if in_pages and group.degree.shape != slot.degree.shape:
+        return False
+    room = slot.degree[0].size // heads if in_pages else slot.degree.shape[2]
+    if memory is None or "indexed" in memory:
+        return held + limits.reserve <= room
+    if "due" in memory:
+        return max(held, int(np.asarray(memory["due"]).max()) - 1) + limits.step_tokens <= room
+    if "budget" in memory:
+        return max(held, int(np.asarray(memory["budget"]).max())) + 1 <= room
+    return held + limits.reserve <= room

@@ -1,0 +1,415 @@
+"""`Engine`: requests in, pieces of text and results out. Its programs are in `slots`, its rules in `board`."""
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from clusterkv_jax import saving
+from clusterkv_jax.batch import padded
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.engine import slots as programs
+from clusterkv_jax.engine.board import (
+    Board,
+    Order,
+    Seat,
+    joined,
+    longer,
+    next_draws,
+    next_orders,
+    place_of,
+    seated,
+    without,
+)
+from clusterkv_jax.engine.contexts import Context, Place, Reading, Shelf
+from clusterkv_jax.engine.draws import key_words
+from clusterkv_jax.engine.handle import Handle, State
+from clusterkv_jax.engine.layout import check_arguments, make_layout
+from clusterkv_jax.engine.memory import MemoryPlan
+from clusterkv_jax.engine.orders import check_settings, context_batch, prompt_batch
+from clusterkv_jax.engine.outcomes import check_tokens, result_of
+from clusterkv_jax.engine.readings import is_file, read_batch, read_file
+from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats
+from clusterkv_jax.errors import out_of_memory_explained, shown
+from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.presets import completed
+from clusterkv_jax.programs import compilation
+from clusterkv_jax.results import Result
+from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.sharding import fetch
+from clusterkv_jax.texts import shorten_at_stop, show
+
+# Steps of one call of the decode program; between two, requests enter and leave.
+SEGMENT = 32
+# Most bytes of contexts where nobody says how many.
+HOST_BYTES, DISK_BYTES = 8 * 2**30, 2**62
+
+
+class Engine:
+    """Serves many requests with one model and one method: they enter and leave the slots of one compiled program.
+
+    Everything static is decided here. A request waits until a slot is free; those that came first enter first. Its
+    prompt is read alone, compressed, and put into the slot; all slots decode together. Greedy tokens in float32 are
+    those of `generate` for the prompt alone, and so are drawn ones of the same seed. One thread uses an engine, which
+    works while `stream`, `run` or `Handle.result` is called.
+
+    Args:
+        model: from `load`, on one device.
+        method: what is kept of the prompts; `Full()` by default.
+        slots: sequences that are decoded together.
+        max_tokens: most tokens of a prompt, its question and its answer; never more than the model's positions.
+        reserve: most tokens of a question and its answer; a slot has room for so many behind a prompt's budget.
+        questions_per_step: most requests that enter between two calls of the decode program; all slots by default.
+        max_waiting: most requests in the queue; `add` works on them until there is room for one more.
+        max_waiting_bytes: most bytes of their tokens, likewise.
+        device_bytes: what weights, slots, a prompt and contexts may take; by default what the device has, if it says.
+        context_bytes: of the contexts on the device; by default two slots' worth.
+        context_host_bytes: of those in the host's memory.
+        context_disk_bytes: of those in `context_folder`.
+        context_folder: a folder that exists, for contexts that no memory has room for; None leaves them out.
+        prefill_chunk: as in `generate`.
+
+    Raises:
+        ValueError: one sentence, for numbers that are not possible, a model on several devices, and what does not fit
+            `device_bytes`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        method: Method | None = None,
+        slots: int = 8,
+        max_tokens: int = 32768,
+        reserve: int = 1024,
+        questions_per_step: int | None = None,
+        max_waiting: int = 1024,
+        max_waiting_bytes: int = 2**28,
+        device_bytes: int | None = None,
+        context_bytes: int | None = None,
+        context_host_bytes: int = HOST_BYTES,
+        context_disk_bytes: int = DISK_BYTES,
+        context_folder: str | os.PathLike[str] | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        method = Full() if method is None else method
+        entering = slots if questions_per_step is None else questions_per_step
+        counts = {"slots": slots, "reserve": reserve, "questions_per_step": entering, "max_waiting": max_waiting}
+        sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
+        sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
+        sums |= {"device_bytes": device_bytes or 0}
+        check_arguments(model, method, max_tokens, context_folder, counts, sums)
+        self.model, self.method = model, completed(model, method)
+        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk
+        self._layout = make_layout(model, self.method, *sizes)
+        self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
+        places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
+        places["disk"] = 0 if context_folder is None else context_disk_bytes
+        self._shelf = Shelf(model.config, self.method, places, context_folder)
+        self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
+        self._board = Board((), (None,) * slots)
+        self._handles: dict[int, Handle] = {}
+        self._listeners: list[deque[tuple[Handle, str]]] = []
+        self._tally, self._added, self._read_count = Tally(), 0, 0
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What the engine takes of the device's memory."""
+        return self._layout.memory
+
+    # --- what a caller says ---
+
+    def add(
+        self,
+        prompt: Any,
+        question: Any = None,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Handle:
+        """A request behind those that wait.
+
+        Args:
+            prompt: a text, token ids, a `Context` of this engine, or the path (`pathlib.Path`) of a saved cache.
+            question: a text or token ids, fed after the prompt has been compressed.
+            max_new_tokens: as in `generate`, and so are the other three.
+            sampling: greedy by default.
+            stop: texts that end it.
+            seed: of the sampling.
+
+        Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        check_settings(sampling, seed)
+        context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
+        if context is not None:
+            self._check_own(context)
+        batch = self._batch(prompt if context is None else context, question, max_new_tokens, stop)
+        length = len(batch.texts[0]) if context is None else context.length
+        at = time.perf_counter(), self._tally.compile_s
+        order = Order(self._added, batch, length, context, sampling, int(seed), tuple(stop), *at)
+        while self._is_full(order):
+            self.step()
+        handle = Handle(self, order.number)
+        self._handles[order.number] = handle
+        self._board, self._added = joined(self._board, order), self._added + 1
+        return handle
+
+    def read(self, text: Any, *, seed: int = 0, max_new_tokens: int = 64) -> Context:
+        """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
+
+        Args:
+            text: the prompt.
+            seed: of methods that draw.
+            max_new_tokens: of the answers; it counts in budgets of base "prompt+new".
+
+        Raises ValueError as `add`, and for a saved cache that does not fit; MemoryError if memory does not suffice.
+        """
+        check_settings(Sampling(), seed)
+        number, self._read_count = self._read_count, self._read_count + 1
+        with self._at_work():
+            if is_file(text):
+                length, reading = read_file(text, self.model, self.method, self._layout)
+                context = Context(number, (), length, Path(text), 0, max_new_tokens, self._shelf)
+            else:
+                batch = self._batch(text, None, max_new_tokens, ())
+                tokens = tuple(batch.texts[0])
+                context = Context(number, tokens, len(tokens), None, int(seed), max_new_tokens, self._shelf)
+                reading = read_batch(self.model, self.method, self._layout, batch, int(seed))
+            self._shelf.put(number, reading)
+        return context
+
+    def save(self, context: Context, path: str | os.PathLike[str]) -> None:
+        """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
+        self._check_own(context)
+        saving.save(path, self._reading(context).cache, self.model.config, self.method)
+
+    def drop(self, context: Context) -> None:
+        """Forget what is held of a context; asked again, it is read again."""
+        self._shelf.drop(context.number)
+
+    def close(self) -> None:
+        """Cancel all requests, forget all contexts and remove their files."""
+        for handle in tuple(self._handles.values()):
+            handle.cancel()
+        self._shelf.close()
+
+    def stream(self) -> Iterator[tuple[Handle, str]]:
+        """Pieces of text as they come, with their handles, until all requests are done; more may be added meanwhile.
+
+        A model without tokenizer has none.
+        """
+        pieces: deque[tuple[Handle, str]] = deque()
+        self._listeners.append(pieces)
+        try:
+            while pieces or self._handles:
+                if not pieces:
+                    self.step()
+                while pieces:
+                    yield pieces.popleft()
+        finally:
+            self._listeners = [listener for listener in self._listeners if listener is not pieces]
+
+    def run(self) -> None:
+        """Work until all requests are done."""
+        while self._handles:
+            self.step()
+
+    def stats(self) -> EngineStats:
+        """How the engine does."""
+        sizes = len(self._board.seats), len(self._board.waiting), len(self._board.active)
+        return shown_stats(self._tally, sizes, self._shelf.counts(), self._shelf.nbytes(), self.memory)
+
+    def step(self) -> None:
+        """Let requests enter, decode for all slots at most `SEGMENT` tokens, and let those that have ended leave."""
+        with self._at_work():
+            self._enter()
+            if active := self._board.active:
+                self._decode(active)
+
+    # --- stages of a step ---
+
+    def _enter(self) -> None:
+        """Requests that wait enter free slots, with their questions and first tokens."""
+        entered = 0
+        while orders := next_orders(self._board, self._entering - entered):
+            entered += len(orders)
+            new = [slot for order, slot in zip(orders, self._board.free, strict=False) if self._sit(order, slot)]
+            self._ask(new)
+            self._start(new)
+
+    def _sit(self, order: Order, slot: int) -> bool:
+        """Put a request's cache into a slot; False if its prompt cannot be read."""
+        try:
+            context = order.context
+            reading = (
+                read_batch(self.model, self.method, self._layout, order.batch, order.seed)
+                if context is None
+                else self._reading(context)
+            )
+            self._slots = programs.insert(self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32))
+        except (ValueError, MemoryError) as error:
+            self._end(order.number, "failed", error)
+            return False
+        self._board = seated(self._board, slot, Seat(order, key_words(order.seed), reading.kept_rows))
+        self._handles[order.number].state = "active"
+        return True
+
+    def _ask(self, new: list[int]) -> None:
+        """Feed the questions of new slots, each as many tokens at a time as `generate` would."""
+        rest = {slot: self._seat(slot).order.question for slot in new}
+        steps = {slot: self._seat(slot).order.batch.step_tokens for slot in new}
+        while any(rest.values()):
+            texts = [rest.get(slot, [])[: steps.get(slot, 0)] for slot in range(len(self._board.seats))]
+            tokens = jnp.asarray(padded(texts, self._layout.limits.step_tokens))
+            counts = jnp.asarray([len(text) for text in texts], jnp.int32)
+            model = self.model
+            self._slots = programs.ask(model.params, model.config, self.method, self._slots, tokens, counts)
+            rest = {slot: text[steps[slot] :] for slot, text in rest.items()}
+
+    def _start(self, new: list[int]) -> None:
+        """Draw the first tokens of new slots."""
+        if not new:
+            return
+        mask = np.isin(np.arange(len(self._board.seats)), new)
+        self._slots, tokens = programs.start(
+            self._slots, next_draws(self._board.seats, self.model.config.vocab_size), mask
+        )
+        tokens, now = fetch(tokens), time.perf_counter()
+        for slot in new:
+            waited = now - self._seat(slot).order.added_s
+            self._count(firsts=1, ttft_s=waited)
+            self._tally = replace(self._tally, longest_ttft_s=max(self._tally.longest_ttft_s, waited))
+            self._say(slot, [int(tokens[slot])], now)
+
+    def _decode(self, active: tuple[int, ...]) -> None:
+        """One call of the decode program, which ends early where a slot ends for which somebody waits."""
+        seats, config = self._board.seats, self.model.config
+        left = np.asarray([0 if seat is None else seat.left for seat in seats], np.int32)
+        self._slots, tokens, steps = programs.run(
+            self.model.params,
+            config,
+            self.method,
+            self._slots,
+            next_draws(seats, config.vocab_size),
+            np.isin(np.arange(len(seats)), active),
+            left,
+            np.asarray(min(SEGMENT, int(left.max())), np.int32),
+            np.asarray(len(active) if self._board.waiting else 1, np.int32),
+            eos_ids=config.eos_ids,
+            steps=SEGMENT,
+        )
+        tokens, steps = fetch((tokens, steps))
+        self._count(steps=int(steps), active_steps=int((tokens != -1).sum()))
+        now = time.perf_counter()
+        for slot in active:
+            self._say(slot, tokens[slot].tolist(), now)
+
+    def _say(self, slot: int, new: list[int], now: float) -> None:
+        """A slot's new tokens: what can be shown of them, and whether they are the last ones."""
+        model, before = self.model, self._seat(slot)
+        order, seat = before.order, longer(before, new, model.config.eos_ids, now)
+        tokens = list(seat.tokens)
+        try:
+            check_tokens(model, self.method, order, tokens)
+            stopped = shorten_at_stop(model, tokens, order.stop)
+            seat = replace(seat, tokens=tuple(tokens), ended=seat.ended or stopped)
+            seat = replace(seat, shown=self._show(seat))
+            self._count(new_tokens=len(seat.tokens) - len(before.tokens))
+            self._board = seated(self._board, slot, seat)
+            if seat.ended:
+                self._end(order.number, "finished", self._outcome(slot, seat, now))
+        except ValueError as error:
+            self._end(order.number, "failed", error)
+
+    def _show(self, seat: Seat) -> str:
+        handle, listeners = self._handles[seat.order.number], self._listeners
+
+        def pass_on(_: int, text: str) -> None:
+            for listener in listeners:
+                listener.append((handle, text))
+
+        heard = pass_on if listeners and self.model.tokenizer is not None else None
+        return show(self.model, 0, list(seat.tokens), seat.shown, seat.order.stop, seat.ended, heard)
+
+    def _outcome(self, slot: int | None, seat: Seat, now: float) -> Result:
+        """The result of a request; one that never had a slot has said nothing."""
+        looked_at = None
+        if slot is not None and not self.method.forgets:
+            looked_at = programs.of_slot(self._slots.cache, slot)
+        return result_of(self.model, seat, self._layout.one, looked_at, now, self._tally.compile_s)
+
+    # --- small parts ---
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
+        with compilation() as total, out_of_memory_explained(doing, uses_host=self.method.holds == "host"):
+            try:
+                yield
+            finally:
+                busy_s = time.perf_counter() - begin
+                self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
+
+    def _reading(self, context: Context) -> Reading:
+        """What was read of a context, wherever it is; read again where nothing is left of it."""
+        if (reading := self._shelf.get(context.number)) is not None:
+            return reading
+        if context.file is not None:
+            reading = read_file(context.file, self.model, self.method, self._layout)[1]
+        else:
+            reading = read_batch(
+                self.model,
+                self.method,
+                self._layout,
+                self._batch(list(context.tokens), None, context.max_new_tokens, ()),
+                context.seed,
+            )
+        self._shelf.put(context.number, reading)
+        return reading
+
+    def _batch(self, prompt: Any, question: Any, max_new_tokens: int, stop: Sequence[str]) -> Any:
+        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": self._layout.prefill_chunk}
+        if isinstance(prompt, Context):
+            return context_batch(self.model, self._layout.limits, prompt, question, **sizes)
+        return prompt_batch(self.model, self.method, self._layout.limits, prompt, question, **sizes)
+
+    def _seat(self, slot: int) -> Seat:
+        seat = self._board.seats[slot]
+        assert seat is not None
+        return seat
+
+    def _is_full(self, order: Order) -> bool:
+        waiting = self._board.waiting
+        nbytes = sum(other.waiting_bytes for other in waiting) + order.waiting_bytes
+        return bool(waiting) and (len(waiting) >= self._max_waiting or nbytes > self._max_waiting_bytes)
+
+    def _check_own(self, context: Any) -> None:
+        if not isinstance(context, Context) or context.shelf is not self._shelf:
+            raise ValueError(f"context must be one that this engine has read, got {shown(context)}.")
+
+    def _cancel(self, handle: Handle) -> None:
+        if handle.done:
+            return
+        slot, seat = place_of(self._board, handle.number)
+        self._end(handle.number, "cancelled", self._outcome(slot, seat, time.perf_counter()))
+
+    def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
+        """A request leaves, and its slot is free."""
+        self._board = without(self._board, number)
+        handle = self._handles.pop(number)
+        handle.state, handle._outcome = state, outcome
+        self._count(**{state: 1})
+
+    def _count(self, **more: float) -> None:
+        self._tally = counted(self._tally, **more)

@@ -1,0 +1,247 @@
+"""The cache of all slots and the programs over it: one sequence per slot, shapes that never change.
+
+    template   the shapes of one sequence's cache, of the longest request
+    insert     a compressed prompt into a slot, at a traced number
+    ask        question tokens into the slots that have some
+    start      the first token of slots that are new
+    run        decode steps of the slots that are active, until a limit or until too few are
+
+A slot without a token in a step neither grows nor is compressed, whatever it holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
+from clusterkv_jax.decoding import append_step, prefill, where_due
+from clusterkv_jax.engine.draws import Draws, draw
+from clusterkv_jax.host_store import commit, place
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import due, recompress, with_groups
+from clusterkv_jax.methods.families.recall import SHORT_ANSWER
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.programs import jit
+from clusterkv_jax.sampling import NOT_FINITE
+
+# The narrowest prompt that `generate` reads.
+NARROWEST = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Where all sequences stand: the last token of each is not in the cache yet; `logits` are those of its question."""
+
+    cache: KVCache
+    token: Int[Array, " B"]
+    logits: Float[Array, "B V"]
+
+
+def slot_plans(method: Method, request: Request) -> tuple[LayerPlan, ...]:
+    """The plans of all layers, for prompts of every length that the request names."""
+    return tuple(_plan(method, layer, request) for layer in range(request.num_layers))
+
+
+def _plan(method: Method, layer: int, request: Request) -> LayerPlan:
+    """As for one request. Recall reads a short prompt whole, and its short answer: a step may recall as many rows."""
+    plan = plan_layer(method, layer, request)
+    if method.forgets:
+        return plan
+    short = replace(request, lengths=np.arange(1, NARROWEST + 1), reserve=0)
+    whole = bool(np.min(method.budget_rows(short.lengths, layer, short)) >= MOST_ROWS)
+    extra = min(SHORT_ANSWER, request.reserve) if whole else 0
+    return replace(plan, groups=tuple(replace(group, most_rows=group.most_rows + extra) for group in plan.groups))
+
+
+def template(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    plans: Sequence[LayerPlan],
+    width: int,
+    *,
+    reserve: int,
+    step_tokens: int,
+) -> tuple[KVCache, Any]:
+    """Shapes of the cache and logits of one sequence whose prompt has this width."""
+    config = replace(config, max_positions=4 * config.max_positions)  # shapes alone: no position is looked at
+    tokens, lengths = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = lambda params, tokens, lengths: prefill(  # noqa: E731
+        params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, reserve=reserve, step_tokens=step_tokens
+    )
+    return jax.eval_shape(read, params, tokens, lengths)
+
+
+def empty(one: KVCache, logits: Any, slots: int, method: Method) -> Slots:
+    """Slots that hold nothing."""
+    zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
+    cache, logits = jax.tree.map(zeros, (one, logits))
+    token = jnp.zeros(slots, jnp.int32)
+    return Slots(placed_on_host(cache, method), token, logits)
+
+
+def placed_on_host(cache: KVCache, method: Method) -> KVCache:
+    """The cache with the rows of a host store in the host's memory."""
+    if method.holds != "host":
+        return cache
+    layers = tuple(
+        with_groups(layer, [place(group, memory) for group, memory in zip(groups(layer), state, strict=True)])
+        for layer, state in zip(cache.layers, cache.state, strict=True)
+    )
+    return commit(replace(cache, layers=layers))
+
+
+@jit(donate_argnames=("slots",))
+def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[Array | np.ndarray, ""]) -> Slots:
+    """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
+
+    def put(x: Array, part: Array) -> Array:
+        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
+        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
+
+    new = jax.tree.map(put, (slots.cache, slots.logits), (cache, logits))
+    return Slots(new[0], slots.token, new[1])
+
+
+@jit(static_argnames=("config", "method"), donate_argnames=("slots",))
+def ask(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    slots: Slots,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> Slots:
+    """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
+    cache, latest = _step(params, config, method, slots.cache, tokens, counts)
+    return replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits))
+
+
+@jit(donate_argnames=("slots",))
+def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tuple[Slots, Int[Array, " B"]]:
+    """The first token of slots that are new, and the tokens."""
+    token = jnp.where(new, draw(slots.logits, draws), slots.token)
+    return replace(slots, token=token), token
+
+
+@jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",))
+def run(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    slots: Slots,
+    draws: Draws,
+    active: Bool[Array | np.ndarray, " B"],
+    left: Int[Array | np.ndarray, " B"],
+    limit: Int[Array | np.ndarray, ""],
+    fewest: Int[Array | np.ndarray, ""],
+    *,
+    eos_ids: tuple[int, ...],
+    steps: int,
+) -> tuple[Slots, Int[Array, "B steps"], Int[Array, ""]]:
+    """Up to `limit` <= `steps` decode steps, while at least `fewest` slots are active.
+
+    Args:
+        params, config, method: as in `decode_step`.
+        slots: donated.
+        draws: of the first step.
+        active: slots that generate.
+        left: tokens that each may still generate.
+        limit: most steps.
+        fewest: at least 1.
+        eos_ids: static; a sequence ends with one of these.
+        steps: static size of the token buffer.
+
+    Returns:
+        the slots, the new tokens (-1 where a slot was not active), and the number of steps.
+    """
+    ends = jnp.asarray((*eos_ids, NOT_FINITE), jnp.int32)
+
+    def running(carry):
+        step, _, active, _ = carry
+        return (step < limit) & (jnp.sum(active, dtype=jnp.int32) >= fewest)
+
+    def body(carry):
+        step, (cache, token), active, tokens = carry
+        cache, logits = _step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
+        new = jnp.where(active, draw(logits, draws, step), -1)
+        tokens = jax.lax.dynamic_update_slice(tokens, new[:, None], (0, step))
+        token = jnp.where(active, new, token)
+        active = active & ~jnp.isin(new, ends) & (step + 1 < left)
+        return step + 1, (cache, token), active, tokens
+
+    tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
+    first = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, tokens
+    step, (cache, token), _, tokens = jax.lax.while_loop(running, body, first)
+    return Slots(cache, token, slots.logits), tokens, step
+
+
+def _step(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """`extend_step` that leaves sequences without a token alone: they are never due."""
+    cache, logits = append_step(params, config, method, cache, tokens, counts)
+    moved = counts > 0
+    waiting = replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
+    if (late := due(method, waiting)) is None:
+        return cache, logits
+    after = where_due(late, partial(recompress, method, rope=config.rope), waiting)
+    before = iter(_dues(cache.state))
+    return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before)))), logits
+
+
+def _dues(state: tuple[tuple[State, ...], ...]) -> list[Array]:
+    return [memory["due"] for layer in state for memory in layer if memory is not None and "due" in memory]
+
+
+def _with_due(state: tuple[tuple[State, ...], ...], change: Any) -> tuple[tuple[State, ...], ...]:
+    def one(memory: State) -> State:
+        return memory if memory is None or "due" not in memory else memory | {"due": change(memory["due"])}
+
+    return tuple(tuple(one(memory) for memory in layer) for layer in state)
+
+
+def _fit(part: Array, shape: tuple[int, ...]) -> Array:
+    """An array [1, ...] as [1, *shape]: zeros behind what is shorter, what is longer cut."""
+    if part.shape[1:] == shape:
+        return part
+    part = part[(slice(None), *(slice(size) for size in shape))]
+    return jnp.pad(part, [(0, 0), *((0, size - now) for size, now in zip(shape, part.shape[1:], strict=True))])
+
+
+def of_slot(cache: KVCache, slot: int) -> KVCache:
+    """What statistics look at, of one slot: rows of keys and values stay where they are."""
+    number = jnp.asarray([slot], jnp.int32)
+    none = lambda x: jnp.zeros((1, *x.shape[1:2], 0, *x.shape[3:]), x.dtype)  # noqa: E731
+    parts = []
+    for layer, state in zip(cache.layers, cache.state, strict=True):
+        for group, memory in zip(groups(layer), state, strict=True):
+            parts.append((group.length, {k: x for k, x in (memory or {}).items() if k in ("recalled", "counts")}))
+    fetched = iter(copy_sequences(parts, number))
+    layers, states = [], []
+    for layer, state in zip(cache.layers, cache.state, strict=True):
+        small, memories = [], []
+        for group, memory in zip(groups(layer), state, strict=True):
+            length, some = next(fetched)
+            rest = jax.tree.map(lambda x: none(x) if x.ndim > 2 else x, group)
+            small.append(replace(rest, length=length))
+            memories.append(None if memory is None else jax.tree.map(none, memory) | some)
+        layers.append(with_groups(layer, small))
+        states.append(tuple(memories))
+    return KVCache(tuple(layers), tuple(states), cache.position[number])

@@ -1,0 +1,179 @@
+"""A Flax nnx model whose cache is compressed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax import decoding, generation
+from clusterkv_jax.cache import KVCache
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checks import check_ids, on_host
+from clusterkv_jax.errors import shown
+from clusterkv_jax.generation import Result
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
+from clusterkv_jax.nnx.layouts import Layout, layers_of, layout_of
+from clusterkv_jax.programs import jit
+from clusterkv_jax.sharding import auto_mesh
+from clusterkv_jax.texts import Texts
+
+# Positions of a model that says nothing of them.
+MAX_POSITIONS = 1 << 20
+
+_decode_step = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(decoding.decode_step)
+_extend_step = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(decoding.extend_step)
+
+
+def compressed(
+    model: nnx.Module,
+    method: Method,
+    *,
+    attention: Layout | None = None,
+    max_positions: int = MAX_POSITIONS,
+    eos_ids: Sequence[int] = (),
+    tokenizer: Any = None,
+    mesh: Mesh | None = None,
+) -> "Compressed":
+    """A Flax nnx model with a compressed cache; the model itself stays as it is, and its arrays are not copied.
+
+    Args:
+        model: a decoder in the mode in which it is to answer (`model.eval()`).
+        method: what is kept of a prompt.
+        attention: where the model's attention is and what it projects; found by attribute names by default, for models
+            whose attention has the methods `qkv` and `output`, for tunix's Qwen2, Qwen3, Llama 3 and Gemma, and for
+            bonsai's Qwen3.
+        max_positions: most tokens of a prompt and all that is appended to it.
+        eos_ids: tokens that end a text.
+        tokenizer: of the tokenizers library, for `generate` with texts.
+        mesh: the devices that `generate` uses; the model's arrays are laid out over it by whoever made them.
+
+    Raises:
+        ValueError: one sentence that says what of the attention is missing, or what does not fit.
+    """
+    if not isinstance(model, nnx.Module):
+        raise ValueError(f"model must be a flax.nnx.Module, got {shown(model)}.")
+    if not hasattr(type(method), "budget_rows"):
+        raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
+    if not isinstance(attention, Layout | None):
+        raise ValueError(f"attention must be an nnx.Layout or None, got {shown(attention)}.")
+    layout = layout_of(model) if attention is None else attention
+    for layer in layers_of(model, layout.layers):
+        if not hasattr(layer, layout.attention):
+            raise ValueError(f"{type(layer).__name__} has no attention under the name {layout.attention!r}.")
+    config = _config(model, layout, max_positions, tuple(eos_ids))
+    return Compressed(model, method, config, tokenizer, None if mesh is None else auto_mesh(mesh))
+
+
+class Compressed(nnx.Module):
+    """A Flax nnx model with a compressed cache, from `compressed`. It is a module: `nnx.jit` and `nnx.split` take it.
+
+    It holds the model, not a copy: what trains the one changes what the other answers. Its cache is a pytree.
+    """
+
+    def __init__(self, model: nnx.Module, method: Method, config: ModelConfig, tokenizer: Any, mesh: Mesh | None):
+        self.model = model
+        self.method = method
+        self.config = config
+        self.tokenizer = tokenizer
+        self.mesh = mesh
+
+    @property
+    def params(self) -> Params:
+        """The model's arrays as `prefill` and `decode_step` of the library take them, with `config`."""
+        return in_parts(self.model, self.config.decoder.layout, self.config.dtype)
+
+    def as_model(self) -> Model:
+        """The model as `load` would give it: for `generate`, evaluation and all else that takes one."""
+        return Model(self.params, self.config, self.tokenizer, self.mesh, type(self.model).__name__)
+
+    def prefill(
+        self, tokens: Int[Array | np.ndarray, "B N"], lengths: Int[Array | np.ndarray, " B"], **options: Any
+    ) -> tuple[KVCache, Float[Array, "B V"]]:
+        """Read prompts and compress them; `options` and errors are those of `clusterkv_jax.prefill`.
+
+        `reserve` is the number of tokens that will be appended, questions included.
+        """
+        return decoding.prefill(self.params, self.config, self.method, tokens, lengths, **options)
+
+    def decode_step(self, cache: KVCache, token: Int[Array | np.ndarray, " B"]) -> tuple[KVCache, Float[Array, "B V"]]:
+        """Append one token to each sequence; logits of the next. The cache is donated: use the one that comes back.
+
+        Raises ValueError if a token that lies on the host is not in the vocabulary.
+        """
+        if on_host(token):
+            check_ids(token, self.config.vocab_size)
+        return _decode_step(self.params, self.config, self.method, cache, jnp.asarray(token, jnp.int32))
+
+    def extend(
+        self, cache: KVCache, tokens: Int[Array | np.ndarray, "B T"], counts: Int[Array | np.ndarray, " B"]
+    ) -> tuple[KVCache, Float[Array, "B V"]]:
+        """Append the first `counts` of T tokens to each sequence, such as a question; logits after the last of them.
+
+        `prefill` must have been told of them: `step_tokens` of at least T. The cache is donated.
+
+        Raises ValueError if a token that lies on the host is not in the vocabulary.
+        """
+        if on_host(tokens):
+            check_ids(tokens, self.config.vocab_size)
+        tokens, counts = jnp.asarray(tokens, jnp.int32), jnp.asarray(counts, jnp.int32)
+        return _extend_step(self.params, self.config, self.method, cache, tokens, counts)
+
+    def generate(self, prompts: Texts, **options: Any) -> Result:
+        """Continue prompts or answer questions about them; `options` and errors are those of `clusterkv_jax.generate`.
+
+        Prompts and questions are lists of token ids, or texts where there is a tokenizer.
+        """
+        return generation.generate(self.as_model(), prompts, method=self.method, **options)
+
+
+def _config(model: nnx.Module, layout: Layout, max_positions: int, eos_ids: tuple[int, ...]) -> ModelConfig:
+    """Sizes of a model, from shapes that go through it. Raises ValueError if they do not fit each other."""
+    parts, ids = in_parts(model, layout), jnp.zeros((1, 2), jnp.int32)
+    plain, layer = FlaxDecoder(layout), parts["layers"][0]
+    hidden = jax.eval_shape(plain.embed, parts, ids, ids)
+    (q, k, _), result = jax.eval_shape(lambda *args: _first_layer(plain, *args), layer, hidden, ids)
+    name = type(model).__name__
+    decoder = FlaxDecoder(layout, _place(result, hidden, name))
+    logits = jax.eval_shape(decoder.unembed, parts, hidden)
+    return ModelConfig(
+        family="flax",
+        vocab_size=logits.shape[-1],
+        hidden_size=hidden.shape[-1],
+        intermediate_size=hidden.shape[-1],
+        num_layers=len(parts["layers"]),
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=k.shape[3],
+        max_positions=max_positions,
+        rope=layout.rope,
+        eos_ids=eos_ids,
+        dtype=str(k.dtype),
+        decoder=decoder,
+    )
+
+
+def _first_layer(decoder: FlaxDecoder, layer: Params, hidden: Array, positions: Array) -> tuple[Any, Any]:
+    result, place = decoder.run(layer, hidden, positions)
+    if place.qkv is None:
+        raise ValueError(f"A layer does not call its attention {decoder.layout.attention!r}.")
+    return place.qkv, result
+
+
+def _place(result: Any, hidden: Any, name: str) -> tuple[int, int] | None:
+    """Where hidden states are in what a layer returns."""
+    if not isinstance(result, tuple | list):
+        result, places = (result,), None
+    else:
+        places = len(result)
+    found = [i for i, x in enumerate(result) if getattr(x, "shape", None) == hidden.shape]
+    if len(found) != 1:
+        raise ValueError(f"{name}: a layer must return hidden states {hidden.shape}, once, got {shown(result)}.")
+    return None if places is None else (found[0], places)

@@ -1,0 +1,34 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama's decoder with fused projections, LongRoPE, and rotations of a part of each head.
+
+Microsoft, 2024 (arXiv:2404.14219, arXiv:2412.08905) and 2025 (arXiv:2503.01743).
+"""
+
+from typing import Any
+
+from clusterkv_jax.models import llama
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import Decoder, Epsilon, Positions, Size, decoder, reject_sliding_window, rope
+from clusterkv_jax.schema import checked
+
+WEIGHTS = llama.WEIGHTS | {
+    "layers.*.attention.q": "model.layers.*.self_attn.qkv_proj.weight",
+    "layers.*.attention.k": "model.layers.*.self_attn.qkv_proj.weight",
+    "layers.*.attention.v": "model.layers.*.self_attn.qkv_proj.weight",
+    "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj.weight",
+    "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj.weight",
+}
+
+
+class _Phi3(Decoder, kw_only=True):
+    max_position_embeddings: Positions = 4096
+    original_max_position_embeddings: Positions | None = 4096
+    rms_norm_eps: Epsilon = 1e-5
+    sliding_window: Size | None = None
+
+
+def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: phi3` configuration; a window that is shorter than the longest text is refused."""
+    file = checked(published, _Phi3, where)
+    reject_sliding_window(file.sliding_window, file.max_position_embeddings)
+    fields = decoder(file)
+    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]))

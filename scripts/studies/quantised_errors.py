@@ -1,0 +1,52 @@
+"""How far attention over quantised rows is from attention over the rows themselves, in float32, by the rows' number.
+
+Queries, keys and values are normal numbers: no row stands out, so that an output is the mean of many values and small,
+and errors of values weigh as much as they ever do. `--outliers` makes four columns of each key 20 times as large, as
+some channels of real keys are.
+"""
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.quantised import CODES, quantise
+
+QUERIES, HEADS, DIM = 32, 8, 128
+
+
+def errors(rows: int, seed: int, outliers: bool) -> list[float]:
+    """Relative error of the output: of bf16 rows, then of each kind of codes."""
+    parts = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(parts[0], (1, 1, QUERIES, DIM))
+    keys, values = (jax.random.normal(part, (1, HEADS, rows, DIM)) for part in parts[1:])
+    if outliers:
+        # Queries are as much smaller there, so that scores stay what they are.
+        factor = jnp.where(jnp.arange(DIM) % 32 == 0, 20.0, 1.0)
+        keys, q = keys * factor, q / factor
+    degree = jnp.ones((1, HEADS, rows))
+    exact = biased_attention(q, keys, values, degree)
+    rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values)]
+    stored = [rounded, *([quantise(x, name) for x in (keys, values)] for name in CODES)]
+    outs = [biased_attention(q, k, v, degree) for k, v in stored]
+    return [float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)) for out in outs]
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="Numbers of rows, between commas.")] = "4096,16384,65536",
+    seed: Annotated[int, typer.Option(help="Of queries, keys and values.")] = 0,
+    outliers: Annotated[bool, typer.Option("--outliers", help="Some columns of keys are 20 times as large.")] = False,
+) -> None:
+    """Measure and print the table."""
+    table = Table("rows", "bfloat16", *CODES, title="relative error of attention's output")
+    for count in map(int, rows.split(",")):
+        table.add_row(f"{count:,}", *(f"{error:.4f}" for error in errors(count, seed, outliers)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,171 @@
+"""Models of google-tunix: its own sampler's greedy tokens, and with a method those of our model of the same weights."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.models.config import ModelConfig, Rope
+from tests.support.methods import every_method, named
+from tests.support.tiny import prompt
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what it imports
+    pytest.importorskip("tunix", reason="compares with google-tunix: pip install google-tunix", exc_type=ImportError)
+    from flax import nnx
+    from tunix.generate.sampler import CacheConfig, Sampler  # pyright: ignore[reportMissingImports]
+    from tunix.models.gemma import model as gemma  # pyright: ignore[reportMissingImports]
+    from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen2 import model as qwen2  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
+
+# tunix mixes ranks, and calls what flax warns of.
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+VOCAB, HALF = 61, ckv.Budget(ratio=0.5)
+SIZES = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+# Its sampler takes 0 for padding, wherever it stands.
+PROMPTS = [[max(token, 1) for token in prompt(seed, length)] for seed, length in ((1, 200), (2, 133))]
+METHODS = [
+    *(method for method in every_method(HALF) if "scores" not in method.needs(0)),
+    ckv.Compactor(HALF, sinks=2, recent=2, chunk=16),
+    ckv.KVzip(HALF, chunk=64, instruction=((3, 5), (7, 1, 4), (2,))),
+    ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),
+    ckv.ClusterKV(HALF, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
+    ckv.InfiniGen(HALF, partial_ratio=0.5, dense_layers=0),
+]
+
+
+class Ids:
+    """A tokenizer of numbers; tunix asks for these five."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> None:
+        return None
+
+    def eos_id(self) -> int:
+        return VOCAB + 1
+
+    def pad_id(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _loose():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def model_of(name: str) -> Any:
+    rngs = nnx.Rngs(0)
+    common = {"vocab_size": VOCAB, "norm_eps": 1e-6, "rope_theta": 1_000_000}
+    match name:
+        case "qwen3":
+            model = qwen3.Qwen3(qwen3.ModelConfig(**SIZES, **common), rngs=rngs)
+        case "qwen3-tied":
+            model = qwen3.Qwen3(qwen3.ModelConfig(**SIZES, **common, use_tied_embedding=True), rngs=rngs)
+        case "qwen2":
+            model = qwen2.Qwen2(qwen2.ModelConfig(**SIZES, **common), rngs=rngs)
+        case "llama3":
+            model = llama3.Llama3(llama3.ModelConfig(**SIZES, **common), rngs=rngs)
+        case _:
+            heads = {"num_kv_heads": {"gemma": 4, "gemma-gqa": 2, "gemma-mqa": 1}[name]}
+            rest = {"final_logit_softcap": 30.0, "use_post_attn_norm": True, "use_post_ffw_norm": True}
+            kinds = [gemma.AttentionType.GLOBAL] * 2
+            config = gemma.ModelConfig(**SIZES | heads, num_embed=VOCAB, attention_types=kinds, **rest)
+            model = gemma.Gemma(config, rngs=rngs)
+    rng = np.random.default_rng(0)  # tunix starts MLPs with zeros
+
+    def draw(x: Any) -> Any:
+        array = rng.normal(scale=0.3, size=x.shape) + (x.ndim == 1)
+        if VOCAB in x.shape:
+            array[(slice(None),) * x.shape.index(VOCAB) + (0,)] = 0.0  # so that padding is never the likeliest token
+        return jnp.asarray(array, jnp.float32)
+
+    nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))
+    return model
+
+
+MODELS = ("qwen3", "qwen3-tied", "qwen2", "llama3", "gemma", "gemma-gqa", "gemma-mqa")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_full_gives_the_tokens_of_its_sampler(name):
+    model, new = model_of(name), 64
+    kv_heads = getattr(model.config, "num_kv_heads")  # noqa: B009  (one of several configurations)
+    sampler = Sampler(model, Ids(), CacheConfig(512, SIZES["num_layers"], kv_heads, SIZES["head_dim"]))
+    result = ckv.nnx.compressed(model, ckv.Full()).generate(PROMPTS, max_new_tokens=new)
+    for text, tokens in zip(PROMPTS, result.tokens, strict=True):
+        own = sampler([Ids().decode(text)], max_generation_steps=new, temperature=0.0).tokens[0]
+        assert tokens == [int(token) for token in own]
+    assert len({token for tokens in result.tokens for token in tokens}) > 4
+
+
+def ours(name: str, model: Any) -> ckv.Model:
+    """The same weights in a model of ours."""
+    first = lambda x: jnp.transpose(x.w[...], (1, 2, 0))  # noqa: E731
+
+    def layer(x: Any) -> dict[str, Any]:
+        attention = {part: first(getattr(x.attn, f"{part}_proj")) for part in "qkv"} | {"o": x.attn.o_proj.w[...]}
+        if name == "qwen2":
+            heads = {"q": 4, "k": 2, "v": 2}
+            biases = {f"{p}_bias": getattr(x.attn, f"{p}_bias")[...].reshape(n, -1) for p, n in heads.items()}
+            attention |= biases
+        if "qwen3" in name:
+            attention |= {"q_norm": x.attn.q_norm.w[...], "k_norm": x.attn.k_norm.w[...]}
+        return {
+            "attention_norm": {"scale": x.input_layernorm.w[...]},
+            "attention": attention,
+            "mlp_norm": {"scale": x.post_attention_layernorm.w[...]},
+            "mlp": {part: getattr(x.mlp, f"{part}_proj").kernel[...] for part in ("gate", "up", "down")},
+        }
+
+    tied = name == "qwen3-tied"
+    params = {
+        "embed": model.embedder.input_embedding[...],
+        "layers": tuple(map(layer, model.layers)),
+        "final_norm": {"scale": model.final_norm.w[...]},
+    } | ({} if tied else {"lm_head": model.lm_head.w[...].T})
+    kinds = {"qkv_bias": name == "qwen2", "qk_norm": "qwen3" in name, "tie_embeddings": tied}
+    config = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, 1024, Rope(1e6, 8), norm_eps=1e-6, **kinds)
+    return ckv.Model(params, config, tokenizer=None, mesh=None, name=name)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=named)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen2", "llama3"])
+def test_a_method_gives_the_tokens_of_our_own_model(name, method):
+    model, asked = model_of(name), {"questions": [prompt(3, 5), prompt(4, 3)], "max_new_tokens": 32}
+    expected = ckv.generate(ours(name, model), PROMPTS, method=method, **asked)
+    result = ckv.nnx.compressed(model, method, max_positions=1024).generate(PROMPTS, **asked)
+    assert result.tokens == expected.tokens
+    assert result.stats.kept_rows == expected.stats.kept_rows
+
+
+def test_it_runs_under_nnx_jit():
+    small = ckv.nnx.compressed(model_of("qwen3"), ckv.SnapKV(HALF, window=4))
+    expected = small.generate([PROMPTS[0]], max_new_tokens=2).tokens[0]
+    read = nnx.jit(lambda small, tokens, lengths: small.prefill(tokens, lengths, max_new_tokens=2))
+    step = nnx.jit(lambda small, cache, token: small.decode_step(cache, token))
+    cache, logits = read(small, jnp.asarray([PROMPTS[0]]), jnp.asarray([200]))
+    token = logits.argmax(axis=-1).astype(jnp.int32)
+    assert [int(token[0]), int(step(small, cache, token)[1][0].argmax())] == expected
+
+
+def test_windows_and_caps_are_refused():
+    config = model_of("gemma").config
+    config.attn_logits_soft_cap = 50.0
+    with pytest.raises(ValueError, match=r"Attention caps its scores at 50\.0"):
+        ckv.nnx.compressed(gemma.Gemma(config, rngs=nnx.Rngs(0)), ckv.Full())
+    config.attn_logits_soft_cap = None
+    config.attention_types, config.sliding_window_size = [gemma.AttentionType.LOCAL_SLIDING] * 2, 16
+    with pytest.raises(ValueError, match="is of the type LOCAL_SLIDING"):
+        ckv.nnx.compressed(gemma.Gemma(config, rngs=nnx.Rngs(0)), ckv.Full())
