@@ -115,18 +115,23 @@ class Compilation:
 
 @contextlib.contextmanager
 def compilation() -> Iterator[Compilation]:
-    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles."""
-    total, spans, aside = Compilation(), [], []
+    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles.
+
+    A program's error is raised at the block's end. After an error, or an interrupt, no other program is begun.
+    """
+    total, spans, aside, lock = Compilation(), [], [], threading.Lock()
 
     def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event in (_LOWERED, _COMPILED):
             end = time.monotonic()
-            spans.append((end - duration_secs, end))
-            total.seconds = covered(spans)
-            total.programs += event == _COMPILED
+            with lock:
+                spans.append((end - duration_secs, end))
+                total.seconds = covered(spans)
+                total.programs += event == _COMPILED
 
     def on_event(event: str, **_: str | int) -> None:
-        total.cached += event == _FOUND
+        with lock:
+            total.cached += event == _FOUND
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
@@ -136,6 +141,8 @@ def compilation() -> Iterator[Compilation]:
         for program in aside:
             program.result()
     finally:
+        for program in aside:
+            program.cancel()
         _aside.reset(token)
         jax.monitoring.unregister_event_duration_listener(on_duration)
         jax.monitoring.unregister_event_listener(on_event)
@@ -154,8 +161,8 @@ def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[
     """compile(program, *args, **static): compiles a jitted program and returns the shapes of its results.
 
     Arguments may be arrays, shapes, or static. A program is compiled once for equal arguments. `on_program` is called
-    with the name of each program that is about to be compiled. Inside of `compilation`, which waits for
-    them, a CPU's programs are compiled while the next ones are traced.
+    with the name of each program that is about to be compiled. Inside of `compilation`, which waits for them, a CPU's
+    programs are compiled by threads while the next ones are traced.
     """
     results: dict[Any, Any] = {}
     aside = _aside.get() if platform() == "cpu" and ambient_mesh() is None else None

@@ -1,6 +1,8 @@
 """Programs are dropped, the least recently used first, before the process has used up its memory mappings."""
 
 import logging
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -129,6 +131,51 @@ def test_an_error_of_a_thread_is_raised_where_it_is_waited_for(monkeypatch):
     with programs.compilation() as nothing:
         pass
     assert nothing.programs == 0
+
+
+def test_no_room_for_a_program_is_the_sentence_of_a_request(monkeypatch):
+    def compile(lowered):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 2.0GiB.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    with pytest.raises(MemoryError, match="Out of device memory while generating from 1 x 40 tokens"):
+        compile_ahead(tiny(), [prompt(1, 40)], method=METHODS[1], max_new_tokens=5)
+
+
+def test_an_interrupt_begins_no_other_program():
+    begun, release = [], threading.Event()
+
+    class Slow:
+        __name__ = "slow"
+        out_info = ()
+
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            begun.append(True)
+            release.wait(10)
+
+    with pytest.raises(KeyboardInterrupt), programs.compilation():  # noqa: PT012
+        compile = programs.compiler()
+        for number in range(os.cpu_count() + 9):
+            compile(Slow(), number)
+        raise KeyboardInterrupt
+    release.set()
+    assert len(begun) <= os.cpu_count()
+
+
+def test_requests_that_compile_the_same_at_once_get_the_same_answers():
+    options = {"method": METHODS[1], "max_new_tokens": 5}
+    expected = ckv.generate(tiny(), [prompt(3, 33)], **options).tokens
+    programs.make_room(0)
+
+    def answer(_):
+        compile_ahead(tiny(), [prompt(3, 33)], **options)
+        return ckv.generate(tiny(), [prompt(3, 33)], **options).tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(answer, range(3))) == [expected] * 3
 
 
 def test_without_a_block_that_waits_a_program_is_compiled_at_once():
