@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from clusterkv_jax.attention import attend
     from clusterkv_jax.budget import Budget
     from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
+    from clusterkv_jax.calibration import push as push_calibration
     from clusterkv_jax.checkpoints import CheckpointError, Model, load
     from clusterkv_jax.decoding import decode_step, prefill
     from clusterkv_jax.engine import Context, Engine, EngineStats, Handle
@@ -96,6 +97,7 @@ __all__ = [
     "load",
     "load_cache",
     "prefill",
+    "push_calibration",
     "save_cache",
     "select",
 ]
@@ -127,6 +129,7 @@ _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "load": "checkpoints.load",
     "load_cache": "saving.load",
     "prefill": "decoding.prefill",
+    "push_calibration": "calibration.push",
     "save_cache": "saving.save",
     "select": "tensors.select",
 }

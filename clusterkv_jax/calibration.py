@@ -11,6 +11,8 @@ All come from plain text, and are written as one file: `.yaml` to read and edit,
 
 import dataclasses
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from jaxtyping import Array, Float
 from msgspec import Meta, Struct
 from safetensors.numpy import save_file
 
-from clusterkv_jax import schema
+from clusterkv_jax import hub, schema
 from clusterkv_jax.arrays import all_finite, digest
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.errors import is_count
@@ -48,6 +50,8 @@ CLUSTER_FLOOR = 0.1
 SURROGATES = {"linear": ("weights", "bias"), "mlp": ("inner_weights", "inner_bias", "weights", "bias")}
 # Of a safetensors file's metadata.
 _ENTRY = "calibration"
+# What a calibration is called in a folder.
+_FILES = (hub.CALIBRATION, "calibration.yaml")
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
@@ -257,14 +261,59 @@ def write(file: str | Path, calibration: Calibration) -> None:
         save_file(arrays, temporary, metadata={_ENTRY: json.dumps(about)})
 
 
-def read(file: str | Path) -> Calibration:
-    """Read what `write` wrote.
+def push(
+    calibration: Calibration | str | os.PathLike[str],
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    private: bool = False,
+) -> str:
+    """Put a calibration, or what `read` takes, into a model's repository on the hub; returns the commit's address.
+
+    It becomes `calibration.safetensors` there, or `calibration.yaml` without a surrogate, and `repo_id` is then what
+    `load` and `--calibration` take. In the model's own repository it is loaded with the model. A repository or branch
+    that does not exist is made.
+
+    Raises ValueError, in one sentence, for what is no calibration, and where the hub refuses it.
+    """
+    measured = calibration if isinstance(calibration, Calibration) else read(calibration)
+    named = hub.parse(repo_id, revision) if isinstance(repo_id, str) else None
+    if named is None:
+        raise ValueError(f"repo_id must be a hub id 'owner/name', got {repo_id!r}.")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / _FILES[measured.surrogate is None]
+        write(file, measured)
+        return hub.upload(file, named[0], revision=named[1], private=private)
+
+
+def _located(place: str | os.PathLike[str]) -> Path:
+    """The file of a calibration that is a file, a folder that holds it, or a hub id."""
+    path = Path(place).expanduser()
+    if not path.exists() and path.suffix not in (".safetensors", ".yaml", ".yml"):
+        named = hub.parse(str(place))
+        if named is None:
+            return path
+        try:
+            path = hub.snapshot(*named, _FILES)
+        except ValueError as error:
+            raise ValueError(f"There is no file {place}, and the hub did not deliver a calibration: {error}") from error
+    if not path.is_dir():
+        return path
+    found = [path / name for name in _FILES if (path / name).is_file()]
+    if not found:
+        raise ValueError(f"{place} holds no calibration, neither {_FILES[0]} nor {_FILES[1]}.")
+    return found[0]
+
+
+def read(file: str | os.PathLike[str]) -> Calibration:
+    """Read what `write` wrote: a file, a folder that holds one, or a hub id, "owner/name" or "owner/name@revision".
 
     Raises ValueError, naming the file and the key, if it is no such file.
     """
-    if Path(file).suffix != ".safetensors":
-        return _parsed(schema.read_text(Path(file), most=schema.MOST_YAML), str(file))
-    entries, metadata = header(Path(file))
+    file = _located(file)
+    if file.suffix != ".safetensors":
+        return _parsed(schema.read_text(file, most=schema.MOST_YAML), str(file))
+    entries, metadata = header(file)
     if _ENTRY not in metadata:
         raise ValueError(f"{file} is no calibration: its metadata lack {_ENTRY!r}.")
     about = schema.checked(schema.from_json(metadata[_ENTRY], str(file)), _About, str(file))

@@ -20,24 +20,27 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint
+from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint, whole
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.folders import locate, nearby, tokenizer_in
+from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
-from clusterkv_jax.models.hf_weights import Stored, StoredStack, file_shapes, layout
+from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
-from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest, whole
+from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
+from clusterkv_jax.safetensors_files import InFile, Quantised, StackInFiles, in_files, without_codes
+from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.stacks import Stack
 from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
-CALIBRATION = "calibration.safetensors"
+GENERATION = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -46,7 +49,9 @@ class Model:
     """A loaded model: parameters, their configuration, the tokenizer (None if the folder has none), where it lies,
     and what `clusterkv calibrate` measured of it, whose surrogate is among the parameters.
 
-    `config.weights` is the fingerprint of the parameters: the same for the same files and type, on any mesh and device.
+    `sampling` is how its authors draw, by its `generation_config.json`, for `generate(..., sampling=model.sampling)`:
+    greedy where that file does not say `do_sample`; filters that it leaves out are None. `config.weights` is the
+    fingerprint of the parameters: the same for the same files and type, on any mesh and device.
     """
 
     params: Params
@@ -55,11 +60,13 @@ class Model:
     mesh: Mesh | None
     name: str
     calibration: Calibration | None = None
+    sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
 
 
 def load(
     name: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
     calibration: str | os.PathLike[str] | None = None,
@@ -67,19 +74,20 @@ def load(
     """Load "demo" (the packaged model), a hub id, a local folder or a gs:// address.
 
     A folder is in Hugging Face format, or what `clusterkv convert` makes of one; of that, each process reads the bytes
-    that its own devices need.
+    that its own devices need. Weights in fp8, int8, int4 or MXFP4 are dequantised as they are read. `revision` is a
+    branch, tag or commit of a hub id, which may follow it too: "owner/name@revision".
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
     parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
-    `calibration` is a file that `clusterkv calibrate` wrote for the model, by default `calibration.safetensors` of its
-    folder, if there is one.
+    `calibration` is what `clusterkv calibrate` wrote for the model, a file, a folder or a hub id, by default
+    `calibration.safetensors` of the model's folder, if there is one.
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, revision)
     folder, config = checkpoint.folder, checkpoint.config
     mesh = None if mesh is None else auto_mesh(mesh)
     fitted = None if mesh is None else fitted_mesh(mesh, config.num_kv_heads)
@@ -92,11 +100,11 @@ def load(
     copy = partial(host_copy, dtype=target, platform=platform)
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
     config = replace(config, weights=checkpoint.fingerprint(target))
-    model = Model(params, config, tokenizer_in(folder), mesh, str(name))
+    model = Model(params, config, tokenizer_in(folder), mesh, str(name), sampling=_sampling(folder))
     if calibration is None and not (folder / CALIBRATION).is_file():
         return model
     with nearby(folder, [CALIBRATION] if calibration is None else []) as near:
-        return calibrated(model, read_calibration(near / CALIBRATION if calibration is None else Path(calibration)))
+        return calibrated(model, read_calibration(near / CALIBRATION if calibration is None else calibration))
 
 
 def calibrated(model: Model, calibration: Calibration) -> Model:
@@ -122,7 +130,8 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
 
 
 def load_config(folder: str | AnyPath) -> ModelConfig:
-    """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids.
+    """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids
+    and the id of padding.
 
     Raises CheckpointError (a ValueError) naming the file and the field that are at fault.
     """
@@ -131,12 +140,30 @@ def load_config(folder: str | AnyPath) -> ModelConfig:
     published = read_json(file)
     with naming(file):
         config = registry.from_hf(published, str(file))
-    if (file := folder / "generation_config.json").is_file():
-        generation = read_json(file)
-        with naming(file):
-            ids = end_ids(checked(generation, Generation, str(file)).eos_token_id, config.vocab_size)
-        config = replace(config, eos_ids=ids or config.eos_ids)
-    return config
+    generation = _generation(folder)
+    with naming(folder / GENERATION):
+        ids = end_ids(generation.eos_token_id, config.vocab_size)
+    pad = config.pad_id if generation.pad_token_id is None else generation.pad_token_id
+    return replace(config, eos_ids=ids or config.eos_ids, pad_id=pad)
+
+
+def _generation(folder: AnyPath) -> Generation:
+    file = folder / GENERATION
+    if not file.is_file():
+        return Generation()
+    content = read_json(file)
+    with naming(file):
+        return checked(content, Generation, str(file))
+
+
+def _sampling(folder: AnyPath) -> Sampling:
+    stated = _generation(folder)
+    temperature = 1.0 if stated.temperature is None else stated.temperature
+    if not stated.do_sample or temperature == 0:
+        return Sampling()
+    top_k = stated.top_k if (stated.top_k or 0) > 0 else None
+    with naming(folder / GENERATION):
+        return Sampling(temperature, top_k, stated.top_p, stated.min_p)
 
 
 def save_huggingface(
@@ -178,45 +205,6 @@ def save_huggingface(
 
 
 @dataclass(frozen=True)
-class InFile:
-    """A parameter in safetensors files; `view()` maps it, and its numbers are read when they are asked for."""
-
-    place: Stored
-    entry: Entry
-
-    @property
-    def where(self) -> str:
-        """Its tensor's name and file in a sentence."""
-        return f"{self.place.name} in {self.entry.path}"
-
-    def view(self) -> np.ndarray:
-        """Its numbers."""
-        return self.place.view(self.entry.map())
-
-
-@dataclass(frozen=True)
-class StackInFiles:
-    """A parameter that stacks tensors, each in a place of its own; none is read before it is copied."""
-
-    parts: tuple[InFile, ...]
-
-    @property
-    def where(self) -> str:
-        """Its first tensor's name and file in a sentence."""
-        return self.parts[0].where
-
-    def view(self) -> Stack:
-        """Its numbers, one tensor after the other."""
-        return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
-
-
-def _in_files(place: Stored | StoredStack, entries: dict[str, Entry]) -> InFile | StackInFiles:
-    if isinstance(place, Stored):
-        return InFile(place, entries[place.name])
-    return StackInFiles(tuple(InFile(part, entries[part.name]) for part in place.parts))
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A folder whose parameters are all there: `parameters` is a pytree like `abstract(config)`.
 
@@ -239,23 +227,24 @@ class Checkpoint:
             return fingerprint(view.astype(stored or target).astype(target) for view in views)
 
 
-def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
     """What `load` will read: names, shapes and types are compared with config.json, no number is read.
 
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
-    folder = locate(name)
+    folder = locate(name, revision)
     manifest = read_manifest(folder) if is_converted(folder) else None
     published = read_json(folder / "config.json")
     config = load_config(folder)
     if manifest is not None:
         return _open_converted(folder, config, manifest)
     rename = registry.FAMILIES[config.family].rename
-    entries = {rename(tensor): entry for tensor, entry in entries_of(folder).items() if not IGNORED.search(tensor)}
+    found = without_codes(entries_of(folder), registry.quantization_of(published))
+    entries = {rename(tensor): entry for tensor, entry in found.items() if not IGNORED.search(tensor)}
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, registry.FAMILIES[config.family].weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
-    parameters = jax.tree.map(lambda place: _in_files(place, entries), stored)
+    parameters = jax.tree.map(lambda place: in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
 
 
@@ -280,8 +269,8 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry]
-) -> tuple[ModelConfig, dict[str, Entry]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry | Quantised]
+) -> tuple[ModelConfig, dict[str, Entry | Quantised]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])
@@ -295,7 +284,7 @@ def _resolve_ties(
     return config, others | {table["embed"]: embed or head}
 
 
-def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
+def _equal(a: Entry | Quantised, b: Entry | Quantised, shape: tuple[int, int]) -> bool:
     """Whether both are the table of this shape; of another shape they are refused later, by name."""
     if not a.shape == b.shape == shape:
         return False

@@ -20,13 +20,10 @@ import jax
 import numpy as np
 from msgspec import Struct, to_builtins
 
-from clusterkv_jax.arrays import all_finite
+from clusterkv_jax.arrays import all_finite, whole
 from clusterkv_jax.checkpoints import (
-    CALIBRATION,
     DTYPES,
     Checkpoint,
-    InFile,
-    StackInFiles,
     checked_dtype,
     host_copy,
     open_checkpoint,
@@ -36,6 +33,7 @@ from clusterkv_jax.checkpoints import (
 from clusterkv_jax.extras import library
 from clusterkv_jax.files import alone, naming, replacing, write_whole
 from clusterkv_jax.folders import files_beside, nearby
+from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 from clusterkv_jax.orbax_files import (
     WEIGHTS,
@@ -48,6 +46,7 @@ from clusterkv_jax.orbax_files import (
     read_manifest,
     write_manifest,
 )
+from clusterkv_jax.safetensors_files import InFile, StackInFiles
 from clusterkv_jax.schema import MIB, checked, from_json, read_text
 from clusterkv_jax.sharding import TENSOR_PARALLEL
 from clusterkv_jax.stacks import Stack
@@ -199,7 +198,7 @@ def _make_room(work: Path, sizes: dict[Path, int]) -> None:
 
 
 def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype) -> None:
-    arrays = {each.name: _array(each.source, kind) for each in part}
+    arrays = {each.name: _array(each, kind) for each in part}
     digests = {each.name: to_builtins(describe(arrays[each.name], each.axis)) for each in part}
     with naming(folder), _settings(orbax):
         orbax.partial.save(folder / WEIGHTS, arrays)
@@ -213,11 +212,11 @@ def _give_back() -> None:
         trim(0)
 
 
-def _array(source: InFile | StackInFiles, kind: np.dtype) -> np.ndarray:
+def _array(parameter: _Parameter, kind: np.dtype) -> np.ndarray:
     """The numbers in order, on the file's own pages where they lie there as they will be saved."""
-    view = source.view()
+    view = parameter.source.view()[whole(parameter.spec.shape)]
     if isinstance(view, Stack) or view.dtype != kind or not view.flags.c_contiguous or not all_finite(view):
-        return host_copy(view, kind, "cpu", source.where)
+        return host_copy(view, kind, "cpu", parameter.source.where)
     return np.asarray(view)
 
 

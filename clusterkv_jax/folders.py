@@ -1,7 +1,7 @@
 """The folder of a model: the packaged one, a local one, one of the hub or of a bucket, and the tokenizer in it."""
 
+import glob
 import os
-import re
 import shutil
 import tempfile
 import warnings
@@ -11,19 +11,42 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from clusterkv_jax import hub
 from clusterkv_jax.extras import library
 from clusterkv_jax.schema import AnyPath, shown
-from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json
+from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json, weight_names
 
 _BESIDE = (".json", ".model", ".txt", ".jinja")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def locate(name: str | os.PathLike[str]) -> AnyPath:
+def locate(name: str | os.PathLike[str], revision: str | None = None) -> AnyPath:
     """The folder of "demo", a local path, a gs:// address, or a hub id, whose files are downloaded.
+
+    `revision` is a branch, tag or commit of a hub id, which may also follow it: "owner/name@revision".
 
     Raises CheckpointError (a ValueError) that says what is allowed.
     """
+    if not isinstance(revision, str | None):
+        raise CheckpointError(f"revision must be the name of a branch, tag or commit, or None, got {revision!r}.")
+    folder = _on_this_machine(name)
+    if folder is not None:
+        if revision is not None:
+            raise CheckpointError(f"{str(name)!r} is not of the hub, and has no revision {shown(repr(revision))}.")
+        return folder
+    try:
+        found = hub.parse(name, revision) if isinstance(name, str) else None
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if found is None:
+        raise CheckpointError(
+            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
+        )
+    return _download(str(name), *found)
+
+
+def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
+    """The folder of what is no hub id; a bucket's counts as one."""
     if name == "demo":
         folder = Path(str(resources.files("clusterkv_jax.models") / "demo"))
         if not (folder / "config.json").is_file():
@@ -38,29 +61,20 @@ def locate(name: str | os.PathLike[str]) -> AnyPath:
         return Path(path)
     if os.path.exists(path):
         raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        raise CheckpointError(
-            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
-        )
-    return _download(name)
+    return None
 
 
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
+def _download(name: str, repo: str, revision: str | None) -> Path:
+    """Configurations and tokenizer first, then the weights that the index names and no others, of the same commit."""
     try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-                # Some repositories hold the same weights again in their authors' own layout.
-                ignore_patterns=["consolidated*", "original/*"],
-            )
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        folder = hub.snapshot(repo, revision, [*(f"*{end}" for end in _BESIDE), hub.CALIBRATION])
+        missing = [glob.escape(file) for file in weight_names(folder) if not (folder / file).is_file()]
+        return hub.snapshot(repo, folder.name, missing) if missing else folder
+    except CheckpointError:  # of the index
+        raise
+    except ValueError as error:
         raise CheckpointError(
-            f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {reason}."
+            f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {error}"
         ) from error
 
 

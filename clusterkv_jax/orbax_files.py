@@ -197,11 +197,6 @@ class Pieces:
         return found
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of all of an array, as jax gives it to who makes shards."""
-    return tuple(slice(0, n) for n in shape)
-
-
 def _cut(x: np.ndarray, axis: int, pieces: int) -> Iterator[np.ndarray]:
     rows = x.shape[axis] // pieces
     before = (slice(None),) * axis

@@ -15,8 +15,8 @@ class Source(Protocol):
         """Its name and file in a sentence."""
         ...
 
-    def view(self) -> np.ndarray:
-        """Its numbers."""
+    def view(self) -> Any:
+        """Its numbers, as an array or as what is sliced like one."""
         ...
 
 

@@ -21,6 +21,8 @@ from clusterkv_jax.schema import MIB, AnyPath, as_text, checked, from_json, read
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+# Bytes of what quantised weights are stored in.
+_CODE_SIZES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 # Buffers that old files carry; the angles follow from the configuration.
 IGNORED = re.compile(r"(^|\.)rotary(_pos)?_emb\.inv_freq$")
 # A configuration has kilobytes; the index and the header of a model of 400 billion parameters a few hundred.
@@ -44,18 +46,26 @@ class Entry:
         """The tensor as a read-only memory map, released with the array; one in a bucket is read whole."""
         if self.dtype not in FILE_TYPES:
             raise CheckpointError(f"{self.path} holds {self.dtype} weights; allowed: {', '.join(FILE_TYPES)}.")
-        if not isinstance(self.path, Path):
-            return self._fetched(jnp.dtype(FILE_TYPES[self.dtype]))
-        return np.memmap(self.path, FILE_TYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
+        return self._mapped(jnp.dtype(FILE_TYPES[self.dtype]), self.shape)
 
-    def _fetched(self, kind: np.dtype) -> np.ndarray:
-        size = math.prod(self.shape) * kind.itemsize
+    def codes(self) -> np.ndarray:
+        """The bytes of a tensor of whole numbers or 8-bit floats, those of a row along the last dimension."""
+        *front, last = self.shape or (1,)
+        return self._mapped(jnp.dtype(jnp.uint8), (*front, last * _CODE_SIZES[self.dtype]))
+
+    def _mapped(self, kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        if not isinstance(self.path, Path):
+            return self._fetched(kind, shape)
+        return np.memmap(self.path, kind, mode="r", offset=self.offset, shape=shape)
+
+    def _fetched(self, kind: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape) * kind.itemsize
         with self.path.open("rb") as file:
             file.seek(self.offset)
             raw = file.read(size)
         if len(raw) != size:
             raise CheckpointError(f"{self.path} is not a complete safetensors file: it ends too early.")
-        return np.frombuffer(raw, kind).reshape(self.shape)
+        return np.frombuffer(raw, kind).reshape(shape)
 
 
 def read_json(path: AnyPath) -> dict[str, Any]:
@@ -95,10 +105,7 @@ def entries_of(folder: AnyPath) -> dict[str, Entry]:
         return _header(folder / SINGLE)
     if not (folder / INDEX).is_file():
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; other weight formats are not read.")
-    index = folder / INDEX
-    content = read_json(index)
-    with naming(index):
-        places = checked(content, _Index, str(index)).weight_map
+    index, places = folder / INDEX, _places(folder)
     shards = {file: _header(_shard(folder, file)) for file in sorted(set(places.values()))}
     for tensor, file in places.items():
         if tensor not in shards[file]:
@@ -108,6 +115,19 @@ def entries_of(folder: AnyPath) -> dict[str, Entry]:
             if places.get(tensor) != file and not IGNORED.search(tensor):
                 raise CheckpointError(f"{folder / file} holds {tensor!r}, which {INDEX} does not place there.")
     return {tensor: shards[file][tensor] for tensor, file in places.items()}
+
+
+def weight_names(folder: AnyPath) -> list[str]:
+    """The files in which a checkpoint's tensors lie, whether they are there or not."""
+    return sorted(set(_places(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
+
+
+def _places(folder: AnyPath) -> dict[str, str]:
+    """The index: the file of every tensor."""
+    index = folder / INDEX
+    content = read_json(index)
+    with naming(index):
+        return checked(content, _Index, str(index)).weight_map
 
 
 def _shard(folder: AnyPath, file: str) -> AnyPath:

@@ -72,6 +72,12 @@ class Generation(Struct):
     """What is read of `generation_config.json`."""
 
     eos_token_id: Ids = None
+    pad_token_id: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
 
 
 class Published(Struct, kw_only=True):

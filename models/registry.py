@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from clusterkv_jax.models import glm, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.schema import checked, shown
 
 
@@ -53,7 +54,11 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
     kind = checked(published, _Kind, where)
     if kind.model_type not in FAMILIES:
         raise ValueError(f"model_type {shown(repr(kind.model_type))} is not supported; allowed: {', '.join(FAMILIES)}.")
-    if kind.quantization_config:
-        method = shown(repr(kind.quantization_config.get("quant_method")))
-        raise ValueError(f"Quantization {method} is not supported; allowed: bfloat16, float16 and float32 weights.")
+    quantization_of(published, where)
     return FAMILIES[kind.model_type].from_hf(published, where)
+
+
+def quantization_of(published: dict[str, Any], where: str = "config.json") -> Quantization | None:
+    """How a configuration says that its weights are quantised. Raises ValueError for what is not dequantised."""
+    stated = checked(published, _Kind, where).quantization_config
+    return quantization(stated, where) if stated else None

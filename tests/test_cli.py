@@ -1,6 +1,7 @@
 """The `clusterkv` command: one sentence for every mistake, tables for people, JSON for programs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -115,6 +116,21 @@ def test_standard_input_and_the_script(model, text):
     command = [ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-", "--json"]
     process = python(*command, "--max-new-tokens", 2, input=text.read_text())
     assert json.loads(process.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
+
+
+def test_the_authors_way_to_draw(model, text, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "m")
+    stated = {"do_sample": True, "temperature": 5.0, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    ways = ((), ("--sampling", "model"), ("--temperature", 5.0, "--top-p", 0.9))
+    greedy, authors, same = (
+        json.loads(_generate(folder, text, *way, "--json").stdout)["runs"][0]["texts"] for way in ways
+    )
+    assert authors == same != greedy
+    for way, message in ((("model", "--top-k", 5), "Give --sampling model, or"), (("best",), "--sampling must be")):
+        result = _generate(folder, text, "--sampling", *way)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert message in result.stderr
 
 
 def test_chat_cuts_the_template_between_text_and_question(model, text):

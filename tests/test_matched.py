@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from clusterkv_jax.learned.refitting import squared_errors
 from clusterkv_jax.methods import matched
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import rotate
-from tests.support.methods import SHAPE, every_method, named
+from tests.support.methods import SHAPE, named
 from tests.support.tiny import prompt, tiny
 
 QUARTER = ckv.Budget(ratio=0.25)
@@ -25,7 +24,6 @@ MERGED, CHOSEN = ckv.GravityKV(QUARTER, **SHAPE), ckv.SnapKV(QUARTER, window=4, 
 BY_PLACE = ckv.StreamingLLM(QUARTER)
 INNER = [MERGED, CHOSEN, BY_PLACE]
 ROPE = Rope(1e4, 8)
-DEMO_TEXT = Path(__file__).parents[1] / "configs" / "demo" / "mast_head.txt"
 
 
 def tensors(seed, tokens=96, batch=2, dtype=jnp.float32):
@@ -235,14 +233,6 @@ def test_a_pair_may_begin_with_fitted_rows():
     assert result.stats.kept_rows[0] == [[12, 12]]
 
 
-def test_the_demo_model_still_answers():
-    text = DEMO_TEXT.read_text(encoding="utf-8")
-    question = "What is the special magic number for amber-lantern mentioned in the provided text?"
-    method = ckv.Matched(ckv.CentroidKV(QUARTER))
-    result = ckv.generate(ckv.load("demo"), [text], questions=[question], method=method, max_new_tokens=32)
-    assert result.texts[0].endswith("4821057.")
-
-
 PAIR = ckv.Composed(CHOSEN, ckv.Full())
 
 
@@ -266,13 +256,3 @@ PAIR = ckv.Composed(CHOSEN, ckv.Full())
 def test_wrong_methods_and_numbers_are_named(wrong, says):
     with pytest.raises(ValueError, match=says):
         wrong()
-
-
-def test_every_method_that_holds_rows_of_its_heads_can_be_fitted():
-    kinds = {type(m) for m in every_method(QUARTER) if m.holds in ("tokens", "centroids") and not hasattr(m, "prefill")}
-    assert len(kinds) > 8
-    q, k, v = tensors(0)
-    for method in every_method(QUARTER):
-        if type(method) in kinds and method.holds != "pages":
-            before, after = pair(method, q, k, v, num_layers=2, scores=v[..., 0])
-            np.testing.assert_array_equal(after.positions, before.positions)

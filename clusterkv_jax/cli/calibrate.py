@@ -30,6 +30,9 @@ the budget, Chelsea its outlier heads:
 
 Named calibration.safetensors and put into the model's folder, the file is loaded with the model.
 
+--push owner/name puts the file on the hub too, where --calibration owner/name and load(calibration="owner/name")
+find it. In the repository of the model itself it is loaded with the model.
+
 A .yaml file as --output holds the numbers alone, to read and edit. From the hub (needs the package datasets), with
 Llama-2's first layer whole as Chelsea has it:
 
@@ -58,6 +61,10 @@ def calibrate(
         Path, typer.Option(help="A .safetensors file, or a .yaml file without the surrogate; a .png goes beside it.")
     ] = Path("calibration.safetensors"),
     plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
+    push: Annotated[
+        str | None,
+        typer.Option(help="Also upload the file to this hub id, made if need be.", show_default="none"),
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
     tokens: Annotated[
         int, typer.Option(help="Tokens of each piece; --ratio of them are more rows than AdaKV's window of 32.", min=2)
@@ -79,6 +86,7 @@ def calibrate(
     """Learn from plain text which rows matter, how many each head needs, and which heads do not cluster."""
     with one_sentence_errors(debug):
         _check(output, plot, threshold, chunk, ratio)
+        _check_push(push)
         use_compilation_cache(compilation_cache)
 
         import numpy as np
@@ -117,6 +125,19 @@ def calibrate(
             draw(measures, output.with_suffix(".png"))
         calibration.write(output, measures)
         _report(measures, output, plot)
+        if push is not None:
+            Console().print(f"Uploaded: {calibration.push(measures, push)}", highlight=False, soft_wrap=True)
+
+
+def _check_push(push: str | None) -> None:
+    """What would be noticed only after minutes of work."""
+    if push is None:
+        return
+    from clusterkv_jax import hub
+
+    if hub.parse(push) is None:
+        raise ValueError(f"--push must be a hub id such as owner/name, got {push!r}.")
+    hub.check_login(f"--push {push}")
 
 
 def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float) -> None:

@@ -19,12 +19,15 @@ Orbax's format (OCDBT) is made for that:
   clusterkv evaluate --suite ruler --model gs://my-bucket/llama-70b ...
 
 The model passes through memory in parts of half a gigabyte. Killed, the same command goes on where it was; the folder
-gets its name when it is whole. Needs the extra pods: pip install 'clusterkv-jax[pods]'.
+gets its name when it is whole. Weights in fp8, int8 or int4 are written as the numbers that they stand for. Needs the
+extra pods: pip install 'clusterkv-jax[pods]'.
 """
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder with safetensors, a hub id, or demo.", show_default=False)],
+    source: Annotated[
+        str, typer.Argument(help="A folder of safetensors, a hub id (@revision), or demo.", show_default=False)
+    ],
     target: Annotated[Path, typer.Argument(help="The folder to write, which does not exist.", show_default=False)],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="that of the token embeddings")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clusterkv_jax.cli.options import (
+    CALIBRATION,
     MODEL,
     CompilationCache,
     budgets_option,
@@ -51,9 +52,7 @@ def evaluate(
         _what(help="Local book or folder of books, or 'hub' for PG19.", show_default="two books of the package"),
     ] = None,
     seed: Annotated[int, _what(help="Of everything that is generated.", min=0)] = 0,
-    calibration: Annotated[
-        Path | None, typer.Option(help="What `clusterkv calibrate` wrote for this model, given to all methods.")
-    ] = None,
+    calibration: Annotated[str | None, typer.Option(help=f"{CALIBRATION} All methods get it.")] = None,
     batch_size: Annotated[int, typer.Option(help="Most examples read together.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
     published: Annotated[

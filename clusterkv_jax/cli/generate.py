@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.cli.options import (
+    CALIBRATION,
     MODEL,
     CompilationCache,
     budgets_option,
@@ -45,6 +46,14 @@ From a pipe to a program, with a model of your own:
   cat report.txt | clusterkv generate --model ./my-llama --prompt-file - \\
     --chat --question "Sum it up." --method centroidkv --cache-ratio .2 --json
 
+A model of the hub at a tag, drawing as its authors say, with a calibration of the hub:
+
+  clusterkv generate --model owner/name@v1.0 --sampling model --prompt-file book.txt \
+    --method auto --cache-ratio .125 --calibration owner/name-calibration
+
+Models come from the hub's cache where they are in it; HF_HUB_OFFLINE=1 asks for nothing
+else. For a gated model accept its licence on its page, then 'hf auth login'.
+
 [bold]clusterkv methods[/bold] lists what --method takes.
 """
 
@@ -71,15 +80,16 @@ def generate(
     cache_ratio: Annotated[float | None, _cache(help="--budget, a share such as 0.25.")] = None,
     cache_tokens: Annotated[int | None, _cache(help="--budget, rows such as 1024.")] = None,
     cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
-    calibration: Annotated[
-        Path | None,
-        _cache(help="What 'clusterkv calibrate' wrote: outlier heads, or the heads' shares of the budget."),
-    ] = None,
+    calibration: Annotated[str | None, _cache(help=CALIBRATION)] = None,
     question: Annotated[
         list[str] | None,
         typer.Option(help="Asked after the text has been compressed, so the cache cannot know it; repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 64,
+    sampling: Annotated[
+        str | None,
+        _drawing(help="'model': draw as its authors say in generation_config.json.", show_default="as below"),
+    ] = None,
     temperature: Annotated[float, _drawing(help="0 takes the likeliest token, more draws more freely.")] = 0.0,
     top_k: Annotated[int | None, _drawing(help="Draw from the k likeliest tokens only.")] = None,
     top_p: Annotated[
@@ -112,13 +122,14 @@ def generate(
         measured = None if calibration is None else read(calibration)
         candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured, cache_dtype)
 
-        sampling = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        _check_drawing(sampling, temperature, top_k, top_p, min_p)
+        asked = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
         network = network if measured is None else calibrated(network, measured)
         prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-        sizes |= {"sampling": sampling, "stop": tuple(stop or ())}
+        sizes |= {"sampling": asked if sampling is None else network.sampling, "stop": tuple(stop or ())}
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
         for name, candidate in candidates:
@@ -164,6 +175,14 @@ def read_text(prompt_file: str) -> str:
         raise ValueError(
             f"Prompt file {prompt_file} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}."
         ) from error
+
+
+def _check_drawing(sampling: str | None, *others: float | None) -> None:
+    """Raise ValueError for anything but the model's own way to draw, alone."""
+    if sampling not in (None, "model"):
+        raise ValueError(f"--sampling must be model, or be left out, got {sampling!r}.")
+    if sampling is not None and any(others):
+        raise ValueError("Give --sampling model, or --temperature and the filters, not both.")
 
 
 def _budgets(budgets: list[str] | None, ratio: float | None, tokens: int | None) -> dict[str, Any]:

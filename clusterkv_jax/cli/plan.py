@@ -31,7 +31,7 @@ Your own model's shape, on eight H200, with a picture of memory over context:
 No chip is needed and no weights: TPU programs are compiled by libtpu (the extra `plan`).
 """
 
-MODEL = "A packaged shape such as llama-3.1-8b, a folder with a config.json, a hub id, or 'demo'."
+MODEL = "A packaged shape such as llama-3.1-8b, a folder with a config.json, a hub id (@revision), or 'demo'."
 _size = partial(typer.Option, rich_help_panel="Request")
 
 

@@ -2,10 +2,10 @@
 
 import json
 import os
-import re
 from importlib import resources
 from pathlib import Path
 
+from clusterkv_jax import hub
 from clusterkv_jax.checkpoints import CheckpointError, load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
@@ -31,21 +31,17 @@ def model_config(name: str) -> ModelConfig:
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return load_config(folder)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+    named = hub.parse(name)
+    if named is None:
         raise CheckpointError(
             f"There is no folder {shown(repr(name))}; allowed: 'demo', {', '.join(shapes)}, a folder with a "
             "config.json, or a hub id 'owner/name'."
         )
-    return load_config(_published(name))
-
-
-def _published(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return load_config(hub.snapshot(*named, ["config.json"]))
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(
-            f"There is no local folder {name!r}, and the hub did not deliver its config.json: {reason}."
+            f"There is no local folder {name!r}, and the hub did not deliver its config.json: {error}"
         ) from error

@@ -37,13 +37,38 @@ def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.M
 @functools.cache
 def taught(kv_heads: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
-    model, rng = tiny(kv_heads), np.random.default_rng(1)
+    return with_surrogate(tiny(kv_heads))
+
+
+def with_surrogate(model: ckv.Model) -> ckv.Model:
+    """A model with a random surrogate of scores."""
+    rng, kv_heads = np.random.default_rng(1), model.config.num_kv_heads
     shapes = {"weights": (model.config.hidden_size, kv_heads), "bias": (kv_heads,)}
 
     def surrogate() -> dict[str, jax.Array]:
         return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
     layers = tuple({**layer, "surrogate": surrogate()} for layer in model.params["layers"])
+    return replace(model, params={**model.params, "layers": layers})
+
+
+def untied(model: ckv.Model) -> ckv.Model:
+    """In the first layer equal tokens have equal scores but for rounding, which a mesh or a batch changes: there all
+    are equal.
+    """
+    first, *others = model.params["layers"]
+    first = first | {"surrogate": jax.tree.map(jnp.zeros_like, first["surrogate"])}
+    return replace(model, params=model.params | {"layers": (first, *others)})
+
+
+def calmed(model: ckv.Model, method: Any) -> ckv.Model:
+    """For DropKV queries that look around: it divides by 1 - p, which is rounding where a random model sees one row."""
+    if not isinstance(method, ckv.DropKV):
+        return model
+    layers = tuple(
+        {**layer, "attention": {**layer["attention"], "q": 0.3 * layer["attention"]["q"]}}
+        for layer in model.params["layers"]
+    )
     return replace(model, params={**model.params, "layers": layers})
 
 
