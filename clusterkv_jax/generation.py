@@ -145,7 +145,7 @@ def compile_ahead(
     method, sampling = completed(model, method or Full()), sampling or Sampling()
     batch = make_batch(model, prompts, **sizes)
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
-    with compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads), explained:
+    with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):
         if method.holds == "host":
             return total
         compile, key = compiler(on_program), jax.random.key(0)

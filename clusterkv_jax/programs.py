@@ -11,9 +11,13 @@ takes.
 import contextlib
 import inspect
 import logging
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -31,6 +36,8 @@ _MAPPINGS, _MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_
 # what distinguishes it, the least recently used first.
 _kept: OrderedDict[Any, Any] = OrderedDict()
 _lock = threading.Lock()
+# Programs that threads compile, and that the block of `compilation` waits for.
+_aside: ContextVar[list[Future[Any]] | None] = ContextVar("aside", default=None)
 
 # What jax calls compiling, and finding a program in its compilation cache; tracing is not among them.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -97,7 +104,9 @@ def mappings() -> int:
 
 @dataclass
 class Compilation:
-    """Seconds spent lowering and compiling, the programs that came of it, and how many a cache on disk had ready."""
+    """Seconds in which a program was lowered or compiled, how many programs came of it, and how many of them a cache on
+    disk had ready.
+    """
 
     seconds: float = 0.0
     programs: int = 0
@@ -106,40 +115,69 @@ class Compilation:
 
 @contextlib.contextmanager
 def compilation() -> Iterator[Compilation]:
-    """What compiling takes inside the block, tracing left out."""
-    total = Compilation()
+    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles.
+
+    A program's error is raised at the block's end. After an error, or an interrupt, no other program is begun.
+    """
+    total, spans, aside, lock = Compilation(), [], [], threading.Lock()
 
     def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event in (_LOWERED, _COMPILED):
-            total.seconds += duration_secs
-            total.programs += event == _COMPILED
+            end = time.monotonic()
+            with lock:
+                spans.append((end - duration_secs, end))
+                total.seconds = covered(spans)
+                total.programs += event == _COMPILED
 
     def on_event(event: str, **_: str | int) -> None:
-        total.cached += event == _FOUND
+        with lock:
+            total.cached += event == _FOUND
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
+    token = _aside.set(aside)
     try:
         yield total
+        for program in aside:
+            program.result()
     finally:
+        for program in aside:
+            program.cancel()
+        _aside.reset(token)
         jax.monitoring.unregister_event_duration_listener(on_duration)
         jax.monitoring.unregister_event_listener(on_event)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of all spans of time (begin, end) together; what several share counts once."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
     """compile(program, *args, **static): compiles a jitted program and returns the shapes of its results.
 
     Arguments may be arrays, shapes, or static. A program is compiled once for equal arguments. `on_program` is called
-    with the name of each program that is about to be compiled.
+    with the name of each program that is about to be compiled. Inside of `compilation`, which waits for them, a CPU's
+    programs are compiled by threads while the next ones are traced.
     """
     results: dict[Any, Any] = {}
+    aside = _aside.get() if platform() == "cpu" and ambient_mesh() is None else None
+    threads = ThreadPoolExecutor(os.cpu_count())  # none before the first program
 
     def compile(program: Any, *args: Any, **static: Any) -> Any:
         key = program, _described((args, static))
         if key not in results:
             on_program(program.__name__.lstrip("_"))
             lowered = program.lower(*args, **static)
-            results[key] = _shapes(lowered.out_info, lowered.compile())
+            if aside is None:
+                results[key] = _shapes(lowered.out_info, lowered.compile())
+            else:
+                aside.append(threads.submit(lowered.compile))
+                results[key] = _shapes(lowered.out_info, None)
         return results[key]
 
     return compile

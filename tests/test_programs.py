@@ -1,14 +1,18 @@
 """Programs are dropped, the least recently used first, before the process has used up its memory mappings."""
 
 import logging
+import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
+from clusterkv_jax.generation import compile_ahead
 from tests.support.tiny import prompt, tiny
 
 pytestmark = pytest.mark.skipif(not programs.mappings(), reason="only Linux limits a process's memory mappings")
@@ -96,3 +100,100 @@ def test_threads_may_call_what_another_drops(few):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(call, range(36)))
+
+
+def test_what_threads_compile_is_what_a_request_runs():
+    programs.make_room(0)
+    options = {"method": METHODS[1], "max_new_tokens": 5, "questions": [prompt(2, 7)]}
+    ahead = compile_ahead(tiny(), [prompt(1, 40)], **options)
+    with programs.compilation() as after:
+        ckv.generate(tiny(), [prompt(1, 40)], **options)
+    assert ahead.programs > 5
+    assert after.programs <= 1  # what the host adds up
+
+
+def test_an_error_of_a_thread_is_raised_where_it_is_waited_for(monkeypatch):
+    class Broken:
+        __name__ = "broken"
+        out_info = ()
+
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            raise MemoryError("No room for a program.")
+
+    reached = []
+    with pytest.raises(MemoryError, match="No room"), programs.compilation():  # noqa: PT012
+        programs.compiler()(Broken(), 1)
+        reached.append(True)
+    assert reached
+    with programs.compilation() as nothing:
+        pass
+    assert nothing.programs == 0
+
+
+def test_no_room_for_a_program_is_the_sentence_of_a_request(monkeypatch):
+    def compile(lowered):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 2.0GiB.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    with pytest.raises(MemoryError, match="Out of device memory while generating from 1 x 40 tokens"):
+        compile_ahead(tiny(), [prompt(1, 40)], method=METHODS[1], max_new_tokens=5)
+
+
+def test_an_interrupt_begins_no_other_program():
+    begun, release = [], threading.Event()
+
+    class Slow:
+        __name__ = "slow"
+        out_info = ()
+
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            begun.append(True)
+            release.wait(10)
+
+    with pytest.raises(KeyboardInterrupt), programs.compilation():  # noqa: PT012
+        compile = programs.compiler()
+        for number in range(os.cpu_count() + 9):
+            compile(Slow(), number)
+        raise KeyboardInterrupt
+    release.set()
+    assert len(begun) <= os.cpu_count()
+
+
+def test_requests_that_compile_the_same_at_once_get_the_same_answers():
+    options = {"method": METHODS[1], "max_new_tokens": 5}
+    expected = ckv.generate(tiny(), [prompt(3, 33)], **options).tokens
+    programs.make_room(0)
+
+    def answer(_):
+        compile_ahead(tiny(), [prompt(3, 33)], **options)
+        return ckv.generate(tiny(), [prompt(3, 33)], **options).tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(answer, range(3))) == [expected] * 3
+
+
+def test_without_a_block_that_waits_a_program_is_compiled_at_once():
+    programs.make_room(0)
+    shape = programs.compiler()(turned, jax.ShapeDtypeStruct((9,), np.float32), 2)
+    assert shape.shape == (9,)
+    assert compiled_shape(9, 2) == 0
+
+
+def compiled_shape(size, turns):
+    with programs.compilation() as total:
+        turned(np.ones(size, np.float32), turns)
+    return total.programs
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [((), 0), (((1, 3),), 2), (((0, 1), (2, 4)), 3), (((5, 6), (0, 10)), 10), (((0, 4), (3, 6), (6, 7)), 7)],
+)
+def test_what_spans_share_counts_once(spans, seconds):
+    assert programs.covered(spans) == seconds
