@@ -29,6 +29,7 @@ from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import LARGEST_BLOCK, segment_edges
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import MOST_POSITIONS
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import ambient_mesh, constrain, constrain_cache
 
@@ -319,7 +320,7 @@ def _attend_one(
     Later queries see more of the fed tokens, so those come in segments, as in `causal_attention`.
     """
     row = ordinals(keys.shape[1], 2)
-    reach = keys.shape[1] + q.shape[2] if sight.window is None else sight.window
+    reach = MOST_POSITIONS if sight.window is None else sight.window
 
     def attend(end: int, best: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         q, number, below = part
