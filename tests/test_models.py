@@ -337,7 +337,9 @@ def test_sliding_layers():
     config = registry.from_hf(qwen)
     assert (config.window, config.sliding_layers, config.global_layers) == (4096, (1, 2), (0,))
     assert registry.from_hf(qwen | {"model_type": "qwen3"}).sliding_layers == (1, 2)
-    again = registry.FAMILIES["qwen3"].to_hf(registry.from_hf(qwen | {"model_type": "qwen3"}))
+    to_hf = registry.FAMILIES["qwen3"].to_hf
+    assert to_hf is not None
+    again = to_hf(registry.from_hf(qwen | {"model_type": "qwen3"}))
     assert registry.from_hf(again) == registry.from_hf(qwen | {"model_type": "qwen3"})
 
 

@@ -174,7 +174,7 @@ def _scores(query, keys, degree, head, slot, inside, columns, stored, width, sof
     occupied = count > 0
     key, scale = _load_rows(keys, stored, head, slot, columns, inside, peak is None)
     bias = jnp.log2(jnp.where(occupied, count, 1.0))
-    score = sum(dot(*part, (1, 1)) for part in zip(tiles, key, strict=True))
+    score: Any = sum(dot(*part, (1, 1)) for part in zip(tiles, key, strict=True))
     score = score if scale is None else score * scale[None, :]
     factor = (LOG2_E if soft_cap is None else 1.0) / math.sqrt(width)
     score = score * (factor if peak is None else factor * peak[:, None])
