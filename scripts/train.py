@@ -174,13 +174,16 @@ def main(
                 asked=asked,
                 report=lambda number, batch, metrics: report(number, batch.contexts.size, metrics),
             )
-        if asked():
+        again = asked()
+        if again:
             console.print(f"Asked to end after step {done} of {steps}; the same command continues.")
-            raise typer.Exit(RESTART)
-        measure("after", state["params"])
-        if out is not None:
-            export(trainee, state["params"], model, out)
-        console.print(f"{done} of {steps} steps done, weights in {work / 'checkpoints' if out is None else out}")
+        else:
+            measure("after", state["params"])
+            if out is not None:
+                export(trainee, state["params"], model, out)
+            console.print(f"{done} of {steps} steps done, weights in {work / 'checkpoints' if out is None else out}")
+    if again:
+        raise typer.Exit(RESTART)
 
 
 def check_one_of(option: str, value: str, *allowed: str) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import forward
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prompt, sliding, tiny
 
 pytest.importorskip("optax", reason="training: pip install 'clusterkv-jax[train]'")
 pytest.importorskip("orbax.checkpoint", reason="training: pip install 'clusterkv-jax[train]'")
@@ -32,17 +33,20 @@ BATCH = Batch(
 )
 
 
-def through_a_cache(params, method=None, through_rows=True):
-    return answer_loss(params, tiny().config, method or ckv.Full(), BATCH, through_rows=through_rows)[0]
+MODELS = {"tiny": tiny, "windows and caps": partial(sliding, layers=2, soft_cap=3.0)}
 
 
-def without_a_cache(params):
+def through_a_cache(params, config, method=None, through_rows=True):
+    return answer_loss(params, config, method or ckv.Full(), BATCH, through_rows=through_rows)[0]
+
+
+def without_a_cache(params, config):
     """The loss of the same tokens under full attention, one text after the other."""
     total = jnp.float32(0)
     for row in range(2):
         length, learned = int(BATCH.lengths[row]), np.flatnonzero(BATCH.learned[row])
         text = jnp.asarray([[*CONTEXTS[row, :length], *FOLLOW[row]]])
-        logits = forward(params, tiny().config, text)[:, length - 1 : -1]
+        logits = forward(params, config, text)[:, length - 1 : -1]
         total -= jnp.sum(logprobs(logits, jnp.asarray(FOLLOW[row : row + 1]))[0, learned])
     return total / int(BATCH.learned.sum())
 
@@ -53,21 +57,21 @@ def apart(one, other):
     return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return jax.jit(jax.value_and_grad(without_a_cache))(tiny().params)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_through_a_full_cache_are_those_without_a_cache(name):
+    params, config = MODELS[name]().params, MODELS[name]().config
+    expected, reference = jax.jit(jax.value_and_grad(without_a_cache), static_argnums=1)(params, config)
+    loss, grads = jax.jit(jax.value_and_grad(through_a_cache), static_argnums=1)(params, config)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert apart(grads, reference) < 1e-5
 
+    def of_answers(params):
+        return through_a_cache(params, config, through_rows=False)
 
-def test_gradients_through_a_full_cache_are_those_without_a_cache(reference):
-    loss, grads = jax.jit(jax.value_and_grad(through_a_cache))(tiny().params)
-    np.testing.assert_allclose(loss, reference[0], rtol=1e-5)
-    assert apart(grads, reference[1]) < 1e-5
-
-
-def test_gradients_of_answers_alone_leave_the_contexts_reading_out(reference):
-    loss, grads = jax.jit(jax.value_and_grad(lambda params: through_a_cache(params, through_rows=False)))(tiny().params)
-    np.testing.assert_allclose(loss, reference[0], rtol=1e-5)
-    assert apart(grads, reference[1]) > 0.1
+    if name == "tiny":
+        loss, grads = jax.jit(jax.value_and_grad(of_answers))(params)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert apart(grads, reference) > 0.1
 
 
 def test_a_gradient_of_rows_is_that_of_small_changes():
@@ -111,7 +115,9 @@ def test_a_rows_gradient_goes_to_the_token_in_whose_place_it_stands():
     rows = jnp.ones((1, 1, 3, 2))
     layer = ckv.LayerCache(rows, rows, jnp.ones((1, 1, 3)), jnp.asarray([[3]]), jnp.asarray([[[0, 2, 5]]]))
     weights = jnp.asarray([[[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]]])
-    kept, grads = jax.value_and_grad(lambda keys: jnp.sum(in_place_of(layer, keys, keys).keys * weights))(keys)
+    kept, grads = jax.value_and_grad(
+        lambda keys: jnp.sum(in_place_of(layer, keys, keys, jnp.asarray([6])).keys * weights)
+    )(keys)
     assert kept == weights.sum()
     np.testing.assert_array_equal(grads[0, 0], [[1, 2], [0, 0], [3, 4], [0, 0], [0, 0], [5, 6]])
 
@@ -119,10 +125,10 @@ def test_a_rows_gradient_goes_to_the_token_in_whose_place_it_stands():
 def test_rows_without_a_gradient_are_refused():
     stored = ckv.SnapKV(ckv.Budget(ratio=0.5), window=8, cache_dtype="int8")
     with pytest.raises(ValueError, match="Rows of a cache_dtype are codes, which have no gradient"):
-        jax.eval_shape(lambda params: through_a_cache(params, stored), tiny().params)
+        jax.eval_shape(lambda params: through_a_cache(params, tiny().config, stored), tiny().params)
     recall = ckv.ClusterKV(ckv.Budget(tokens=8), store="host")
     with pytest.raises(ValueError, match="ClusterKV holds rows in the host's memory"):
-        jax.eval_shape(lambda params: through_a_cache(params, recall), tiny().params)
+        jax.eval_shape(lambda params: through_a_cache(params, tiny().config, recall), tiny().params)
 
 
 # --- runs ---

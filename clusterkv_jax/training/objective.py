@@ -15,13 +15,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax import pages, reading
-from clusterkv_jax.cache import KVCache, Layer, PagedHeads, group_heads, groups
+from clusterkv_jax.cache import KVCache, Layer, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.windows import ring
 
 
 @jax.tree_util.register_dataclass
@@ -83,9 +84,10 @@ def read(
     tokens, lengths = jnp.asarray(batch.contexts), jnp.asarray(batch.lengths)
     hidden, _ = reading.embed(params, config, tokens, lengths)
     layers = []
-    for weights, layer in zip(params["layers"], cache.layers, strict=True):
-        hidden, keys, values = jax.checkpoint(_read_layer, static_argnums=1)(weights, config, hidden)
-        layers.append(in_place_of(layer, keys, values))
+    for number, (weights, layer) in enumerate(zip(params["layers"], cache.layers, strict=True)):
+        one_layer = jax.checkpoint(_read_layer, static_argnums=1)
+        hidden, keys, values = one_layer(weights, config.of_layer(number), hidden)
+        layers.append(in_place_of(layer, keys, values, lengths))
     return replace(cache, layers=tuple(layers)), reading.last_logits(params, config, hidden, lengths)
 
 
@@ -94,8 +96,12 @@ def _read_layer(weights: Params, config: ModelConfig, hidden: Float[Array, "B N 
     return hidden, keys, values
 
 
-def in_place_of(layer: Layer, keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"]) -> Layer:
+def in_place_of(
+    layer: Layer, keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"], lengths: Int[Array, " B"]
+) -> Layer:
     """The layer, whose rows have the gradients of the tokens in whose places they stand."""
+    if isinstance(layer, WindowCache):  # which no method compresses
+        return ring(keys, values, lengths, layer.window, layer.rows.capacity)
     parts = [
         _group_in_place(group, keys[:, jnp.asarray(heads)], values[:, jnp.asarray(heads)])
         for group, heads in zip(groups(layer), group_heads(layer), strict=True)
