@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import forward
-from tests.support.checkpoint_files import FAMILIES, LLAMA
+from tests.support.families import PUBLISHED
 from tests.support.methods import every_method, named
 from tests.support.tiny import VOCAB, calmed, prompt, random_params, untied, with_surrogate
 
@@ -27,7 +27,6 @@ METHODS = [
     ckv.ClusterKV(HALF, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
     ckv.InfiniGen(HALF, partial_ratio=0.5, dense_layers=0),
 ]
-PUBLISHED = {"llama": LLAMA} | FAMILIES
 NAMES = list(PUBLISHED)
 # Each method meets one family in the ordinary run, and neighbours in this list different ones.
 CASES = [
