@@ -14,11 +14,13 @@ from clusterkv_jax.schema import checked, shown
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's configuration is translated, what its tensors are called, and which other names they have.
+    """The models that have it, how its configuration is translated, and what its tensors are called.
 
-    Tensors whose names begin with one of `others` are not read. `to_hf` is None for a family that is read only.
+    `rename` gives tensors of other names those. Tensors whose names begin with one of `others` are not read. `to_hf` is
+    None for a family that is read only.
     """
 
+    models: str
     from_hf: Callable[[dict[str, Any], str], ModelConfig]
     weights: Mapping[str, str]
     rename: Callable[[str], str] = lambda name: name
@@ -27,21 +29,23 @@ class Family:
 
 
 FAMILIES = {
-    "chatglm": Family(glm.from_chatglm, glm.CHATGLM_WEIGHTS),
-    "gemma2": Family(gemma.from_gemma2, gemma.WEIGHTS),
-    "gemma3": Family(gemma.from_multimodal, gemma.WEIGHTS, gemma.of_texts, others=gemma.OF_IMAGES),
-    "gemma3_text": Family(gemma.from_gemma3, gemma.WEIGHTS),
-    "glm": Family(glm.from_hf, glm.HF_WEIGHTS),
-    "granite": Family(granite.from_hf, granite.WEIGHTS),
-    "llama": Family(llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
-    "mistral": Family(mistral.from_hf, mistral.WEIGHTS),
-    "mixtral": Family(mixtral.from_hf, mixtral.WEIGHTS),
-    "olmo2": Family(olmo.from_hf, olmo.WEIGHTS),
-    "opt": Family(opt.from_hf, opt.WEIGHTS, opt.rename),
-    "phi3": Family(phi.from_hf, phi.WEIGHTS),
-    "qwen2": Family(qwen.from_hf, qwen.WEIGHTS),
-    "qwen3": Family(qwen.from_hf, qwen.WEIGHTS, to_hf=qwen.to_hf),
-    "qwen3_moe": Family(qwen.from_moe, qwen.MOE_WEIGHTS),
+    "chatglm": Family("GLM-4 as first published", glm.from_chatglm, glm.CHATGLM_WEIGHTS),
+    "gemma2": Family("Gemma 2", gemma.from_gemma2, gemma.WEIGHTS),
+    "gemma3": Family(
+        "Gemma 3 from 4B on, texts alone", gemma.from_multimodal, gemma.WEIGHTS, gemma.of_texts, others=gemma.OF_IMAGES
+    ),
+    "gemma3_text": Family("Gemma 3 1B and 270M", gemma.from_gemma3, gemma.WEIGHTS),
+    "glm": Family("GLM-4", glm.from_hf, glm.HF_WEIGHTS),
+    "granite": Family("Granite 3", granite.from_hf, granite.WEIGHTS),
+    "llama": Family("Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
+    "mistral": Family("Mistral", mistral.from_hf, mistral.WEIGHTS),
+    "mixtral": Family("Mixtral", mixtral.from_hf, mixtral.WEIGHTS),
+    "olmo2": Family("OLMo 2", olmo.from_hf, olmo.WEIGHTS),
+    "opt": Family("OPT", opt.from_hf, opt.WEIGHTS, opt.rename),
+    "phi3": Family("Phi-3, Phi-3.5, Phi-4", phi.from_hf, phi.WEIGHTS),
+    "qwen2": Family("Qwen2, Qwen2.5", qwen.from_hf, qwen.WEIGHTS),
+    "qwen3": Family("Qwen3", qwen.from_hf, qwen.WEIGHTS, to_hf=qwen.to_hf),
+    "qwen3_moe": Family("Qwen3 with experts", qwen.from_moe, qwen.MOE_WEIGHTS),
 }
 
 

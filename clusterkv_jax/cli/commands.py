@@ -5,7 +5,7 @@ Everything heavy (jax, tokenizers, the model) is imported by the command that ne
 
 import typer
 
-from clusterkv_jax.cli import benchmark, calibrate, convert, evaluate, generate, inspect, plan
+from clusterkv_jax.cli import benchmark, calibrate, convert, evaluate, generate, inspect, lists, plan
 
 app = typer.Typer(
     add_completion=False,
@@ -15,7 +15,8 @@ app = typer.Typer(
     help="Decode from long prompts with a clustered KV cache that keeps a fraction of the rows.",
 )
 app.command(epilog=generate.EXAMPLES)(generate.generate)
-app.command("methods")(generate.list_methods)
+app.command("methods")(lists.list_methods)
+app.command("models")(lists.list_models)
 app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command()(evaluate.evaluate)

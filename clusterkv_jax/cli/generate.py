@@ -148,24 +148,6 @@ def generate(
         console.print(_costs(runs))
 
 
-def list_methods(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-) -> None:
-    """List the methods and presets that --method takes, one line each."""
-    with one_sentence_errors(debug):
-        from clusterkv_jax.presets import list_presets
-
-        entries = list_presets().values()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("name", min_width=max(len(preset.name) for preset in entries))
-        for column in ("what it does", "source"):
-            table.add_column(column, no_wrap=True, overflow="ellipsis")
-        for preset in entries:
-            table.add_row(preset.name, preset.description, preset.source)
-        # A line each: cut at the edge of a terminal, whole in a file or a pipe.
-        Console(width=None if Console().is_terminal else 1000).print(table)
-
-
 def read_text(prompt_file: str) -> str:
     """The prompt: a UTF-8 file, or standard input for '-'."""
     raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()

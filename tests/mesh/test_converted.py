@@ -51,9 +51,9 @@ def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("family", ["granite", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_compute_the_same_on_a_mesh(tmp_path, family):
-    """Norms over all heads cross devices, and so do the parts of fused projections."""
+    """Norms over all heads cross devices, and so do the parts of fused projections, and experts."""
     folder = write(tmp_path / "m", FAMILIES[family], random_tensors(FAMILIES[family]))
     alone, many = load(folder), load(folder, mesh=named_mesh("data=2,model=4"))
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
