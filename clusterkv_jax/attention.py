@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from clusterkv_jax import pages
-from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, group_heads, groups
+from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.checks import check_queries
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
 
 
@@ -30,16 +31,23 @@ def _attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]
     return attend_cache(layer, query[:, None])[0][:, 0]
 
 
-def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores."""
+def attend_cache(
+    layer: Layer, q: Float[Array, "B T H D"], soft_cap: float | None = None
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores.
+
+    `soft_cap` c makes of a score s c tanh(s / c), before the bias.
+    """
     if isinstance(layer, LayerCache):
-        out, lse = _attend_rows(q, layer)
+        out, lse = _attend_rows(q, layer, soft_cap)
         return out, lse
     if isinstance(layer, PagedHeads):
-        return _attend_pages(q, layer)
+        return _attend_pages(q, layer, soft_cap)
+    if isinstance(layer, WindowCache):
+        return attend_cache(layer.rows, q, soft_cap)
     kv_heads = sum(map(len, layer.heads))
     parts = [
-        attend_cache(group, query_heads(q, index, kv_heads, axis=2))
+        attend_cache(group, query_heads(q, index, kv_heads, axis=2), soft_cap)
         for group, index in zip(layer.groups, layer.heads, strict=True)
     ]
     out, lse = zip(*parts, strict=True)
@@ -47,12 +55,12 @@ def attend_cache(layer: Layer, q: Float[Array, "B T H D"]) -> tuple[Float[Array,
 
 
 def attend_with_probabilities(
-    group: LayerCache, q: Float[Array, "B T H D"]
+    group: LayerCache, q: Float[Array, "B T H D"], soft_cap: float | None = None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B K C"]]:
     """`attend_cache` over one group of heads, and what each of its rows got: the probabilities of all T queries in sum,
     mean over the query heads of a KV head.
     """
-    out, _, probs = _attend_rows(q, group, return_probs=True)
+    out, _, probs = _attend_rows(q, group, soft_cap, return_probs=True)
     batch, kv_heads, slots = group.degree.shape
     return out, jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
 
@@ -76,14 +84,14 @@ def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[i
 
 @jax.named_scope("attend")
 def _attend_pages(
-    q: Float[Array, "B T H D"], layer: PagedHeads
+    q: Float[Array, "B T H D"], layer: PagedHeads, soft_cap: float | None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps."""
     batch, tokens, _, dim = q.shape
     kv_heads, owner = layer.length.shape[1], pages.owners(layer)
     of_page = lambda x: jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)  # noqa: E731
     queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
-    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer))
+    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer), soft_cap)
     out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])
 
     mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]
@@ -98,7 +106,9 @@ def _attend_pages(
 
 
 @jax.named_scope("attend")
-def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bool = False) -> tuple[Array, ...]:
+def _attend_rows(
+    q: Float[Array, "B T H D"], layer: LayerCache, soft_cap: float | None, return_probs: bool = False
+) -> tuple[Array, ...]:
     """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel.
 
     Devices that share the slots of a head combine what each of them found.
@@ -106,7 +116,7 @@ def _attend_rows(q: Float[Array, "B T H D"], layer: LayerCache, return_probs: bo
 
     def attend(q: Array, layer: LayerCache, length: Array) -> tuple[Array, ...]:
         rows = (layer.keys, layer.values, layer.degree, length)
-        return biased_attention(q, *rows, return_lse=True, return_probs=return_probs)
+        return biased_attention(q, *rows, soft_cap=soft_cap, return_lse=True, return_probs=return_probs)
 
     mesh = ambient_mesh()
     if mesh is None:
@@ -143,26 +153,42 @@ def _combined(
 
 @jax.named_scope("attend")
 def attend_new(
-    q: Float[Array, "B T H D"], keys: Float[Array, "B T K D"], values: Float[Array, "B T K D"], real: Bool[Array, "B T"]
+    q: Float[Array, "B T H D"],
+    keys: Float[Array, "B T K D"],
+    values: Float[Array, "B T K D"],
+    real: Bool[Array, "B T"],
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """T new tokens among themselves, causally; as `attend_cache`, for outputs that are then combined."""
+    tokens = q.shape[1]
+    causal = jnp.tril(jnp.ones((1, tokens, tokens), bool)) & real[:, None, :]
+    # A padded query sees itself, so that it has something to see.
+    causal |= jnp.eye(tokens, dtype=bool)[None]
+    return attend_where(q, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), causal, soft_cap)
+
+
+def attend_where(
+    q: Float[Array, "B T H D"],
+    keys: Float[Array, "B K N D"],
+    values: Float[Array, "B K N D"],
+    visible: Bool[Array, "B T N"],
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Each of few queries over the rows that it sees, at least one; as `attend_cache`."""
     batch, tokens, heads, dim = q.shape
-    kv_heads = keys.shape[2]
+    kv_heads = keys.shape[1]
     precision = matmul_precision(q.dtype)
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
     score = jnp.einsum(
-        "btkgd,bskd->btkgs",
+        "btkgd,bksd->btkgs",
         *matmul_operands(grouped, keys),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    causal = jnp.tril(jnp.ones((1, tokens, tokens), bool)) & real[:, None, :]
-    # A padded query sees itself, so that it has something to see.
-    causal |= jnp.eye(tokens, dtype=bool)[None]
-    score = jnp.where(causal[:, :, None, None, :], score * dim**-0.5, -jnp.inf)
+    score = jnp.where(visible[:, :, None, None, :], capped(score * dim**-0.5, soft_cap), -jnp.inf)
     lse = jax.nn.logsumexp(score, axis=-1)
     out = jnp.einsum(
-        "btkgs,bskd->btkgd",
+        "btkgs,bksd->btkgd",
         *matmul_operands(jnp.exp(score - lse[..., None]).astype(values.dtype), values),
         precision=precision,
         preferred_element_type=jnp.float32,

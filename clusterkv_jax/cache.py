@@ -82,8 +82,17 @@ class PagedHeads:
         return jnp.diff(self.first, append=pages) * slots
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowCache:
+    """A layer whose tokens see the last `window` alone: its rows, in a ring that no method compresses (`windows`)."""
+
+    rows: LayerCache
+    window: int = field(metadata={"static": True})
+
+
 Group = LayerCache | PagedHeads
-Layer = LayerCache | HeadGroups | PagedHeads
+Layer = LayerCache | HeadGroups | PagedHeads | WindowCache
 # What a method keeps of a group of heads between steps, by name; None where tokens are only ever appended.
 State = dict[str, Array] | None
 
@@ -119,16 +128,21 @@ class NewTokens:
     lookup: Float[Array, "B T H D"] | None = None
     scores: Float[Array, "B T K"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
 
 
 def groups(layer: Layer) -> tuple[Any, ...]:
     """The layer's head groups, each of the kind that its method makes; a layer without groups is its own only one."""
-    return layer.groups if isinstance(layer, HeadGroups) else (layer,)
+    return layer.groups if isinstance(layer, HeadGroups) else (_only_group(layer),)
+
+
+def _only_group(layer: Any) -> Any:
+    return layer.rows if isinstance(layer, WindowCache) else layer
 
 
 def group_heads(layer: Layer) -> tuple[tuple[int, ...], ...]:
     """The KV heads of each group of `groups(layer)`."""
-    return layer.heads if isinstance(layer, HeadGroups) else (tuple(range(layer.length.shape[1])),)
+    return layer.heads if isinstance(layer, HeadGroups) else (tuple(range(_only_group(layer).length.shape[1])),)
 
 
 def from_tokens(
@@ -344,11 +358,14 @@ def slot_bytes(cache: KVCache) -> int:
     return sum(math.prod(x.shape[3:]) * x.dtype.itemsize for x in rows)
 
 
-def occupancy(cache: KVCache) -> list[list[list[int]]]:
-    """Rows held by each KV head, as nested lists [layer][sequence][KV head]."""
+def occupancy(cache: KVCache, *, windows: bool = False) -> list[list[list[int]]]:
+    """Rows held by each KV head, as nested lists [layer][sequence][KV head], of the layers that methods compress; or of
+    those with windows.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, WindowCache) == windows]
     # The lengths alone: a cache of gigabytes must not travel to the host for them.
-    counts = fetch([[group.length for group in groups(layer)] for layer in cache.layers])
-    return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(cache.layers, counts, strict=True)]
+    counts = fetch([[group.length for group in groups(layer)] for layer in layers])
+    return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(layers, counts, strict=True)]
 
 
 def _in_order(layer: Layer, counts: Int[np.ndarray, "B K"]) -> list[list[int]]:

@@ -96,7 +96,7 @@ def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a model's heads are like, `[layer][KV head]`.
+    """What a model's heads are like, `[layer][KV head]`, of the layers that see every token.
 
     Attributes:
         model: its name.
@@ -155,10 +155,11 @@ class Calibration:
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError if the model has other layers or heads than what was measured."""
         mine = (len(self.head_shares), len(self.head_shares[0]))
-        if mine != (config.num_layers, config.num_kv_heads):
+        layers = len(config.global_layers)
+        if mine != (layers, config.num_kv_heads):
             raise ValueError(
                 f"The calibration is of {self.model}, {mine[0]} layers of {mine[1]} KV heads; "
-                f"this model has {config.num_layers} of {config.num_kv_heads}."
+                f"this model has {layers} of {config.num_kv_heads}."
             )
         widths = {next(iter(layer.values())).shape[0] for layer in self.surrogate or ()}
         if widths - {config.hidden_size}:

@@ -122,9 +122,10 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
             # Other processes may hold a part of the mesh; they call this too.
             return jax.make_array_from_callback(x.shape, replicated(model.mesh), lambda index: np.asarray(x)[index])
 
+        arrays = dict(zip(model.config.global_layers, calibration.surrogate, strict=True))
         layers = tuple(
-            {**layer, "surrogate": jax.tree.map(place, dict(arrays))}
-            for layer, arrays in zip(layers, calibration.surrogate, strict=True)
+            {**layer, "surrogate": jax.tree.map(place, dict(arrays[number]))} if number in arrays else layer
+            for number, layer in enumerate(layers)
         )
     return replace(model, params={**model.params, "layers": layers}, calibration=calibration)
 
@@ -238,11 +239,15 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
     config = load_config(folder)
     if manifest is not None:
         return _open_converted(folder, config, manifest)
-    rename = registry.FAMILIES[config.family].rename
+    family = registry.FAMILIES[config.family]
     found = without_codes(entries_of(folder), registry.quantization_of(published))
-    entries = {rename(tensor): entry for tensor, entry in found.items() if not IGNORED.search(tensor)}
+    entries = {
+        family.rename(tensor): entry
+        for tensor, entry in found.items()
+        if not IGNORED.search(tensor) and not tensor.startswith(family.others)
+    }
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
-    stored = layout(config, registry.FAMILIES[config.family].weights)
+    stored = layout(config, family.weights)
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
     parameters = jax.tree.map(lambda place: in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)

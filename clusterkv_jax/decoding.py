@@ -32,8 +32,15 @@ from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, recompress, step_layer
-from clusterkv_jax.methods.plan import plan_layer, rows_of_request
-from clusterkv_jax.methods.request import LayerPlan, Request, request_of_model
+from clusterkv_jax.methods.plan import (
+    check_prompts,
+    needs_of_layer,
+    plan_of_layer,
+    repeats,
+    repetition_of,
+    rows_of_request,
+)
+from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -111,24 +118,24 @@ def prefill(
         if in_host_memory:
             hidden, position = commit((hidden, position))
         rows, logits = None, None
-        if "repetition" in method.needs(0):
-            args = params, config, _repetition(method), tokens, prefill_chunk, hidden, position
+        if repeats(config, method):
+            args = params, config, repetition_of(method), tokens, prefill_chunk, hidden, position
             rows, logits = _read_and_repeat(*args, on_layer, run)
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
-            plan = plan_layer(method, number, request) if plans is None else plans[number]
-            budgets = rows_of_request(method, plan, lengths, number, request)
+            plan = plan_of_layer(config, method, number, request) if plans is None else plans[number]
+            budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
             rest = position, budgets, draw, before
             if rows is None:
-                args = weights, config, method, plan, prefill_chunk, hidden, *rest
+                args = weights, config.of_layer(number), method, plan, prefill_chunk, hidden, *rest
                 hidden, layer, memory, selection_here = run(_prefill_layer, *args)
                 if on_layer is not None:
                     on_layer(number, hidden)
             else:  # a layer's rows go as soon as it is compressed
                 layer, memory, selection_here = run(_compress_read, method, plan, *rows.pop(0), *rest)
-            selection = selection_here if plan.selects else selection
+            selection = selection_here if plan.selects and plan.window is None else selection
             layers.append(layer)
             state.append(memory)
         if logits is None:
@@ -151,7 +158,7 @@ def _read_and_repeat(
     assert how.words is not None
     rows = []
     for number, weights in enumerate(params["layers"]):
-        hidden, keys, values = run(reading.read_layer, weights, config, chunk, hidden)
+        hidden, keys, values = run(reading.read_layer, weights, config.of_layer(number), chunk, hidden)
         rows.append((keys, values))
         if on_layer is not None:
             on_layer(number, hidden)
@@ -161,37 +168,6 @@ def _read_and_repeat(
     options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "run": run}
     scores = repetition.repeated(params, config, rows, jnp.asarray(tokens), lengths, prompts=asked, **options)
     return [(*layer, score) for layer, score in zip(rows, scores, strict=True)], logits
-
-
-def _repetition(method: Any) -> repetition.Repetition:
-    """How a method that needs "repetition" has a prompt repeated."""
-    return method.repetition
-
-
-def check_prompts(config: ModelConfig, method: Method, request: Request, lengths: np.ndarray) -> None:
-    """Raise ValueError for prompts of these lengths that the method cannot read; none are those not known yet."""
-    method.check(lengths, request)
-    if "repetition" in method.needs(0):
-        _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
-
-
-def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:
-    """Raise ValueError if the method has no words that the model knows, or the model no positions for what is fed."""
-    how, name = _repetition(method), type(method).__name__
-    if how.words is None:
-        raise ValueError(
-            f"{name} has the model repeat its prompts and needs an instruction for that: use generate with a model "
-            "that has a tokenizer, or give it instruction=learned.instruction(tokenizer)."
-        )
-    ids = sorted({id for part in how.words for id in part})
-    if ids and ids[-1] >= config.vocab_size:
-        raise ValueError(f"{name} instruction holds id {ids[-1]}; allowed are 0 to {config.vocab_size - 1}.")
-    fed = repetition.most_fed(how, longest)
-    if longest + fed > config.max_positions:
-        raise ValueError(
-            f"{name} feeds up to {fed} tokens after a prompt of {longest}, more than the model's "
-            f"{config.max_positions} positions; a smaller chunk feeds fewer."
-        )
 
 
 def decode_step(
@@ -244,15 +220,15 @@ def append_step(
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{number}"):
-            lookup = None
-            if "lookahead" in method.needs(number) and before is not None:
-                lookup = transformer.qkv(weights, config, before, positions)[0]
-            scores = _scores(weights, config, hidden, method, method.needs(number))
+            mine, needs, lookup = config.of_layer(number), needs_of_layer(config, method, number), None
+            if "lookahead" in needs and before is not None:
+                lookup = transformer.qkv(weights, mine, before, positions)[0]
+            scores = _scores(weights, mine, hidden, method, needs)
             scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
-            qkv = transformer.qkv(weights, config, hidden, positions)
-            new = NewTokens(*qkv, positions, real, lookup, scores, config.rope)
+            qkv = transformer.qkv(weights, mine, hidden, positions)
+            new = NewTokens(*qkv, positions, real, lookup, scores, mine.rope, mine.soft_cap)
             attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
-            before, hidden = hidden, transformer.finish(weights, config, hidden, attended)
+            before, hidden = hidden, transformer.finish(weights, mine, hidden, attended)
             layers.append(layer)
             state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)

@@ -49,7 +49,7 @@ def first_not_finite(model: Model, text: Tokens) -> str | None:
     hidden, lengths = reading.embed(params, config, tokens, jnp.asarray([count], jnp.int32))
     look("the embeddings", hidden)
     for number, weights in enumerate(params["layers"]):
-        hidden = reading.read_layer(weights, config, None, hidden)[0]
+        hidden = reading.read_layer(weights, config.of_layer(number), None, hidden)[0]
         look(f"layer {number} (of 0 to {config.num_layers - 1})", hidden)
     look("the output head", reading.last_logits(params, config, hidden, lengths)[:, None])
     return places[0] if places else None

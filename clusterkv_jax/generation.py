@@ -37,6 +37,7 @@ from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
+from clusterkv_jax.windows import window_bytes
 
 Progress = Callable[[str, int, int], None]
 
@@ -102,7 +103,7 @@ def generate(
         cache, logits, row_counts = _read(model, method, batch, key, progress)
         token = jax.block_until_ready(next_token_jit(logits, sampling, key, 0))
         first = time.perf_counter()
-        cache_bytes = nbytes(cache)
+        cache_bytes, in_windows = nbytes(cache), window_bytes(cache)
         cache, tokens, steps = _decode(model, method, batch, cache, token, key, sampling, stop, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
@@ -110,10 +111,12 @@ def generate(
         ttft_s=first - begin,
         tpot_s=(end - first) / steps if steps else 0.0,
         compile_s=compiled.seconds,
-        kept_rows=row_counts,
+        kept_rows=row_counts[0],
+        window_rows=row_counts[1],
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=cache_bytes,
+        window_bytes=in_windows,
         host_bytes=host_bytes(cache),
         **traffic(cache),
         full_cache_bytes=full_bytes(model, batch),
@@ -172,10 +175,10 @@ def _doing(batch: Batch) -> str:
 
 def _read(
     model: Model, method: Method, batch: Batch, key: jax.Array, progress: Progress | None
-) -> tuple[KVCache, jax.Array, list[list[list[int]]]]:
+) -> tuple[KVCache, jax.Array, tuple[list[list[list[int]]], list[list[list[int]]]]]:
     """Prefill each different prompt once, give every question its own copy of the compressed cache, append it.
 
-    Returns the cache, the logits, and the rows kept per layer, prompt and head.
+    Returns the cache, the logits, and the rows kept per layer, prompt and head, by method and in windows.
     """
     layers = model.config.num_layers
 
@@ -185,7 +188,7 @@ def _read(
             progress("prefill", number + 1, layers)
 
     cache, logits = _prefill(model, method, batch, key, on_layer=on_layer)
-    row_counts = occupancy(cache)
+    row_counts = occupancy(cache), occupancy(cache, windows=True)
     if len(batch.unique) != len(batch.texts):
         numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
         cache, logits = take_sequences((cache, logits), numbers)

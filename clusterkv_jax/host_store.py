@@ -13,6 +13,7 @@ are asked for and no others. A CPU has one memory. A TPU has no such gather.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -114,18 +115,19 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
 
 
 def attend(
-    group: LayerCache, state: Any, q: Float[Array, "B 1 H D"], rows: Int[Array, "B K J n"], *, sinks: int
+    group: LayerCache, state: Any, token: NewTokens, rows: Int[Array, "B K J n"], *, sinks: int
 ) -> tuple[Float[Array, "B 1 H D"], Any]:
     """Queries of one token attend to the rows recalled for them and to those that are resident.
 
     Rows come cluster after cluster, -1 where there is none; a sequence without any keeps what the device holds.
     """
+    q, soft_cap = token.q, token.soft_cap
     names = ("cached_keys", "cached_values", "cached_rows", "starts", "sizes", "order")
     device = {name: state[name] for name in names}
     grouped = q.reshape(q.shape[0], group.length.shape[1], -1, q.shape[-1])
-    out, lse, fresh, counts = over_heads(_recall, grouped, group.keys, group.values, device, rows)
+    out, lse, fresh, counts = over_heads(partial(_recall, soft_cap), grouped, group.keys, group.values, device, rows)
     recalled = out.reshape(q.shape), lse.reshape(q.shape[:3])
-    both = combine(attend_cache(_resident(group, state, sinks), q), recalled)
+    both = combine(attend_cache(_resident(group, state, sinks), q, soft_cap), recalled)
     return both, state | fresh | {"counts": state["counts"] + counts}
 
 
@@ -204,7 +206,7 @@ def _resident(group: LayerCache, state: Any, sinks: int) -> LayerCache:
     return LayerCache(keys, state["resident_values"], real.astype(jnp.float32), length)
 
 
-def _recall(q: Array, keys: Array, values: Array, device: dict[str, Array], rows: Array):
+def _recall(soft_cap: float | None, q: Array, keys: Array, values: Array, device: dict[str, Array], rows: Array):
     """Attention of every query to its rows, what the device holds afterwards, and how much of it was there before."""
     batch, heads, each, count = rows.shape
     slots, queries = keys.shape[2], q.shape[2]
@@ -221,7 +223,7 @@ def _recall(q: Array, keys: Array, values: Array, device: dict[str, Array], rows
     key_rows, value_rows = (x.reshape(batch, heads * each, count, -1) for x in fetched)
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
     heads_in_order = q.reshape(batch, 1, heads * queries, -1)
-    out, lse = biased_attention(heads_in_order, key_rows, value_rows, degree, return_lse=True)
+    out, lse = biased_attention(heads_in_order, key_rows, value_rows, degree, soft_cap=soft_cap, return_lse=True)
 
     def remember(new: Array, old: Array) -> Array:
         """What is new before what was, whose oldest leaves; where nothing is new, nothing moves."""

@@ -43,7 +43,8 @@ LEAST_SCORE = 1e-12
 class Observed:
     """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D], and what enters the attention.
 
-    `ahead` are the queries that the layer makes of what the layer before it read; None in the first.
+    `ahead` are the queries that the layer makes of what the layer before it read; None in the first. `soft_cap` is the
+    model's.
     """
 
     queries: Float[Array, "1 H N D"]
@@ -51,28 +52,32 @@ class Observed:
     values: Float[Array, "1 K N D"]
     hidden: Float[Array, "1 N M"]
     ahead: Float[Array, "1 H N D"] | None = None
+    soft_cap: float | None = None
 
 
 def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
-    """Queries, keys and values of every layer in turn."""
+    """Queries, keys and values of every layer that sees all tokens, in turn: the layers that methods compress."""
     ids = jnp.asarray([tokens], jnp.int32)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     hidden = transformer.embed(model.params, model.config, ids, positions)
     before, ahead = hidden, None
     for number, weights in enumerate(model.params["layers"]):
-        if number:
-            ahead = jnp.swapaxes(_queries(weights, model.config, before, positions), 1, 2)
+        config, is_seen = model.config.of_layer(number), number in model.config.global_layers
+        if number and is_seen:
+            ahead = jnp.swapaxes(_queries(weights, config, before, positions), 1, 2)
         before = hidden
-        hidden, entering, *qkv = _layer(weights, model.config, hidden, positions)
-        queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
-        yield Observed(queries, keys, values, entering, ahead)
+        hidden, entering, *qkv = _layer(weights, config, hidden, positions)
+        if is_seen:
+            queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
+            yield Observed(queries, keys, values, entering, ahead, config.soft_cap)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
     q, k, v = transformer.qkv(weights, config, hidden, positions)
     entering = transformer.attention_input(weights, config, hidden)
-    return transformer.finish(weights, config, hidden, causal_attention(q, k, v)), entering, q, k, v
+    attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap)
+    return transformer.finish(weights, config, hidden, attended), entering, q, k, v
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -110,8 +115,10 @@ def calibrate(
             goes on from there.
 
     Raises:
-        ValueError: if the text is too short to fit a surrogate.
+        ValueError: if the text is too short to fit a surrogate, or every layer has a window.
     """
+    if not model.config.global_layers:
+        raise ValueError(f"Every layer of {model.name} has a window, so that no method compresses one to be measured.")
     config, learns = model.config, model.tokenizer is not None
     if learns:
         check_rows(len(sequences) * (len(sequences[0]) - SINKS), config.hidden_size)
@@ -155,7 +162,7 @@ def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str
     before = None if resume is None else _kept(resume, text)
     if before is not None:
         return before
-    layers, heads, width = config.num_layers, config.num_kv_heads, config.hidden_size
+    layers, heads, width = len(config.global_layers), config.num_kv_heads, config.hidden_size
     return {
         "sequences": np.zeros((), np.int64),
         "outlier_share": np.zeros((layers, heads)),
@@ -197,7 +204,7 @@ def _add(
     read = 0
     scores = None
     if model.tokenizer is not None:
-        scores, read = repetition_scores(model, tokens), model.config.num_layers
+        scores, read = repetition_scores(model, tokens), len(model.config.global_layers)
         done(read)
     places = np.linspace(SINKS, len(tokens) - 1, SAMPLE).astype(int)
     for i, layer in enumerate(observe_layers(model, tokens)):
@@ -235,15 +242,18 @@ def _expected(fits: list[Fit], hidden: Float[np.ndarray, "L sequences rows M"]) 
 
 def layers_read(model: Model, sequences: Sequence[Sequence[int]]) -> int:
     """Layers that `calibrate` reads, those of the repetition too; without a tokenizer nothing can be asked for."""
-    return len(sequences) * model.config.num_layers * (1 if model.tokenizer is None else 2)
+    return len(sequences) * len(model.config.global_layers) * (1 if model.tokenizer is None else 2)
 
 
 def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) -> Float[np.ndarray, "L K R"]:
-    """Logarithms of the KVzip+ scores of a text's rows behind the first four, which every method keeps."""
+    """Logarithms of the KVzip+ scores of a text's rows behind the first four, which every method keeps, of the layers
+    that see every token.
+    """
     ids = jnp.asarray([tokens], jnp.int32)
     prompts = repeat_prompts(model.tokenizer, tokens, chunk)
     scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True)
-    return np.log(np.maximum([np.asarray(layer[0, :, SINKS:]) for layer in scores], LEAST_SCORE))
+    seen = [np.asarray(scores[number][0, :, SINKS:]) for number in model.config.global_layers]
+    return np.log(np.maximum(seen, LEAST_SCORE))
 
 
 def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[Int[Array, "1 n"]]:

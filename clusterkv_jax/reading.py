@@ -48,7 +48,7 @@ def last_logits(
 def read_layer(
     weights: Params, config: ModelConfig, chunk: int | None, hidden: Float[Array, "B N M"]
 ) -> tuple[Float[Array, "B N M"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-    """One layer over the whole prompt, and all its keys and values."""
+    """One layer over the whole prompt, and all its keys and values; `config` is the layer's (`of_layer`)."""
     hidden, _, k, v = over_prompt(weights, config, chunk, hidden)
     return constrain(hidden, "batch", "tokens", None), *constrain_cache((k, v))
 
@@ -56,14 +56,15 @@ def read_layer(
 def over_prompt(
     weights: Params, config: ModelConfig, chunk: int | None, hidden: Float[Array, "B N M"]
 ) -> tuple[Float[Array, "B N M"], Float[Array, "B H N D"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-    """One layer over the whole prompt: hidden states, queries, keys and values."""
+    """One layer over the whole prompt: hidden states, queries, keys and values; `config` as in `read_layer`."""
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
     if chunk >= width // token_ways(width):
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
         q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))
-        hidden = transformer.finish(weights, config, hidden, attention_over_tokens(q, k, v))
+        attended = attention_over_tokens(q, k, v, window=config.window, soft_cap=config.soft_cap)
+        hidden = transformer.finish(weights, config, hidden, attended)
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
     return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
@@ -85,7 +86,7 @@ def _layer_in_chunks(
     empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
     q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
     q, k, v = _on_heads(q, k, v)
-    attended = attention_over_tokens(q, k, v)
+    attended = attention_over_tokens(q, k, v, window=config.window, soft_cap=config.soft_cap)
     return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
 
 

@@ -16,16 +16,19 @@ class Stats:
         ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question.
         tpot_s: seconds per decode step after the first token, 0 if there was none.
         compile_s: seconds within this call that went into compiling programs not seen before.
-        kept_rows: rows held at the end of prefill `[layer][prompt][KV head]`; equal prompts are read and counted once.
+        kept_rows: rows held at the end of prefill `[layer][prompt][KV head]`, in layers that see every token; equal
+            prompts are read and counted once.
+        window_rows: the same of the layers with a window, whose rows no method sees.
         recalled_rows: rows that the last step chose to attend to `[layer][sequence][query head]`, of methods that keep
             more than they attend to; a layer that attends to everything, and any other method, has none.
         union_rows: how many different ones the query heads of a KV head chose together `[layer][sequence][KV head]`.
         cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
+        window_bytes: those of them that are in windows.
         host_bytes: those of them in the host store of a method that has one.
         moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
         cluster_hit_rate: share of the clusters recalled in these steps that the device held in whole.
         row_hit_rate: the same of rows, other than sinks and those not clustered yet, which are always on the device.
-        full_cache_bytes: bytes of the same batch's cache without compression.
+        full_cache_bytes: bytes of the same batch's cache without compression, windows as windows.
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
         new_tokens: tokens generated for each prompt.
@@ -35,9 +38,11 @@ class Stats:
     tpot_s: float
     compile_s: float
     kept_rows: list[list[list[int]]]
+    window_rows: list[list[list[int]]]
     recalled_rows: list[list[list[int]]]
     union_rows: list[list[list[int]]]
     cache_bytes: int
+    window_bytes: int
     host_bytes: int
     moved_bytes: int
     cluster_hit_rate: float
@@ -58,7 +63,7 @@ class Result:
 
 
 def full_bytes(model: Model, batch: Batch) -> int:
-    """Bytes of the same batch's cache without compression."""
-    heads = model.config.num_kv_heads * model.config.num_layers
-    dtype = model.params["embed"].dtype
-    return row_bytes(model.config.head_dim, dtype, dtype) * (batch.width + batch.reserve) * heads * len(batch.texts)
+    """Bytes of the same batch's cache without compression, windows as windows."""
+    config, dtype, rows = model.config, model.params["embed"].dtype, batch.width + batch.reserve
+    of_layers = rows * len(config.global_layers) + min(rows, config.window or 0) * len(config.sliding_layers)
+    return row_bytes(config.head_dim, dtype, dtype) * of_layers * config.num_kv_heads * len(batch.texts)

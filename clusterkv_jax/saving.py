@@ -20,7 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from clusterkv_jax.arrays import all_finite, digest
-from clusterkv_jax.cache import Group, HeadGroups, KVCache, Layer, LayerCache, PagedHeads, group_heads, groups
+from clusterkv_jax.cache import (
+    Group,
+    HeadGroups,
+    KVCache,
+    Layer,
+    LayerCache,
+    PagedHeads,
+    WindowCache,
+    group_heads,
+    groups,
+)
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.files import replacing
 from clusterkv_jax.host_store import commit, place
@@ -110,7 +120,8 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
             x = x.view(_E4M3) if name.endswith(".float8_e4m3") else x
             _check_numbers(name, x)
             arrays[name] = jnp.array(x)
-    layers = tuple(_layer(arrays, f"layers.{i}", heads) for i, heads in enumerate(about.heads))
+    windows = dict.fromkeys(config.sliding_layers, config.window)
+    layers = tuple(_layer(arrays, f"layers.{i}", heads, windows.get(i)) for i, heads in enumerate(about.heads))
     state = tuple(
         tuple(_named(arrays, f"state.{i}.{j}.") or None for j in range(len(groups(layer))))
         for i, layer in enumerate(layers)
@@ -148,7 +159,9 @@ def _fields(group: Group) -> dict[str, Any]:
     return fields
 
 
-def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None) -> Layer:
+def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None, window: int | None) -> Layer:
+    if window is not None:
+        return WindowCache(_group(LayerCache, arrays, f"{where}.0"), window)
     if heads is None:
         kind = PagedHeads if f"{where}.0.first" in arrays else LayerCache
         return _group(kind, arrays, f"{where}.0")
@@ -239,6 +252,8 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
     if cache.position.dtype != jnp.int32 or cache.position.ndim != 1:
         raise ValueError(f"position of the cache must be int32 [B], got {_kind(cache.position)}.")
     for i, layer in enumerate(cache.layers):
+        if isinstance(layer, WindowCache) != (i in config.sliding_layers):
+            raise ValueError(f"layers.{i} of the cache must be that of the model, one {_seeing(i, config)}.")
         for j, group in enumerate(groups(layer)):
             if group.length.ndim != 2:
                 raise ValueError(f"layers.{i}.{j}.length of the cache must be int32 [B, K], got {_kind(group.length)}.")
@@ -247,6 +262,10 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
             raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {heads}.")
         for j, (group, mine) in enumerate(zip(groups(layer), heads, strict=True)):
             _check_group(f"layers.{i}.{j}", group, cache.position.shape[0], len(mine), config.head_dim)
+
+
+def _seeing(layer: int, config: ModelConfig) -> str:
+    return f"with a window of {config.window}" if layer in config.sliding_layers else "that sees every token"
 
 
 def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> None:

@@ -116,7 +116,7 @@ def _compress(
     method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
 ) -> tuple[LayerCache | HeadGroups, dict[str, Bool[Array, ""]]]:
     """The layer's cache, and which of the prompt's arrays are sound: in one program they are read once."""
-    layer = compress_layer(method, prompt, budgets, plan, key)[0]
+    layer: Any = compress_layer(method, prompt, budgets, plan, key)[0]
     hidden = None if prompt.hidden is None else prompt.hidden[:, None]
     scores = None if prompt.scores is None else prompt.scores[..., None]
     arrays = {"queries": prompt.queries, "keys": prompt.keys, "values": prompt.values, "hidden": hidden}

@@ -5,7 +5,7 @@ Prompts are padded on the right, so causality alone keeps padding out of the row
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
-from typing_extensions import override
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.sharding import ambient_mesh, partition
 
 BACKENDS = ("xla", "cudnn", "splash")
@@ -30,46 +30,62 @@ SEGMENTS = {"cpu": 8, "gpu": 4, "tpu": 4}
 
 @jax.named_scope("attention/attend")
 def causal_attention(
-    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"], *, backend: str | None = None
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """softmax(q k / sqrt(D)) v where query n sees the keys 0..n; query head h reads KV head h // (H / K).
 
-    `backend` None takes the fastest that serves these shapes on the device that is compiled for: "cudnn" on a GPU
-    (16-bit types), "splash" on a TPU, "xla" otherwise. Naming a backend that cannot serve them raises ValueError.
+    With a `window` query n sees the last so many of them, at a cost linear in N; a `soft_cap` c makes of a score s
+    c tanh(s / c). `backend` None takes the fastest that serves these shapes on the device that is compiled for: "cudnn"
+    on a GPU (16-bit types, no soft cap), "splash" on a TPU, "xla" otherwise. Naming a backend that cannot serve them
+    raises ValueError.
     """
-    match _choose(q, k, backend):
+    window = None if window is None or window >= k.shape[1] else window
+    match _choose(q, k, soft_cap, backend):
         case "cudnn":
-            return _over_mesh(_cudnn, q, k, v)
+            return _over_mesh(partial(_cudnn, window=window), q, k, v)
         case "splash":
-            return _over_mesh(_splash, q, k, v)
+            return _over_mesh(partial(_splash, window=window, soft_cap=soft_cap), q, k, v)
         case _:
-            return _in_parts(q, k, v)
+            return _in_parts(q, k, v, window, soft_cap)
 
 
 def last_queries_backend(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], parts: int) -> str:
     """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
     count = q.shape[1] // (2 * parts)
-    return "splash" if not _obstacle(q, k, "splash") and count % 128 == 0 else "xla"
+    return "splash" if not _obstacle(q, k, None, "splash") and count % 128 == 0 else "xla"
 
 
 def last_queries_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"], *, backend: str
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    backend: str,
 ) -> Float[Array, "B T H D"]:
     """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash" or "xla"."""
-    return _splash(q, k, v) if backend == "splash" else _in_parts(q, k, v)
+    window = None if window is None or window >= k.shape[1] else window
+    return (_splash if backend == "splash" else _in_parts)(q, k, v, window, soft_cap)
 
 
-def _choose(q: Array, k: Array, backend: str | None) -> str:
+def _choose(q: Array, k: Array, soft_cap: float | None, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
-        if why := _obstacle(q, k, backend):
+        if why := _obstacle(q, k, soft_cap, backend):
             raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
         return backend
-    return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, name))
+    return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, soft_cap, name))
 
 
-def _obstacle(q: Array, k: Array, backend: str) -> str | None:
+def _obstacle(q: Array, k: Array, soft_cap: float | None, backend: str) -> str | None:
     """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
     if backend == "xla":
         return None
@@ -82,6 +98,8 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
     if backend == "cudnn":
         if jax.default_backend() != "gpu":
             return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"
+        if soft_cap is not None:
+            return f"it has no soft cap of scores, got {soft_cap}"
         if q.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it needs bfloat16 or float16, got {q.dtype}"
         return (
@@ -95,21 +113,27 @@ def _obstacle(q: Array, k: Array, backend: str) -> str | None:
 
 
 def _in_parts(
-    q: Float[Array, "B T H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T H D"]:
     """The last T queries, one segment after the other; on a CPU for few rows of the batch at a time."""
     batch, length, heads, dim = q.shape
     before = k.shape[1] - length
-    at_once = SCORES_AT_ONCE[platform()] // (heads * k.shape[1])
+    seen = k.shape[1] if window is None else min(k.shape[1], window + LARGEST_BLOCK)
+    at_once = SCORES_AT_ONCE[platform()] // (heads * seen)
     rows = batch
     if platform() == "cpu" and ambient_mesh() is None:
         rows = min(batch, max(1, at_once // LARGEST_BLOCK))
     block = min(LARGEST_BLOCK, max(16, at_once // rows))
-    edges = segment_edges(length)
+    # Blocks within a window see as many keys each: they need no segments.
+    edges = segment_edges(length) if window is None else [0, length]
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         parts = [
-            _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block)
+            _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block, window, soft_cap)
             for a, b in pairwise(edges)
         ]
         return jnp.concatenate(parts, axis=2)
@@ -130,8 +154,13 @@ def segment_edges(length: int) -> list[int]:
     return [length * i // segments for i in range(segments + 1)]
 
 
-def _visible(queries: int, keys: int, offset: int | Int[Array, ""]) -> Bool[Array, "T N"]:
-    return jnp.arange(keys)[None, :] <= offset + jnp.arange(queries)[:, None]
+def _visible(
+    first_query: int | Int[Array, ""], queries: int, first_key: int | Int[Array, ""], keys: int, window: int | None
+) -> Bool[Array, "T N"]:
+    """Which of so many keys each of so many queries sees, from these positions on; before 0 there is no key."""
+    key = first_key + jnp.arange(keys, dtype=jnp.int32)[None, :]
+    query = first_query + jnp.arange(queries, dtype=jnp.int32)[:, None]
+    return key <= query if window is None else (key <= query) & (key > query - window) & (key >= 0)
 
 
 def _in_blocks(
@@ -140,22 +169,34 @@ def _in_blocks(
     v: Float[Array, "K N D"],
     offset: int | Int[Array, ""],
     largest: int,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "K G T D"]:
-    """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included."""
+    """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included.
+
+    With a window each block looks at as many keys as its queries can see together.
+    """
     kv_heads, group, queries, dim = q.shape
     count = math.ceil(queries / largest)
     block = math.ceil(queries / count)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, count * block - queries), (0, 0)))
     q = jnp.moveaxis(q.reshape(kv_heads, group, count, block, dim), 2, 0)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    if window is not None:
+        k, v = (jnp.pad(x, ((0, 0), (window - 1, count * block - queries), (0, 0))) for x in (k, v))
 
     @jax.checkpoint
     def attend(chunk):
         start, query = chunk
-        scores = jnp.einsum("kgtd,knd->kgtn", query, k, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(_visible(block, k.shape[1], start), scores * dim**-0.5, -jnp.inf)
+        keys, values, first = k, v, 0
+        if window is not None:
+            first = start - window + 1
+            keys, values = (jax.lax.dynamic_slice_in_dim(x, start, block + window - 1, axis=1) for x in (k, v))
+        scores = jnp.einsum("kgtd,knd->kgtn", query, keys, precision=precision, preferred_element_type=jnp.float32)
+        scores = capped(scores * dim**-0.5, soft_cap)
+        scores = jnp.where(_visible(start, block, first, keys.shape[1], window), scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("kgtn,knd->kgtd", weights, v, precision=precision)
+        return jnp.einsum("kgtn,knd->kgtd", weights, values, precision=precision)
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))
@@ -176,36 +217,42 @@ def _over_mesh(kernel: Callable[[Array, Array, Array], Array], q: Array, k: Arra
     return jax.shard_map(kernel, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
 
 
-def _cudnn(q: Array, k: Array, v: Array) -> Array:
+def _cudnn(q: Array, k: Array, v: Array, window: int | None) -> Array:
     # Odd lengths are refused in places that differ between versions; one row of padding behind the end is cheap.
     length = q.shape[1]
     q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")[:, :length]
+    before = None if window is None else (window - 1, 0)
+    options: Any = {"is_causal": True, "local_window_size": before, "implementation": "cudnn"}
+    return jax.nn.dot_product_attention(q, k, v, **options)[:, :length]
 
 
 @cache
-def _causal_mask(length: int, rows: int, heads: int, block: int) -> Any:
+def _mask(length: int, rows: int, heads: int, block: int, window: int | None) -> Any:
     """The kernel's mask of the last `length` of so many rows. The library looks at every block of it, number by number:
-    a minute's work for 131,072 tokens. So blocks off the diagonal are always the same two.
+    a minute's work for 131,072 tokens. So blocks that are wholly seen, or not at all, are always the same two.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     blocks = np.zeros((block, block), bool), np.ones((block, block), bool)
-    before = rows - length
+    before, reach = rows - length, rows if window is None else window
 
-    class Causal(masks.CausalMask):
-        @override
+    kind: Any = masks.CausalMask if window is None else masks.LocalMask
+
+    class Blocks(kind):
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = idx
-            first, last = queries.start + before, queries.stop + before
-            if keys.start < last and keys.stop > first + 1:
-                return super().__getitem__(idx)
-            return blocks[keys.start < last]
+            first, last = queries.start + before, queries.stop + before - 1
+            if keys.start > last or keys.stop <= first - reach + 1:
+                return blocks[0]
+            if keys.stop <= first + 1 and keys.start > last - reach:
+                return blocks[1]
+            return super().__getitem__(idx)
 
-    return masks.MultiHeadMask([Causal((length, rows), offset=before)] * heads)
+    sizes: Any = {"window_size": (reach - 1, 0)} if window is not None else {}
+    return masks.MultiHeadMask([Blocks((length, rows), offset=before, **sizes)] * heads)
 
 
-def _splash(q: Array, k: Array, v: Array) -> Array:
+def _splash(q: Array, k: Array, v: Array, window: int | None, soft_cap: float | None) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     _, length, heads, dim = q.shape
@@ -221,7 +268,7 @@ def _splash(q: Array, k: Array, v: Array) -> Array:
         block_kv_dq=block,
     )
     attend: Any = kernel.make_splash_mha_single_device(
-        _causal_mask(length, k.shape[1], heads, block), block_sizes=sizes
+        _mask(length, k.shape[1], heads, block, window), block_sizes=sizes, attn_logits_soft_cap=soft_cap
     )
     q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(dim**-0.5, q.dtype), k, v))
     return jax.vmap(attend)(q, k, v).swapaxes(1, 2)

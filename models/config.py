@@ -1,13 +1,14 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")
 NORMS = ("rms", "layer")
-NORM_PLACES = ("before", "after")
+NORM_PLACES = ("before", "after", "both")
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,12 @@ class ModelConfig:
 
     `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
     `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
-    `norm_place` says whether each block's norm is of what enters it or of what it adds. `qk_norm_whole` takes one norm
-    over all heads. `attention_scale` None is head_dim ** -0.5; embeddings, what blocks add, and logits have scales too.
+    `norm_place` says whether each block's norm is of what enters it, of what it adds, or one of both. `norm_offset` is
+    what norms add to their stored scales. `qk_norm_whole` takes one norm over all heads. `attention_scale` None is
+    head_dim ** -0.5; embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score
+    s c tanh(s / c), `logit_cap` of a logit.
+    A token of one of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where
+    there is a `local_rope`. The other layers see every token; `of_layer` is the configuration as one layer sees it.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
     `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `transformer`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
@@ -190,6 +195,12 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_offset: float = 0.0
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+    window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    local_rope: Rope | None = None
     tie_embeddings: bool = False
     experts: Experts | None = None
     bos_id: int | None = None
@@ -201,7 +212,7 @@ class ModelConfig:
     decoder: Any = None
 
     def __post_init__(self):
-        scale = self.attention_scale
+        layers = all(is_count(layer) and layer < self.num_layers for layer in self.sliding_layers)
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_fields(
             self,
@@ -213,15 +224,23 @@ class ModelConfig:
                 (name, is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
                 for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale")
             ),
-            ("attention_scale", scale is None or (is_number(scale) and scale > 0), "a number above 0, or None"),
+            *(
+                (name, value is None or (is_number(value) and value > 0), "a number above 0, or None")
+                for name in ("attention_scale", "soft_cap", "logit_cap")
+                for value in (getattr(self, name),)
+            ),
+            ("window", self.window is None or is_count(self.window, 1), "a whole number of at least 1, or None"),
+            ("sliding_layers", layers, f"layers, from 0 to {self.num_layers - 1}"),
+            ("sliding_layers", bool(self.sliding_layers) == (self.window is not None), "some if there is a window"),
         )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}: "
                 "every KV head serves an equal group of query heads."
             )
-        if self.rope is not None and (self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim):
-            raise ValueError(f"rope.dim = {self.rope.dim} must be even and in 2..head_dim = {self.head_dim}.")
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and (rope.dim % 2 or not 0 < rope.dim <= self.head_dim):
+                raise ValueError(f"rope.dim = {rope.dim} must be even and in 2..head_dim = {self.head_dim}.")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is not supported; allowed: {', '.join(ACTIVATIONS)}.")
         if self.norm not in NORMS:
@@ -232,6 +251,32 @@ class ModelConfig:
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer, None for one with a single MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The configuration as a layer sees it, a model of this layer: layers of a kind have the same.
+
+        Of a model whose layers all see every token it is the configuration itself.
+        """
+        if not self.sliding_layers:
+            return self
+        return self._of_sliding if layer in self.sliding_layers else self._of_global
+
+    @cached_property
+    def _of_sliding(self) -> "ModelConfig":
+        return replace(self, num_layers=1, rope=self.local_rope or self.rope, sliding_layers=(0,), local_rope=None)
+
+    @cached_property
+    def _of_global(self) -> "ModelConfig":
+        return replace(self, num_layers=1, window=None, sliding_layers=(), local_rope=None)
+
+    @cached_property
+    def global_layers(self) -> tuple[int, ...]:
+        """The layers that see every token: those that methods compress, and count."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.sliding_layers)
+
+    def global_number(self, layer: int) -> int | None:
+        """Which of the global layers a layer is, None for one with a window."""
+        return self.global_layers.index(layer) if layer in self.global_layers else None
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:

@@ -18,7 +18,12 @@ from clusterkv_jax.sharding import SEQUENCE, ambient_mesh, partition, token_ways
 
 
 def attention_over_tokens(
-    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H D"]:
     """`causal_attention`, whether the ambient mesh splits tokens or not.
 
@@ -26,10 +31,11 @@ def attention_over_tokens(
     """
     parts = token_ways(q.shape[1])
     if parts == 1:
-        return causal_attention(q, k, v)
+        return causal_attention(q, k, v, window=window, soft_cap=soft_cap)
     mesh = ambient_mesh()
     queries, keys = _specs(q, k)
-    attend = partial(last_queries_attention, backend=last_queries_backend(q, k, parts))
+    backend = last_queries_backend(q, k, parts)
+    attend = partial(last_queries_attention, window=window, soft_cap=soft_cap, backend=backend)
     run = partial(_local, attend, parts)
     return jax.shard_map(run, mesh=mesh, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False)(q, k, v)
 

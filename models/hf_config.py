@@ -5,8 +5,8 @@ Both styles are read, that of transformers 4 and that of transformers 5. A famil
 """
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -38,6 +38,7 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 MOST_POSITIONS = 2**31 - 1
 ExpertCount = Annotated[int, Meta(ge=1, le=2**12)]
 Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
+LayerTypes = Annotated[list[Literal["full_attention", "sliding_attention"]], Meta(max_length=1024)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
 Ids = int | Annotated[list[int], Meta(max_length=256)] | None
 _Factor = Annotated[float, Meta(ge=1e-3, le=1e6)]
@@ -316,10 +317,15 @@ def _scaling_to_hf(scaling: Scaling | None) -> dict[str, Any] | None:
             return {"rope_type": "longrope", "attention_factor": attention_factor, **both}
 
 
-def reject_sliding_window(window: int | None, positions: int) -> None:
-    """Raise ValueError if attention would be cut to a window."""
-    if window is not None and window < positions:
-        raise ValueError(
-            f"sliding_window = {window} is not supported; allowed: null, or at least "
-            f"max_position_embeddings = {positions}."
-        )
+def sliding(window: int | None, fields: Mapping[str, Any], types: Sequence[str] | None = None) -> dict[str, Any]:
+    """The window of a decoder with these fields and the layers that slide, by their types; without types all do.
+
+    A window that is no shorter than the longest text is none. Raises ValueError for another number of types.
+    """
+    count = fields["num_layers"]
+    if types is not None and len(types) != count:
+        raise ValueError(f"layer_types in config.json names {len(types)} layers; allowed: {count}.")
+    layers = tuple(i for i in range(count) if types is None or types[i] == "sliding_attention")
+    if window is None or window >= fields["max_positions"] or not layers:
+        return {"window": None, "sliding_layers": ()}
+    return {"window": window, "sliding_layers": layers}

@@ -1,9 +1,9 @@
-"""Mistral 7B v0.2 and v0.3: Llama's decoder without a sliding window (Jiang et al., 2023, arXiv:2310.06825)."""
+"""Mistral 7B: Llama's decoder, in v0.1 with a sliding window in every layer (Jiang et al., 2023, arXiv:2310.06825)."""
 
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Heads, Positions, Size, decoder, reject_sliding_window, rope
+from clusterkv_jax.models.hf_config import Decoder, Heads, Positions, Size, decoder, rope, sliding
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
 from clusterkv_jax.schema import checked
 
@@ -16,8 +16,8 @@ class _Mistral(Decoder, kw_only=True):
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: mistral` configuration; v0.1's sliding window is refused."""
+    """Translate a `model_type: mistral` configuration."""
     file = checked(published, _Mistral, where)
-    reject_sliding_window(file.sliding_window, file.max_position_embeddings)
     fields = decoder(file)
-    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]))
+    window = sliding(file.sliding_window, fields)
+    return ModelConfig(**fields, **window, rope=rope(file, fields["head_dim"]))

@@ -13,8 +13,8 @@ from clusterkv_jax.models.hf_config import (
     Size,
     Theta,
     decoder,
-    reject_sliding_window,
     rope,
+    sliding,
 )
 from clusterkv_jax.schema import checked
 
@@ -38,9 +38,9 @@ class _Mixtral(Decoder, kw_only=True):
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: mixtral` configuration; a sliding window is refused."""
+    """Translate a `model_type: mixtral` configuration."""
     file = checked(published, _Mixtral, where)
-    reject_sliding_window(file.sliding_window, file.max_position_embeddings)
     fields = decoder(file)
+    window = sliding(file.sliding_window, fields)
     experts = Experts(file.num_local_experts, file.num_experts_per_tok, file.intermediate_size)
-    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]), experts=experts)
+    return ModelConfig(**fields, **window, rope=rope(file, fields["head_dim"]), experts=experts)

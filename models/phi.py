@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Epsilon, Positions, Size, decoder, reject_sliding_window, rope
+from clusterkv_jax.models.hf_config import Decoder, Epsilon, Positions, Size, decoder, rope, sliding
 from clusterkv_jax.schema import checked
 
 WEIGHTS = llama.WEIGHTS | {
@@ -27,8 +27,8 @@ class _Phi3(Decoder, kw_only=True):
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: phi3` configuration; a window that is shorter than the longest text is refused."""
+    """Translate a `model_type: phi3` configuration."""
     file = checked(published, _Phi3, where)
-    reject_sliding_window(file.sliding_window, file.max_position_embeddings)
     fields = decoder(file)
-    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]))
+    window = sliding(file.sliding_window, fields)
+    return ModelConfig(**fields, **window, rope=rope(file, fields["head_dim"]))

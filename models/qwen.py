@@ -14,12 +14,13 @@ from clusterkv_jax.models.hf_config import (
     ExpertCount,
     Heads,
     Layers,
+    LayerTypes,
     Positions,
     Size,
     decoder,
     decoder_to_hf,
-    reject_sliding_window,
     rope,
+    sliding,
 )
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
 from clusterkv_jax.schema import checked
@@ -37,6 +38,8 @@ class _Qwen2(Decoder, kw_only=True):
     max_position_embeddings: Positions = 32768
     sliding_window: Size | None = 4096
     use_sliding_window: bool = False
+    max_window_layers: Annotated[int, Meta(ge=0, le=2**16)] = 28
+    layer_types: LayerTypes | None = None
 
 
 class _Qwen3(_Qwen2, kw_only=True):
@@ -56,11 +59,17 @@ class _Qwen3Moe(_Qwen2, kw_only=True):
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: qwen2` or `qwen3` configuration; an active sliding window is refused."""
+    """Translate a `model_type: qwen2` or `qwen3` configuration."""
     file = checked(published, _Qwen2 if published.get("model_type") == "qwen2" else _Qwen3, where)
-    if file.use_sliding_window:
-        reject_sliding_window(file.sliding_window, file.max_position_embeddings)
     fields = decoder(file)
+    late = [
+        "sliding_attention" if i >= file.max_window_layers else "full_attention" for i in range(fields["num_layers"])
+    ]
+    fields |= sliding(
+        file.sliding_window if file.use_sliding_window else None,
+        fields,
+        late if file.layer_types is None else file.layer_types,
+    )
     rotations = rope(file, fields["head_dim"])
     if file.model_type == "qwen2":
         return ModelConfig(**fields, rope=rotations, qkv_bias=True)
@@ -69,11 +78,10 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 
 def from_moe(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: qwen3_moe` configuration; an active sliding window is refused."""
+    """Translate a `model_type: qwen3_moe` configuration."""
     file = checked(published, _Qwen3Moe, where)
-    if file.use_sliding_window:
-        reject_sliding_window(file.sliding_window, file.max_position_embeddings)
     fields = decoder(file)
+    fields |= sliding(file.sliding_window if file.use_sliding_window else None, fields)
     single, step = set(file.mlp_only_layers or ()), file.decoder_sparse_step
     dense = (number for number in range(file.num_hidden_layers) if number in single or (number + 1) % step)
     experts = Experts(
@@ -99,6 +107,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         **decoder_to_hf(config),
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "use_sliding_window": config.window is not None,
+        "sliding_window": config.window,
+        "layer_types": [
+            "sliding_attention" if layer in config.sliding_layers else "full_attention"
+            for layer in range(config.num_layers)
+        ],
     }

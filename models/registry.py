@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.models import glm, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
+from clusterkv_jax.models import gemma, glm, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.schema import checked, shown
@@ -14,19 +14,23 @@ from clusterkv_jax.schema import checked, shown
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's configuration is translated, what its tensors are called, and which older names they had.
+    """How a family's configuration is translated, what its tensors are called, and which other names they have.
 
-    `to_hf` is None for a family that is read only.
+    Tensors whose names begin with one of `others` are not read. `to_hf` is None for a family that is read only.
     """
 
     from_hf: Callable[[dict[str, Any], str], ModelConfig]
     weights: Mapping[str, str]
     rename: Callable[[str], str] = lambda name: name
     to_hf: Callable[[ModelConfig], dict[str, Any]] | None = None
+    others: tuple[str, ...] = ()
 
 
 FAMILIES = {
     "chatglm": Family(glm.from_chatglm, glm.CHATGLM_WEIGHTS),
+    "gemma2": Family(gemma.from_gemma2, gemma.WEIGHTS),
+    "gemma3": Family(gemma.from_multimodal, gemma.WEIGHTS, gemma.of_texts, others=gemma.OF_IMAGES),
+    "gemma3_text": Family(gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family(glm.from_hf, glm.HF_WEIGHTS),
     "granite": Family(granite.from_hf, granite.WEIGHTS),
     "llama": Family(llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),

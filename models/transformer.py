@@ -70,21 +70,25 @@ def abstract(config: ModelConfig) -> Params:
 
 
 def _abstract_layer(config: ModelConfig, number: int) -> Params:
-    norm = {"before": "norm", "after": "out_norm"}[config.norm_place]
+    norms = {"before": ["norm"], "after": ["out_norm"], "both": ["norm", "out_norm"]}[config.norm_place]
     experts = config.experts_of(number)
     return {
-        f"attention_{norm}": _abstract_norm(config),
         "attention": _abstract_attention(config),
-        f"mlp_{norm}": _abstract_norm(config),
+        **{f"{block}_{norm}": _abstract_norm(config) for block in ("attention", "mlp") for norm in norms},
         **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
     }
 
 
 def _abstract_norm(config: ModelConfig) -> Params:
-    specs = {"scale": TensorSpec((config.hidden_size,), ("model",), initializers.ones)}
+    specs = {"scale": TensorSpec((config.hidden_size,), ("model",), _scale_init(config))}
     if config.norm == "layer":
         specs["bias"] = TensorSpec((config.hidden_size,), ("model",), initializers.zeros)
     return specs
+
+
+def _scale_init(config: ModelConfig) -> Callable[..., Array]:
+    """Norms start as those of scale 1."""
+    return initializers.constant(1 - config.norm_offset) if config.norm_offset else initializers.ones
 
 
 def _abstract_attention(config: ModelConfig) -> Params:
@@ -106,7 +110,7 @@ def _abstract_attention(config: ModelConfig) -> Params:
     if config.qk_norm:
         for name in ("q", "k"):
             of = slice(0 if config.qk_norm_whole else 1, 2)
-            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], initializers.ones)
+            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], _scale_init(config))
     return specs
 
 
@@ -199,7 +203,7 @@ def qkv(
     product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
     q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
     if config.qk_norm:
-        q, k = _rms(weights["q_norm"], config.norm_eps, q), _rms(weights["k_norm"], config.norm_eps, k)
+        q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
     if config.rope is not None:
         q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
     if config.attention_scale is not None:
@@ -232,13 +236,15 @@ def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) 
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
     x = _norm(params["final_norm"], config, hidden)
     logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
-    return logits if config.logit_scale == 1 else logits * config.logit_scale
+    logits = logits if config.logit_scale == 1 else logits * config.logit_scale
+    return logits if config.logit_cap is None else config.logit_cap * jnp.tanh(logits / config.logit_cap)
 
 
 def forward(
     params: Params, config: ModelConfig, tokens: Int[Array, "B N"], *, remat: bool = False
 ) -> Float[Array, "B N V"]:
-    """Logits of every position under full causal attention: the reference without any cache, and training.
+    """Logits of every position under causal attention, in sliding layers within their window: the reference without any
+    cache, and training.
 
     `remat` recomputes each layer in the backward pass instead of keeping its activations.
     """
@@ -251,15 +257,16 @@ def forward_hidden(
     """`forward` before the logits, for losses that take the vocabulary in pieces."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-    def block(layer: Params, hidden: Array) -> Array:
+    def block(config: ModelConfig, layer: Params, hidden: Array) -> Array:
         q, k, v = qkv(layer, config, hidden, positions)
-        return finish(layer, config, hidden, causal_attention(q, k, v))
+        attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap)
+        return finish(layer, config, hidden, attended)
 
-    step = jax.checkpoint(block) if remat else block
+    step = jax.checkpoint(block, static_argnums=0) if remat else block
     hidden = embed(params, config, tokens, positions)
     for number, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{number}"):
-            hidden = step(layer, hidden)
+            hidden = step(config.of_layer(number), layer, hidden)
     return hidden
 
 
@@ -307,21 +314,22 @@ def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> 
 
 def _leaving(layer: Params, block: str, config: ModelConfig, out: Array) -> Array:
     """What a layer's attention or MLP adds to the hidden states."""
-    if config.norm_place == "after":
+    if config.norm_place != "before":
         out = _norm(layer[f"{block}_out_norm"], config, out)
     return out if config.residual_scale == 1 else out * config.residual_scale
 
 
 def _norm(weights: Params, config: ModelConfig, x: Array) -> Array:
-    return _rms(weights["scale"], config.norm_eps, x) if config.norm == "rms" else _layer(weights, config.norm_eps, x)
+    return _rms(weights["scale"], config, x) if config.norm == "rms" else _layer(weights, config.norm_eps, x)
 
 
-def _rms(scale: Array, eps: float, x: Array) -> Array:
+def _rms(scale: Array, config: ModelConfig, x: Array) -> Array:
     """Over as many dimensions as the scale has."""
     wide = x.astype(jnp.float32)
     axes = tuple(range(-scale.ndim, 0))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + eps)
-    return (wide * _along(scale, x)).astype(x.dtype)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + config.norm_eps)
+    # An offset is added in float32: bfloat16 could not hold 1 + a small scale.
+    return (wide * (config.norm_offset + _along(scale, x))).astype(x.dtype)
 
 
 def _layer(weights: Params, eps: float, x: Array) -> Array:

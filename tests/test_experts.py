@@ -208,7 +208,6 @@ def test_both_names_of_the_number_of_experts():
         ({"num_experts_per_tok": 9}, "Experts per_token must be a whole number from 1 to count = 8, got 9."),
         ({"num_experts": 0}, "field 'num_experts': Expected int >= 1 (0)."),
         ({"mlp_only_layers": "all"}, "field 'mlp_only_layers': Expected array | null, got str ('all')."),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window = 64 is not supported"),
         ({"hidden_act": "tanh"}, "Activation 'tanh' is not supported"),
     ],
 )

@@ -1,6 +1,7 @@
 """Prefill and training attention against its definition, whatever the blocks, the backend or the mesh."""
 
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,17 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@partial(jax.jit, static_argnames="offset")
-def dense(q: jax.Array, k: jax.Array, v: jax.Array, offset: int = 0) -> jax.Array:
+@partial(jax.jit, static_argnames=("offset", "window", "soft_cap"))
+def dense(
+    q: jax.Array, k: jax.Array, v: jax.Array, offset: int = 0, window: int = 10**6, soft_cap: float | None = None
+) -> jax.Array:
     """The definition, with every score in memory."""
     groups = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     scores = jnp.einsum("bthd,bnhd->bhtn", q, k) / math.sqrt(q.shape[-1])
-    mask = np.arange(k.shape[1]) <= offset + np.arange(q.shape[1])[:, None]
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    ahead = offset + np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])
+    mask = (ahead >= 0) & (ahead < window)
     return jnp.einsum("bhtn,bnhd->bthd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
@@ -38,6 +43,32 @@ def test_causal_attention(monkeypatch, length, heads, kv_heads):
     q, k, v = normal(0, 2, length, heads, 8), normal(1, 2, length, kv_heads, 8), normal(2, 2, length, kv_heads, 8)
     got = jax.jit(attention.causal_attention)(q, k, v)
     assert relative(got, dense(q, k, v)) < 1e-6
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (5, 0.7), (16, None), (40, 0.7), (70, None), (80, 0.7)])
+def test_windows_and_soft_caps(monkeypatch, window, soft_cap):
+    """Of all queries, of the last ones of a prompt, and backwards."""
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+    q, k, v = normal(0, 2, 70, 4, 8), normal(1, 2, 70, 2, 8), normal(2, 2, 70, 2, 8)
+    options: Any = {"window": window, "soft_cap": soft_cap}
+    whole = jax.jit(partial(attention.causal_attention, **options))
+    assert relative(whole(q, k, v), dense(q, k, v, **options)) < 1e-6
+    last = jax.jit(partial(attention.last_queries_attention, **options, backend="xla"))
+    assert relative(last(q[:, 50:], k, v), dense(q[:, 50:], k, v, offset=50, **options)) < 1e-6
+    gradient = lambda function: jax.jit(jax.grad(lambda x: jnp.sum(function(q, x, x + v) ** 2)))(k)  # noqa: E731
+    assert relative(gradient(whole), gradient(partial(dense, **options))) < 1e-5
+
+
+def test_a_window_costs_as_much_for_each_token():
+    """No block of queries looks at more keys than it can see together."""
+
+    def keys_of_a_block(length: int, window: int | None) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        lowered = jax.jit(partial(attention.causal_attention, window=window)).lower(shape, shape, shape)
+        return max(map(int, re.findall(r"x256x(\d+)xf32", lowered.as_text())))
+
+    assert keys_of_a_block(8192, 512) == keys_of_a_block(4096, 512) == 256 + 511
+    assert keys_of_a_block(8192, None) > 4096
 
 
 def test_rows_of_a_batch_may_be_taken_one_after_the_other(monkeypatch):
@@ -108,15 +139,17 @@ def test_odd_lengths_are_padded_for_cudnn(monkeypatch, length):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     q, k, v = normal(0, 2, length, 4, 8), normal(1, 2, length, 2, 8), normal(2, 2, length, 2, 8)
-    assert relative(attention._cudnn(q, k, v), dense(q, k, v)) < 1e-6
-    assert lengths == [0]
+    assert relative(attention._cudnn(q, k, v, None), dense(q, k, v)) < 1e-6
+    assert relative(attention._cudnn(q, k, v, 3), dense(q, k, v, window=3)) < 1e-6
+    assert lengths == [0, 0]
 
 
+@pytest.mark.parametrize("window", [None, 1, 128, 200, 500])
 @pytest.mark.parametrize("rows", [512, 1024, 640])
-def test_the_mask_of_the_tpu_kernel_is_causal_block_by_block(rows):
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    mask, plain = attention._causal_mask(512, rows, 2, 128), masks.CausalMask((512, rows), offset=rows - 512)
+def test_the_mask_of_the_tpu_kernel_block_by_block(rows, window):
+    mask = attention._mask(512, rows, 2, 128, window)
+    ahead = rows - 512 + np.arange(512)[:, None] - np.arange(rows)
+    plain = (ahead >= 0) & (ahead < (window or rows))
     for i in range(0, 512, 128):
         for j in range(0, rows, 128):
             block = slice(i, i + 128), slice(j, j + 128)

@@ -205,10 +205,6 @@ def test_yarn_lengthens_the_longest_text():
             "YarnScaling beta_fast must be a number above beta_slow = 2.0, got 2.0.",
         ),
         ({"rope_theta": 1, "rope_scaling": _YARN}, "Rope theta must be above 1 for YaRN, got 1.0."),
-        (
-            {"model_type": "phi3", "sliding_window": 127},
-            "sliding_window = 127 is not supported; allowed: null, or at least max_position_embeddings = 128.",
-        ),
     ],
 )
 def test_what_is_not_supported_is_named(changes, message):

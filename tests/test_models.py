@@ -235,7 +235,10 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
 @pytest.mark.parametrize(
     ("published", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; allowed: chatglm, glm, granite, llama"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; allowed: chatglm, gemma2, gemma3, gemma3_text, glm, granite, llama",
+        ),
         ({}, "model_type None is not supported"),
         ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),
         ({**_LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
@@ -272,10 +275,21 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
         ),
         ({**_LLAMA, "num_key_value_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
         ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "Quantization 'gptq' is not supported"),
-        ({**_LLAMA, "model_type": "mistral", "num_key_value_heads": 2}, "sliding_window = 4096 is not supported"),
         (
-            {**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True},
-            "sliding_window = 4096 is not supported; allowed: null, or at least max_position_embeddings = 32768",
+            {**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "layer_types": []},
+            "layer_types in config.json names 0 layers; allowed: 2.",
+        ),
+        (
+            {**_LLAMA, "model_type": "gemma3_text", "layer_types": ["chunked_attention"]},
+            "'layer_types.0': Invalid enum value 'chunked_attention'",
+        ),
+        (
+            {**_LLAMA, "model_type": "gemma2", "use_bidirectional_attention": True},
+            "use_bidirectional_attention = True, which is not supported; allowed: False",
+        ),
+        (
+            {**_LLAMA, "model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50.0, which is not supported; allowed: None",
         ),
         ({**_OPT, "word_embed_proj_dim": 16}, "word_embed_proj_dim = 16, which is not supported; allowed: 32"),
         ({**_OPT, "do_layer_norm_before": False}, "do_layer_norm_before = False, which is not supported"),
@@ -295,6 +309,13 @@ def test_what_is_not_supported_is_named(published, message):
     [
         ({"norm_eps": math.nan}, "ModelConfig norm_eps must be a number above 0, got nan."),
         ({"num_layers": 0}, "ModelConfig num_layers must be a whole number of at least 1, got 0."),
+        ({"sliding_layers": (0,)}, "ModelConfig sliding_layers must be some if there is a window, got (0,)."),
+        ({"window": 3}, "ModelConfig sliding_layers must be some if there is a window, got ()."),
+        (
+            {"window": 3, "sliding_layers": (2,)},
+            "ModelConfig sliding_layers must be layers, from 0 to 1, got (2,).",
+        ),
+        ({"soft_cap": 0.0}, "ModelConfig soft_cap must be a number above 0, or None, got 0.0."),
         ({"head_dim": 16.0}, "ModelConfig head_dim must be a whole number of at least 1, got 16.0."),
     ],
 )
@@ -306,10 +327,39 @@ def test_impossible_numbers_of_a_model(change, message):
         Rope(0, 8)
 
 
-def test_inactive_sliding_windows_are_accepted():
-    published = {**_LLAMA, "model_type": "mistral", "num_key_value_heads": 2}
-    assert registry.from_hf({**published, "sliding_window": None}).family == "mistral"
-    assert registry.from_hf({**published, "sliding_window": 4096, "max_position_embeddings": 4096}).num_kv_heads == 2
+def test_sliding_layers():
+    """Those of the configuration; a window that no text exceeds is none."""
+    published = {**_LLAMA, "model_type": "mistral", "num_key_value_heads": 2, "num_hidden_layers": 3}
+    assert registry.from_hf({**published, "sliding_window": None}).sliding_layers == ()
+    assert registry.from_hf({**published, "max_position_embeddings": 4096}).sliding_layers == ()
+    assert registry.from_hf(published).sliding_layers == (0, 1, 2)  # v0.1 leaves 4096 out
+    qwen = published | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8}
+    config = registry.from_hf(qwen)
+    assert (config.window, config.sliding_layers, config.global_layers) == (4096, (1, 2), (0,))
+    assert registry.from_hf(qwen | {"model_type": "qwen3"}).sliding_layers == (1, 2)
+    again = registry.FAMILIES["qwen3"].to_hf(registry.from_hf(qwen | {"model_type": "qwen3"}))
+    assert registry.from_hf(again) == registry.from_hf(qwen | {"model_type": "qwen3"})
+
+
+def test_both_styles_of_gemma_3_say_the_same():
+    common = {**_LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 8, "sliding_window": 64}
+    ropes = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+    ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    types = ["sliding_attention", "full_attention"] * 3
+    new = {name: x for name, x in common.items() if name != "rope_theta"}
+    new |= {"rope_parameters": ropes, "layer_types": types}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = common | {"rope_theta": 1e6, "rope_scaling": scaling, "sliding_window_pattern": 2}
+    config = registry.from_hf(old | {"rope_local_base_freq": 1e4})
+    assert config == registry.from_hf(new)
+    assert config.sliding_layers == (0, 2, 4)
+    near, far = config.of_layer(0), config.of_layer(1)
+    assert (near.rope, near.window) == (Rope(1e4, 8), 64)
+    assert (far.rope, far.window) == (Rope(1e6, 8, scaling=LinearScaling(8.0)), None)
+    assert config.of_layer(2) is near
+    assert [config.global_number(layer) for layer in range(4)] == [None, 0, None, 1]
+    images = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "sliding_window": 1024}}
+    assert registry.from_hf(images).hidden_size == 2560
 
 
 # --- rotary embedding ---

@@ -103,7 +103,7 @@ def calibrate(
         network = ckv.load(one_model(model, model_option))
         if tokens > network.config.max_positions:
             raise ValueError(f"--tokens {tokens} exceed the model's {network.config.max_positions} positions.")
-        shape = (network.config.num_layers, network.config.num_kv_heads)
+        shape = (len(network.config.global_layers), network.config.num_kv_heads)
         calibration.choose_outliers(np.zeros(shape), outliers, tuple(whole_layer or ()))  # whether they can be chosen
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
         with progress_bar(observation.layers_read(network, pieces), "layers") as on_layers:

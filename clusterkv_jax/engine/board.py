@@ -54,7 +54,7 @@ class Seat:
 
     order: Order
     key: Any
-    kept_rows: list[list[list[int]]]
+    rows: tuple[list[list[list[int]]], list[list[list[int]]]]
     tokens: tuple[int, ...] = ()
     ended: bool = False
     first_s: float = 0.0
@@ -120,7 +120,7 @@ def place_of(board: Board, number: int) -> tuple[int | None, Seat]:
     for slot, seat in enumerate(board.seats):
         if seat is not None and seat.order.number == number:
             return slot, seat
-    return None, next(Seat(order, None, []) for order in board.waiting if order.number == number)
+    return None, next(Seat(order, None, ([], [])) for order in board.waiting if order.number == number)
 
 
 def longer(seat: Seat, new: Sequence[int], ends: tuple[int, ...], now: float) -> Seat:

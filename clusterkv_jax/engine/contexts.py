@@ -49,11 +49,13 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head."""
+    """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head of
+    the method and of windows.
+    """
 
     cache: Any
     logits: Any
-    kept_rows: list[list[list[int]]]
+    rows: tuple[list[list[list[int]]], list[list[list[int]]]]
 
     @property
     def nbytes(self) -> int:
@@ -125,14 +127,14 @@ class Shelf:
     def _lower(self, number: int, reading: Reading, place: Place) -> None:
         if place == "host":
             cache, logits = jax.tree.map(np.asarray, (reading.cache, reading.logits))
-            self._held["host"][number] = Reading(cache, logits, reading.kept_rows)
+            self._held["host"][number] = Reading(cache, logits, reading.rows)
             return
         try:
             saving.save(self._path(number), reading.cache, self.config, self.method)
         except ValueError:  # numbers that are not finite have no file
             return
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reading.cache)
-        self._held["disk"][number] = Reading(shapes, jax.tree.map(np.asarray, reading.logits), reading.kept_rows)
+        self._held["disk"][number] = Reading(shapes, jax.tree.map(np.asarray, reading.logits), reading.rows)
 
     def _on_device(self, number: int, reading: Reading, place: Place) -> Reading:
         if place == "device":
@@ -140,9 +142,9 @@ class Shelf:
         if place == "disk":
             cache = saving.load(self._path(number), self.config, self.method)
             self._path(number).unlink()
-            return Reading(cache, jax.tree.map(jax.numpy.asarray, reading.logits), reading.kept_rows)
+            return Reading(cache, jax.tree.map(jax.numpy.asarray, reading.logits), reading.rows)
         cache, logits = jax.tree.map(jax.numpy.asarray, (reading.cache, reading.logits))
-        return Reading(placed_on_host(cache, self.method), logits, reading.kept_rows)
+        return Reading(placed_on_host(cache, self.method), logits, reading.rows)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None

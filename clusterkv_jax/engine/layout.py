@@ -10,11 +10,11 @@ from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.cache import KVCache
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import check_counts
-from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
 from clusterkv_jax.engine.slots import slot_plans, template
 from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 
 # Contexts that the device has room for where nobody says how many bytes.
@@ -90,7 +90,7 @@ def make_layout(
     counts = sizes | {"max_new_tokens": limits.reserve}
     request = request_of_model(config, params["embed"].dtype, lengths, method.cache_dtype, **counts)
     check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
-    plans = slot_plans(method, request)
+    plans = slot_plans(config, method, request)
     one, logits = template(params, config, method, plans, width, **sizes)
     contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
     memory = memory_plan(params, config, (one, logits), slots, width, contexts)

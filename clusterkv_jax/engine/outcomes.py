@@ -10,6 +10,7 @@ from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.texts import Tokens, cut, decode
+from clusterkv_jax.windows import window_bytes
 
 
 def result_of(model: Model, seat: Seat, one: KVCache, now: KVCache | None, end_s: float, compile_s: float) -> Result:
@@ -24,10 +25,12 @@ def result_of(model: Model, seat: Seat, one: KVCache, now: KVCache | None, end_s
         ttft_s=seat.first_s - order.added_s if tokens else 0.0,
         tpot_s=(end_s - seat.first_s) / (len(tokens) - 1) if len(tokens) > 1 else 0.0,
         compile_s=compile_s - order.compile_s,
-        kept_rows=seat.kept_rows,
+        kept_rows=seat.rows[0],
+        window_rows=seat.rows[1],
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=nbytes(one),
+        window_bytes=window_bytes(one),
         host_bytes=host_bytes(one),
         **moved,
         full_cache_bytes=full_bytes(model, order.batch),

@@ -9,7 +9,7 @@ import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.batch import Batch, padded
-from clusterkv_jax.cache import KVCache, group_heads, groups, occupancy
+from clusterkv_jax.cache import KVCache, WindowCache, group_heads, groups, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.contexts import Reading
@@ -34,7 +34,7 @@ def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed:
         plans=layout.plans,
         key=jax.random.key(seed),
     )
-    return Reading(cache, logits, occupancy(cache))
+    return Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 
 def is_file(prompt: Any) -> bool:
@@ -57,7 +57,7 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
             "a reserve for which nothing is compressed later; save one with Engine.save."
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
-    return length, Reading(cache, logits, occupancy(cache))
+    return length, Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 
 def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:
@@ -70,6 +70,7 @@ def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:
     return all(
         _has_room(group, memory, slot, limits)
         for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
+        if not (isinstance(slots, WindowCache) and slots.rows.capacity == slots.window)  # a whole window is never full
         for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
         if group_heads(layer) == group_heads(slots)
     )

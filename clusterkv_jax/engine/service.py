@@ -260,7 +260,7 @@ class Engine:
         except (ValueError, MemoryError) as error:
             self._end(order.number, "failed", error)
             return False
-        self._board = seated(self._board, slot, Seat(order, key_words(order.seed), reading.kept_rows))
+        self._board = seated(self._board, slot, Seat(order, key_words(order.seed), reading.rows))
         self._handles[order.number].state = "active"
         return True
 

@@ -27,7 +27,7 @@ from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due, recompress, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
-from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -48,15 +48,15 @@ class Slots:
     logits: Float[Array, "B V"]
 
 
-def slot_plans(method: Method, request: Request) -> tuple[LayerPlan, ...]:
+def slot_plans(config: ModelConfig, method: Method, request: Request) -> tuple[LayerPlan, ...]:
     """The plans of all layers, for prompts of every length that the request names."""
-    return tuple(_plan(method, layer, request) for layer in range(request.num_layers))
+    return tuple(_plan(config, method, layer, request) for layer in range(config.num_layers))
 
 
-def _plan(method: Method, layer: int, request: Request) -> LayerPlan:
+def _plan(config: ModelConfig, method: Method, number: int, request: Request) -> LayerPlan:
     """As for one request. Recall reads a short prompt whole, and its short answer: a step may recall as many rows."""
-    plan = plan_layer(method, layer, request)
-    if method.forgets:
+    plan, layer = plan_of_layer(config, method, number, request), config.global_number(number)
+    if method.forgets or layer is None:
         return plan
     short = replace(request, lengths=np.arange(1, NARROWEST + 1), reserve=0)
     whole = bool(np.min(method.budget_rows(short.lengths, layer, short)) >= MOST_ROWS)

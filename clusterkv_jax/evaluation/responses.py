@@ -18,6 +18,7 @@ from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation import completed, generate
 from clusterkv_jax.methods import Method
+from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -64,7 +65,7 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
     dtype = model.params["embed"].dtype
     request = request_of_model(config, dtype, np.asarray([tokens]), method.cache_dtype, **counts)
     with contextlib.suppress(ValueError):
-        method.check(request.lengths, request)
+        check_prompts(config, method, request, request.lengths)
         return True
     return False
 
@@ -152,7 +153,9 @@ def _follow(
 
 
 def _rows_each(counts: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:
-    """Mean rows per head of each prompt, from rows [layer][different context][head]."""
+    """Mean rows per head of each prompt, from rows [layer][different context][head]; 0 where no layer is compressed."""
     unique = list(dict.fromkeys(prompt.context for prompt in prompts))
+    if not counts:
+        return [0.0] * len(prompts)
     each = [float(np.mean([head for layer in counts for head in layer[i]])) for i in range(len(unique))]
     return [each[unique.index(prompt.context)] for prompt in prompts]

@@ -24,6 +24,7 @@ from clusterkv_jax import reading
 from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import LARGEST_BLOCK, segment_edges
@@ -126,7 +127,7 @@ def reconstruction(
     hidden, counts = reading.embed(params, config, tokens, counts)
     rows = []
     for layer in params["layers"]:
-        hidden, *keys_and_values = reading.read_layer(layer, config, None, hidden)
+        hidden, *keys_and_values = reading.read_layer(layer, config.of_layer(len(rows)), None, hidden)
         rows.append(keys_and_values)
     options = {"chunk": chunk, "prompts": prompts, "sinks": sinks, "normalize": normalize, "prefix": prefix}
     return repeated(params, config, rows, tokens, counts, **options)
@@ -158,8 +159,10 @@ def repeated(
         hidden, positions, real = run(_feed, params, config, tokens, jnp.asarray(ids, jnp.int32), lengths, here, size)
         scores = []
         for number, (layer, (keys, values)) in enumerate(zip(params["layers"], rows, strict=True)):
-            places = keys, values, here, lengths, size, min(sinks, start), normalize, number + 1 == len(rows)
-            hidden, score = run(_repeat_layer, layer, config, hidden, positions, real, *places)
+            mine = config.of_layer(number)
+            last = number + 1 == len(rows) and mine.window is None
+            places = keys, values, here, lengths, size, min(sinks, start), normalize, last
+            hidden, score = run(_repeat_layer, layer, mine, hidden, positions, real, *places)
             scores.append(score)
         pieces.append(scores)
     return run(_whole, pieces, lengths, prefix, sinks)
@@ -236,7 +239,8 @@ def _repeat_layer(
         norm = jnp.linalg.norm(transformer.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
-    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, size, sinks)
+    sight = _Sight(size, sinks, config.window, config.soft_cap)
+    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
         best = best + jnp.log(projected_norms(piece, layer["attention"]["o"])).reshape(best.shape)
@@ -260,14 +264,23 @@ def _whole(pieces: list[list[Array]], counts: Int[Array, " B"], prefix: int, sin
 # --- attention of a pass ---
 
 
+@dataclass(frozen=True)
+class _Sight:
+    """What is static of a pass: rows of the piece, sinks, the layer's window and its soft cap of scores."""
+
+    size: int
+    sinks: int
+    window: int | None
+    soft_cap: float | None
+
+
 def _attend(
     q: Float[Array, "B n H D"],
     rows: tuple[Array, Array, Array, Array],
     below: Float[Array, "B n"],
     counts: Int[Array, " B"],
     start: Int[Array, ""],
-    size: int,
-    sinks: int,
+    sight: _Sight,
 ) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
     """Attention of the fed tokens to context and themselves, and the maxima of the softmax that is cut out of it.
 
@@ -281,7 +294,7 @@ def _attend(
     block = max(16, min(LARGEST_BLOCK, at_once))
 
     def one(arrays: Any) -> tuple[Array, Array]:
-        return _attend_one(*arrays, start=start, size=size, sinks=sinks, block=block)
+        return _attend_one(*arrays, start=start, sight=sight, block=block)
 
     q = q.reshape(batch, fed, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     arrays = q, *rows, below, counts
@@ -298,31 +311,34 @@ def _attend_one(
     below: Float[Array, " n"],
     count: Int[Array, ""],
     start: Int[Array, ""],
-    size: int,
-    sinks: int,
+    sight: _Sight,
     block: int,
 ) -> tuple[Float[Array, "K G n D"], Float[Array, "K G size"]]:
     """A sequence: `block` queries after the other, so that logits are never n x N for all of them.
 
     Later queries see more of the fed tokens, so those come in segments, as in `causal_attention`.
     """
-    there = ordinals(keys.shape[1], 1) < count
+    row = ordinals(keys.shape[1], 2)
+    reach = keys.shape[1] + q.shape[2] if sight.window is None else sight.window
 
     def attend(end: int, best: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         q, number, below = part
-        context = jnp.where(there[None, None, None], _logits(q, keys), -jnp.inf)
-        own = jnp.where((ordinals(end, 2) <= number[:, None])[None, None], _logits(q, new_keys[:, :end]), -jnp.inf)
+        # A query's own number counts from the end of the context.
+        there = (row < count) & (row > count + number[:, None] - reach)
+        mine = (ordinals(end, 2) <= number[:, None]) & (ordinals(end, 2) > number[:, None] - reach)
+        context = jnp.where(there[None, None], capped(_logits(q, keys), sight.soft_cap), -jnp.inf)
+        own = jnp.where(mine[None, None], capped(_logits(q, new_keys[:, :end]), sight.soft_cap), -jnp.inf)
         peak = jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1))[..., None]
         weights = jnp.exp(context - peak), jnp.exp(own - peak)
         total = jnp.sum(weights[0], axis=-1) + jnp.sum(weights[1], axis=-1)
         attended = _weighted(weights[0], values) + _weighted(weights[1], new_values[:, :end])
-        piece = jax.lax.dynamic_slice_in_dim(context, start, size, axis=3)
-        inside = [jax.nn.logsumexp(x, axis=-1) for x in (context[..., :sinks], piece, own) if x.shape[-1]]
+        piece = jax.lax.dynamic_slice_in_dim(context, start, sight.size, axis=3)
+        inside = [jax.nn.logsumexp(x, axis=-1) for x in (context[..., : sight.sinks], piece, own) if x.shape[-1]]
         less = jax.nn.logsumexp(jnp.stack(inside), axis=0) + below[None, None]
         best = jnp.maximum(best, jnp.max(piece - less[..., None], axis=2))
         return best, (attended / total[..., None]).astype(q.dtype)
 
-    best, outputs = jnp.full((*q.shape[:2], size), -jnp.inf), []
+    best, outputs = jnp.full((*q.shape[:2], sight.size), -jnp.inf), []
     for begin, end in pairwise(segment_edges(q.shape[2])):
         blocks = -(-(end - begin) // block)
         length = -(-(end - begin) // blocks)

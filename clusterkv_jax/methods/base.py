@@ -271,8 +271,9 @@ def append_and_attend(
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
     longer = append_tokens(group, tokens, apart=apart)
     if tokens.q.shape[1] == 1:
-        return attend_cache(longer, tokens.q)[0], longer, memory
-    attended = combine(attend_cache(group, tokens.q), attend_new(tokens.q, tokens.k, tokens.v, tokens.real))
+        return attend_cache(longer, tokens.q, tokens.soft_cap)[0], longer, memory
+    among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
+    attended = combine(attend_cache(group, tokens.q, tokens.soft_cap), among)
     return attended, longer, memory
 
 

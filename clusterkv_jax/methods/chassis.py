@@ -26,6 +26,7 @@ from clusterkv_jax.cache import (
     NewTokens,
     PagedHeads,
     State,
+    WindowCache,
     from_tokens,
     group_heads,
     groups,
@@ -37,6 +38,7 @@ from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_atte
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.windows import ring, step_window
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +81,8 @@ def compress_layer(
     Raises:
         ValueError: if the method needs queries, hidden states or scores and there are none.
     """
+    if plan.window is not None:
+        return ring(prompt.keys, prompt.values, prompt.lengths, plan.window, plan.capacities[0]), (None,), ()
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[tuple[Any, State, Any]] = []
     for i, group in enumerate(plan.groups):
@@ -142,6 +146,8 @@ def step_layer(
     method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
 ) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
     """New tokens enter every group of the layer and attend to it."""
+    if isinstance(layer, WindowCache):
+        return *step_window(layer, tokens), state
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
@@ -171,8 +177,13 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
 
     `rope` are the model's rotations, for methods that score rows by queries of other positions.
     """
-    layers, states, selection = [], [], None
-    for number, (layer, state) in enumerate(zip(cache.layers, cache.state, strict=True)):
+    layers, states, selection, number = [], [], None, -1
+    for layer, state in zip(cache.layers, cache.state, strict=True):
+        if isinstance(layer, WindowCache):
+            layers.append(layer)
+            states.append(state)
+            continue
+        number += 1
         before = selection if "selection" in method.needs(number) else None
         parts = [
             _recompress_group(method, group, memory, cache.position, rope, None if before is None else before[i])
@@ -199,13 +210,22 @@ def _recompress_group(
 
 
 def placed(method: Method, layers: Any) -> Any:
-    """Layers on the devices of the ambient mesh; their slots too, where the method's steps allow it."""
-    of_group = lambda x: constrain_cache(x, apart=slots_apart(method) and isinstance(x, LayerCache))  # noqa: E731
-    return jax.tree.map(of_group, layers, is_leaf=lambda x: isinstance(x, LayerCache | PagedHeads))
+    """Layers on the devices of the ambient mesh; their slots too, where the steps of method or window allow it."""
+    kinds = LayerCache | PagedHeads | WindowCache
+    return jax.tree.map(
+        lambda x: constrain_cache(x, apart=apart(method, x)), layers, is_leaf=lambda x: isinstance(x, kinds)
+    )
+
+
+def apart(method: Method, part: Any) -> bool:
+    """Whether devices may share the slots of a head of a layer, or of one of its groups."""
+    return isinstance(part, WindowCache) or (isinstance(part, LayerCache) and slots_apart(method))
 
 
 def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:
     """The layer with other groups in the place of its own."""
+    if isinstance(layer, WindowCache):
+        return replace(layer, rows=parts[0])
     return replace(layer, groups=tuple(parts)) if isinstance(layer, HeadGroups) else parts[0]
 
 

@@ -212,7 +212,7 @@ class ClusterKV(Recall):
         group, memory = host_store.append(group, memory, token, sinks=self.sinks)
         rows = self.choose(memory, by_kv_head(token.q, group))
         rows = jnp.where((rows < group.length[:, :, None, None]) & token.real[:, :, None, None], rows, -1)
-        attended, memory = host_store.attend(group, memory, token.q, rows[..., self.sinks :], sinks=self.sinks)
+        attended, memory = host_store.attend(group, memory, token, rows[..., self.sinks :], sinks=self.sinks)
         return attended, group, memory | {"recalled": unless_over(token.real[:, 0], rows, memory)}
 
     @override

@@ -13,16 +13,46 @@ from jaxtyping import Array, Int
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method, Schedule, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import slot_ways
 
 
-def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
-    """The groups of a layer: heads of equal budgets stand together, the largest budget first.
+def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Request) -> LayerPlan:
+    """The plan of a model's layer: the method's, or that of its window."""
+    number = config.global_number(layer)
+    if number is None:
+        assert config.window is not None
+        return plan_window(config.window, request)
+    return plan_layer(method, number, request)
 
-    Nothing here depends on how many tokens will be generated but on the reserve for them, so that one program serves
-    any number.
+
+def needs_of_layer(config: ModelConfig, method: Method, layer: int) -> frozenset[str]:
+    """What a method must be shown of a model's layer; nothing of one with a window."""
+    number = config.global_number(layer)
+    return frozenset() if number is None else method.needs(number)
+
+
+def repeats(config: ModelConfig, method: Method) -> bool:
+    """Whether the model has to repeat its prompts for the method."""
+    return bool(config.global_layers) and "repetition" in method.needs(0)
+
+
+def plan_window(window: int, request: Request) -> LayerPlan:
+    """Of a layer whose tokens see the last `window` alone; slots for fewer where a request is shorter."""
+    heads = tuple(range(request.num_kv_heads))
+    longest = int(np.max(request.lengths)) + request.reserve
+    slots = min(window, aligned(longest, slot_ways(len(heads))))
+    return LayerPlan((GroupPlan(heads, slots, keep_all=True, reserve=request.reserve),), window=window)
+
+
+def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
+    """The groups of a layer that sees every token: heads of equal budgets stand together, the largest budget first.
+
+    `layer` is its number among those. Nothing here depends on how many tokens will be generated but on the reserve for
+    them, so that one program serves any number.
     """
     lengths = np.asarray(request.lengths)
     most = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=request.reserve)))
@@ -80,9 +110,14 @@ def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request:
 
 
 def rows_of_request(
-    method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int, request: Request
+    method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int | None, request: Request
 ) -> Int[Array, "B groups stages"]:
-    """B of each prompt and group of the layer's heads, as device numbers that the host computes."""
+    """B of each prompt and group of the layer's heads, as device numbers that the host computes.
+
+    `layer` is its number among those that see every token. Without one it has a window and no budget, which is 0.
+    """
+    if layer is None:
+        return jnp.zeros((lengths.shape[0], 1, 1), jnp.int32)
     numbers = concrete(lengths)
     at = np.arange(int(np.max(request.lengths)) + 1) if numbers is None else numbers
     first = [heads[0] for heads in plan.heads]
@@ -120,3 +155,38 @@ def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:
         else:
             same.append(head)
     return sorted(map(tuple, groups), key=lambda heads: -int(rows[:, heads[0]].max()))
+
+
+# --- what cannot be ---
+
+
+def check_prompts(config: ModelConfig, method: Method, request: Request, lengths: np.ndarray) -> None:
+    """Raise ValueError for prompts of these lengths that the method cannot read; none are those not known yet."""
+    if config.global_layers:  # else there is nothing to compress
+        method.check(lengths, request)
+    if repeats(config, method):
+        _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
+
+
+def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:
+    """Raise ValueError if the method has no words that the model knows, or the model no positions for what is fed."""
+    how, name = repetition_of(method), type(method).__name__
+    if how.words is None:
+        raise ValueError(
+            f"{name} has the model repeat its prompts and needs an instruction for that: use generate with a model "
+            "that has a tokenizer, or give it instruction=learned.instruction(tokenizer)."
+        )
+    ids = sorted({id for part in how.words for id in part})
+    if ids and ids[-1] >= config.vocab_size:
+        raise ValueError(f"{name} instruction holds id {ids[-1]}; allowed are 0 to {config.vocab_size - 1}.")
+    fed = repetition.most_fed(how, longest)
+    if longest + fed > config.max_positions:
+        raise ValueError(
+            f"{name} feeds up to {fed} tokens after a prompt of {longest}, more than the model's "
+            f"{config.max_positions} positions; a smaller chunk feeds fewer."
+        )
+
+
+def repetition_of(method: Any) -> repetition.Repetition:
+    """How a method that needs "repetition" has a prompt repeated."""
+    return method.repetition

@@ -20,7 +20,7 @@ class Request:
 
     Attributes:
         lengths: the prompt lengths that may occur: those of a bucket, or the actual ones.
-        num_layers: of the model.
+        num_layers: those that see every token. Methods and budgets count them alone.
         num_kv_heads: of each layer.
         max_new_tokens: what budgets of base "prompt+new" count.
         reserve: tokens that will be appended after the prompt, question and answer.
@@ -71,10 +71,14 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The groups of one layer, and what its method must be shown of it; layers of equal plans share a program."""
+    """The groups of one layer, and what its method must be shown of it; layers of equal plans share a program.
+
+    A layer with a `window` has one group, which no method sees.
+    """
 
     groups: tuple[GroupPlan, ...]
     needs: frozenset[str] = frozenset()
+    window: int | None = None
 
     @property
     def selects(self) -> bool:
@@ -107,7 +111,7 @@ def request_of_model(
     `counts` are `max_new_tokens`, `reserve` and `step_tokens`.
     """
     row = row_bytes(config.head_dim, dtype, dtype, stored=stored)
-    return Request(lengths, config.num_layers, config.num_kv_heads, row_bytes=row, rope=config.rope, **counts)
+    return Request(lengths, len(config.global_layers), config.num_kv_heads, row_bytes=row, rope=config.rope, **counts)
 
 
 def request_of_tensors(

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from clusterkv_jax.cache import KVCache, LayerCache
+from clusterkv_jax.cache import KVCache, LayerCache, WindowCache
 from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
-from clusterkv_jax.methods.base import Method, slots_apart
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import apart
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.sampling import Sampling
@@ -44,7 +45,8 @@ def parameters(config: ModelConfig, mesh: Mesh | AbstractMesh, dtype: Any, *, le
         return params
     shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
     surrogate = {name: array(mesh, shape, jnp.float32) for name, shape in shapes.items()}
-    return params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
+    learns = lambda number: {"surrogate": surrogate} if number in config.global_layers else {}  # noqa: E731
+    return params | {"layers": tuple(layer | learns(number) for number, layer in enumerate(params["layers"]))}
 
 
 def chip_bytes(tree: Any) -> int:
@@ -56,14 +58,14 @@ def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -
     """Results of prefill as its programs constrain them: hidden states, of this shape, and arrays of caches."""
 
     def place(part: Any) -> Any:
-        apart = isinstance(part, LayerCache) and slots_apart(method)
-        return jax.tree.map(lambda x: put(x, (CACHE_AXES if apart else HEAD_AXES)[x.ndim]), part)
+        axes = CACHE_AXES if apart(method, part) else HEAD_AXES
+        return jax.tree.map(lambda x: put(x, axes[x.ndim]), part)
 
     def put(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
         axes = HIDDEN if x.shape == hidden else axes
         return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
 
-    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, LayerCache))
+    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, LayerCache | WindowCache))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
@@ -35,7 +36,7 @@ from clusterkv_jax.sharding import (
     whole_axes,
 )
 
-# Layers of the two decode programs whose difference is what a layer takes.
+# Layers of the two decode programs whose difference is what a layer takes, where all layers are alike.
 FEW, MORE = 2, 4
 MOST_CHIPS = 256
 SHORTEST = 512
@@ -124,6 +125,14 @@ def halves(job: Job) -> Iterator[Job]:
         context //= 2
 
 
+def few_and_more(config: ModelConfig) -> tuple[int, ...]:
+    """The layers of two decode programs whose difference is of whole turns of the model's kinds of layers."""
+    count, kinds = config.num_layers, [layer in config.sliding_layers for layer in range(config.num_layers)]
+    turn = next(size for size in range(1, count + 1) if kinds == (kinds[:size] * count)[:count])
+    unit = turn * -(-FEW // turn)
+    return tuple(sorted({min(size, count) for size in (unit, MORE // FEW * unit)}))
+
+
 def _groups(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in mesh_axes("batch", mesh))
 
@@ -187,7 +196,7 @@ def needed(job: Job, call: Call, memory: Any) -> float:
 
 def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
     """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
-    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    layers = few_and_more(job.config)
     for at in halves(job):
         found = []
         try:
@@ -240,7 +249,7 @@ def _refusal(error: Exception, doing: str) -> str:
 
 def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
     """The same, of temporaries that are estimated."""
-    layers = tuple(sorted({min(count, job.config.num_layers) for count in (FEW, MORE)}))
+    layers = few_and_more(job.config)
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4

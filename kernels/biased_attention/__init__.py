@@ -21,6 +21,7 @@ def biased_attention(
     degree: Float[Array, "B K C"],
     length: Int[Array, "B K"] | None = None,
     *,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     return_probs: bool = False,
     backend: str | None = None,
@@ -29,7 +30,8 @@ def biased_attention(
 
     A slot of degree 0, or at or beyond `length` where that is given, is empty: its content, NaN included, has no
     effect. A head without any row gives zeros and a log-sum-exp of -inf. Softmax in float32, output in the dtype of
-    `q`. Differentiable in `q`, `keys`, `values` and `degree`; the derivative of an empty slot is zero.
+    `q`. A `soft_cap` c makes of a score s c tanh(s / c), before the bias. Differentiable in `q`, `keys`, `values` and
+    `degree`; the derivative of an empty slot is zero.
 
     Rows may be `Quantised`, keys and values alike: their codes are read as they are, and nothing is differentiable.
 
@@ -53,6 +55,7 @@ def biased_attention(
         values,
         degree,
         length,
+        soft_cap=soft_cap,
         return_lse=return_lse,
         return_probs=return_probs,
     )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
 from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.kernels.soft_cap import capped
 
 
 def differentiable(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,30 +25,31 @@ def differentiable(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(implementation)
-    def attention(q, keys, values, degree, length, *, return_lse, return_probs):
+    def attention(q, keys, values, degree, length, *, soft_cap=None, return_lse, return_probs):
         if isinstance(keys, Quantised):  # codes have no derivative
-            return implementation(q, keys, values, degree, length, return_lse=return_lse, return_probs=return_probs)
-        out, lse, *probs = _attention(implementation, return_probs, q, keys, values, degree, length)
+            options = {"soft_cap": soft_cap, "return_lse": return_lse, "return_probs": return_probs}
+            return implementation(q, keys, values, degree, length, **options)
+        out, lse, *probs = _attention(implementation, soft_cap, return_probs, q, keys, values, degree, length)
         result = [out, *([lse] if return_lse else []), *probs]
         return result[0] if len(result) == 1 else tuple(result)
 
     return attention
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _attention(implementation, return_probs, *operands):
-    return implementation(*operands, return_lse=True, return_probs=return_probs)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _attention(implementation, soft_cap, return_probs, *operands):
+    return implementation(*operands, soft_cap=soft_cap, return_lse=True, return_probs=return_probs)
 
 
 @_attention.defjvp
-def _attention_jvp(implementation, return_probs, operands, tangents):
-    result = _attention(implementation, return_probs, *operands)
-    changes = jax.checkpoint(_changes)(operands, result[1], tangents[:4])
+def _attention_jvp(implementation, soft_cap, return_probs, operands, tangents):
+    result = _attention(implementation, soft_cap, return_probs, *operands)
+    changes = jax.checkpoint(functools.partial(_changes, soft_cap))(operands, result[1], tangents[:4])
     return result, tuple(x.astype(y.dtype) for x, y in zip(changes, result, strict=False))
 
 
 def _changes(
-    operands: tuple[Any, ...], lse: Float[Array, "B T H"], tangents: tuple[Array, ...]
+    soft_cap: float | None, operands: tuple[Any, ...], lse: Float[Array, "B T H"], tangents: tuple[Array, ...]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"], Float[Array, "B H C"]]:
     """How output, log-sum-exp and summed probabilities change with q, keys, values and degree, to first order."""
     q, keys, values, degree = (x.astype(jnp.float32) for x in operands[:4])
@@ -66,9 +68,11 @@ def _changes(
     scores = functools.partial(product, "btkgd,bkcd->bkgtc")
     scale = 1 / math.sqrt(dim)
     over_slots = lambda x: x[:, :, None, None, :]  # noqa: E731
-    score = scores(q, keys) * scale + over_slots(bias)
+    product_with_keys = scores(q, keys) * scale
+    score = capped(product_with_keys, soft_cap) + over_slots(bias)
+    slope = 1.0 if soft_cap is None else 1 - jnp.tanh(product_with_keys / soft_cap) ** 2
     probs = jnp.where(over_slots(occupied), jnp.exp(score - jnp.where(lse == -jnp.inf, 0.0, lse)), 0.0)
-    dscore = (scores(dq, keys) + scores(q, dkeys)) * scale + over_slots(dbias)
+    dscore = (scores(dq, keys) + scores(q, dkeys)) * (slope * scale) + over_slots(dbias)
     dlse = jnp.sum(probs * dscore, axis=-1, keepdims=True)
     dprobs = probs * (dscore - dlse)
     dout = product("bkgtc,bkcd->btkgd", dprobs, values) + product("bkgtc,bkcd->btkgd", probs, dvalues)

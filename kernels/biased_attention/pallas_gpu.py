@@ -24,6 +24,7 @@ from clusterkv_jax.kernels import words
 from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import WITHOUT_E4M3, arange, call, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, in_basis_of_codes, kind
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_QUERIES = 64  # query rows of a tile
@@ -35,7 +36,9 @@ LOG2_E = math.log2(math.e)
 
 
 @in_basis_of_codes
-def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, sizes=None, interpret=False):
+def biased_attention(
+    q, keys, values, degree, length, *, soft_cap=None, return_lse, return_probs, sizes=None, interpret=False
+):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`.
 
     `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots
@@ -59,7 +62,7 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
     end = end.astype(jnp.int32)
-    common: dict[str, Any] = {"block": block, "kv_heads": kv_heads, "stored": None}
+    common: dict[str, Any] = {"block": block, "kv_heads": kv_heads, "stored": None, "soft_cap": soft_cap}
     if isinstance(keys, Quantised):
         if stored.shape[3] % 2:
             raise NotImplementedError(
@@ -164,7 +167,7 @@ def _load_rows(rows, stored, head, slot, columns, mask, wide):
     return tiles, plgpu.load(rows.scales.at[head, slot], mask=mask, other=0.0)
 
 
-def _scores(query, keys, degree, head, slot, inside, columns, stored, width):
+def _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap):
     """Biased scores [queries, slots] in units of ln 2, -inf for empty slots, and which slots are not empty."""
     tiles, peak = query
     count = plgpu.load(degree.at[head, slot], mask=inside, other=0.0)
@@ -173,12 +176,13 @@ def _scores(query, keys, degree, head, slot, inside, columns, stored, width):
     bias = jnp.log2(jnp.where(occupied, count, 1.0))
     score = sum(dot(*part, (1, 1)) for part in zip(tiles, key, strict=True))
     score = score if scale is None else score * scale[None, :]
-    factor = LOG2_E / math.sqrt(width)
-    score = score * (factor if peak is None else factor * peak[:, None]) + bias[None, :]
-    return jnp.where(occupied[None, :], score, -jnp.inf), occupied
+    factor = (LOG2_E if soft_cap is None else 1.0) / math.sqrt(width)
+    score = score * (factor if peak is None else factor * peak[:, None])
+    score = score if soft_cap is None else LOG2_E * capped(score, soft_cap)
+    return jnp.where(occupied[None, :], score + bias[None, :], -jnp.inf), occupied
 
 
-def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads, stored):
+def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads, stored, soft_cap):
     """Attention of one tile of queries over the slots of one split; of an empty split nothing is written."""
     split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
     first, width = split * span, q.shape[3]
@@ -192,7 +196,7 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
 
         def read(i):
             slot = first + i * block + arange(block)
-            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns, stored, width)
+            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns, stored, width, soft_cap)
             value, scale = _load_rows(values, stored, head, slot, columns, occupied, q.dtype == jnp.float32)
             return score, lambda weight: mix(weight, value, scale)
 
@@ -263,7 +267,7 @@ def combine(parts, lses, end, out, lse, *, span, kv_heads):
         lse[where] = (base + jnp.log2(total)) / LOG2_E
 
 
-def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads, stored):
+def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads, stored, soft_cap):
     """Probabilities of one block of slots for the query heads of one KV head, summed over the tokens."""
     del values
     head, tokens, group = pl.program_id(1), q.shape[1], q.shape[2] // kv_heads
@@ -278,7 +282,7 @@ def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads,
         token = jnp.full((tile,), t, jnp.int32)
         query = _load_queries(q, (b, token, first + member, inside), columns, stored)
         within = slot < jnp.minimum(end[head], slots)
-        score, _ = _scores(query, keys, degree, head, slot, within, columns, stored, width)
+        score, _ = _scores(query, keys, degree, head, slot, within, columns, stored, width, soft_cap)
         whole = plgpu.load(lse.at[b, token, first + member], mask=inside, other=0.0) * LOG2_E
         return total + jnp.exp2(score - jnp.where(whole == -jnp.inf, 0.0, whole)[:, None])
 

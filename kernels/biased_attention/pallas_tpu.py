@@ -20,6 +20,7 @@ from jaxtyping import Array
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.quantised import Quantised, halves, in_basis_of_codes, is_packed, numbers
+from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -27,7 +28,9 @@ LANES = 128
 
 
 @in_basis_of_codes
-def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs, block=None, interpret=False):
+def biased_attention(
+    q, keys, values, degree, length, *, soft_cap=None, return_lse, return_probs, block=None, interpret=False
+):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`; `block` slots are read at a time."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -48,7 +51,7 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
     # Query row g * T + t of a KV head.
     grouped = q.reshape(batch, tokens, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, rows, dim)
     out, lse, *scores = _call(
-        grouped, keys, values, bias[:, :, None], ends.astype(jnp.int32), block, return_probs, interpret
+        grouped, keys, values, bias[:, :, None], ends.astype(jnp.int32), block, soft_cap, return_probs, interpret
     )
 
     def to_tokens(x: Array) -> Array:  # [B, K, G x T, ...] -> [B, T, H, ...]
@@ -80,7 +83,7 @@ def _block(rows: int, capacity: int, dim: int, itemsize: int, width: int) -> int
     return max(LANES, 2 ** int(math.log2(size)))
 
 
-def _call(q, keys, values, bias, ends, block, with_scores, interpret):
+def _call(q, keys, values, bias, ends, block, soft_cap, with_scores, interpret):
     batch, kv_heads, rows, dim = q.shape
     capacity = keys.shape[2]
     count = -(-capacity // block)
@@ -104,7 +107,7 @@ def _call(q, keys, values, bias, ends, block, with_scores, interpret):
         out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, rows, capacity), jnp.float32))
         out_specs.append(lanes_block(rows))
     return pl.pallas_call(
-        functools.partial(_kernel, block=block, scale=1 / math.sqrt(dim)),
+        functools.partial(_kernel, block=block, scale=1 / math.sqrt(dim), soft_cap=soft_cap),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -129,7 +132,7 @@ def _call(q, keys, values, bias, ends, block, with_scores, interpret):
     )(ends, q, *cache)
 
 
-def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
+def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale, soft_cap):
     *scores, peak, total, mean = rest
     precision = matmul_precision(q.dtype)
     first = pl.program_id(2) * block
@@ -151,7 +154,7 @@ def _kernel(ends, q, keys, values, bias, out, lse, *rest, block, scale):
         across = _across(keys)
         score = sum(product(*part, (((1,), (across,)), ((), ()))) for part in zip(queries, key, strict=True))
         score = score if key_scale is None else score * key_scale
-        score = jnp.where(empty, -jnp.inf, score * scale + bias[...])
+        score = jnp.where(empty, -jnp.inf, capped(score * scale, soft_cap) + bias[...])
         if scores:
             scores[0][...] = score
         new_peak = jnp.maximum(peak[...], jnp.max(score, axis=1, keepdims=True))

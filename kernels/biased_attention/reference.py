@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import Quantised, Rows, halves, in_basis_of_codes, numbers, weight_dtype
+from clusterkv_jax.kernels.soft_cap import capped
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:
@@ -22,14 +23,15 @@ def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) 
 
 
 @in_basis_of_codes
-def biased_attention(q, keys, values, degree, length, *, return_lse, return_probs):
+def biased_attention(q, keys, values, degree, length, *, soft_cap=None, return_lse, return_probs):
     """See `clusterkv_jax.kernels.biased_attention.biased_attention`."""
     batch, tokens, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     bias = log_degree(degree, length)
     by_head = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim), 1, 3)
     # What a CPU makes of one head's rows stays in its cache.
-    every_head = partial(head_after_head, _one_head) if platform() == "cpu" else jax.vmap(jax.vmap(_one_head))
+    one_head = partial(_one_head, soft_cap=soft_cap)
+    every_head = partial(head_after_head, one_head) if platform() == "cpu" else jax.vmap(jax.vmap(one_head))
     out, lse, probs = every_head(by_head, keys, values, bias)
     result = [jnp.moveaxis(out, 3, 1).reshape(batch, tokens, heads, dim).astype(q.dtype)]
     if return_lse:
@@ -40,12 +42,12 @@ def biased_attention(q, keys, values, degree, length, *, return_lse, return_prob
 
 
 def _one_head(
-    q: Float[Array, "G T D"], keys: Rows, values: Rows, bias: Float[Array, " C"]
+    q: Float[Array, "G T D"], keys: Rows, values: Rows, bias: Float[Array, " C"], soft_cap: float | None
 ) -> tuple[Float[Array, "G T D"], Float[Array, "G T"], Float[Array, "G C"]]:
     """Output, log-sum-exp, and probabilities summed over the tokens, of one KV head's queries; all in float32."""
     occupied = bias > -jnp.inf
-    score = _scores(q, keys)
-    score = jnp.where(occupied[None, None], score / math.sqrt(q.shape[-1]) + bias[None, None], -jnp.inf)
+    score = capped(_scores(q, keys) / math.sqrt(q.shape[-1]), soft_cap)
+    score = jnp.where(occupied[None, None], score + bias[None, None], -jnp.inf)
     peak = jnp.max(score, axis=-1, keepdims=True)
     weight = jnp.exp(score - jnp.where(jnp.isfinite(peak), peak, 0.0))
     total = jnp.sum(weight, axis=-1, keepdims=True)

@@ -17,6 +17,7 @@ def recalled_attention(
     length: Int[Array, "B K"] | None = None,
     *,
     unlisted: int = 0,
+    soft_cap: float | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B K G D"]:
     """The queries of a KV head attend to the rows named for them: J = G lists, or J = 1 for all of them.
@@ -26,6 +27,7 @@ def recalled_attention(
         since: all queries attend to the `unlisted` rows from here on too, which no list names.
         length: rows there are; all N by default.
         unlisted: static; 0 without `since`.
+        soft_cap: static; c makes of a score s c tanh(s / c).
 
     Returns:
         in the dtype of `q`, zeros for a query without any row; the softmax is in float32.
@@ -39,4 +41,4 @@ def recalled_attention(
     if (since is None) != (unlisted == 0):
         raise ValueError(f"since and unlisted must be given together, got unlisted = {unlisted}.")
     args = (q, keys, values, rows, since, length)
-    return dispatch("recalled_attention", BACKENDS, backend, *args, unlisted=unlisted)
+    return dispatch("recalled_attention", BACKENDS, backend, *args, unlisted=unlisted, soft_cap=soft_cap)

@@ -22,9 +22,12 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     split_sizes,
 )
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.soft_cap import capped
 
 
-def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0, sizes=None, interpret=False):
+def recalled_attention(
+    q, keys, values, rows, since=None, length=None, *, unlisted=0, soft_cap=None, sizes=None, interpret=False
+):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`; `sizes` as in `biased_attention`."""
     check_dtypes("recalled_attention", q, keys, values)
     batch, heads, queries, dim = q.shape
@@ -39,7 +42,9 @@ def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlist
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     end = jnp.full((batch, heads), keys.shape[2], jnp.int32) if length is None else length
     parts = call(
-        partial(_attend, tile=power_of_two(share, 16), block=block, span=span, each=each, count=count),
+        partial(
+            _attend, tile=power_of_two(share, 16), block=block, span=span, each=each, count=count, soft_cap=soft_cap
+        ),
         (
             jax.ShapeDtypeStruct((lists, splits, share, dim), jnp.float32),
             jax.ShapeDtypeStruct((lists, splits, share), jnp.float32),
@@ -69,7 +74,7 @@ def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlist
     return out.reshape(q.shape)
 
 
-def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span, each, count):
+def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span, each, count, soft_cap):
     """Attention of the queries of one list over one split of it."""
     split, number = pl.program_id(0), pl.program_id(1)
     head, width, share, listed = number // each, keys.shape[2], q.shape[1], rows.shape[1]
@@ -85,7 +90,12 @@ def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span
         row = jnp.where(place < listed, named, late + place)
         real = (row >= 0) & (row < end) & (place < last)
         key = load_rows(keys, head, row, columns, real, width)
-        score = jnp.where(real[None, :], dot(query, key, (1, 1)) * (LOG2_E * width**-0.5), -jnp.inf)
+        product = dot(query, key, (1, 1))
+        if soft_cap is None:
+            score = product * (LOG2_E * width**-0.5)
+        else:
+            score = LOG2_E * capped(product * width**-0.5, soft_cap)
+        score = jnp.where(real[None, :], score, -jnp.inf)
         value = load_rows(values, head, row, columns, real, width)
         return score, lambda weight: mix(weight, [value])
 

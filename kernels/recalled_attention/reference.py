@@ -7,7 +7,7 @@ from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
-def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0):
+def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0, soft_cap=None):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
     batch, heads, queries, dim = q.shape
     if since is not None:
@@ -19,4 +19,5 @@ def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlist
     lists = rows.reshape(batch, heads, each * count)
     keys, values = (gather_rows(x, lists).reshape(batch, heads * each, count, dim) for x in (keys, values))
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
-    return biased_attention(q.reshape(batch, 1, heads * queries, dim), keys, values, degree).reshape(q.shape)
+    queries = q.reshape(batch, 1, heads * queries, dim)
+    return biased_attention(queries, keys, values, degree, soft_cap=soft_cap).reshape(q.shape)

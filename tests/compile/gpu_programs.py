@@ -27,7 +27,7 @@ from jax.experimental import topologies
 
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache import LayerCache, groups
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
@@ -42,6 +42,7 @@ from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
@@ -111,13 +112,14 @@ def programs(array):
             edges=method.edges,
         )
 
-    def decoding(method):
-        config = replace(LLAMA, vocab_size=1024, intermediate_size=1024, num_layers=2)
+    def decoding(method, **changes):
+        config = replace(LLAMA, vocab_size=1024, intermediate_size=1024, num_layers=2, **changes)
 
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
             both = zip(cache.layers, cache.state, strict=True)
-            cache = replace(cache, layers=tuple(place(layer, state[0]) for layer, state in both))
+            layers = [with_groups(layer, [place(groups(layer)[0], state[0])]) for layer, state in both]
+            cache = replace(cache, layers=tuple(layers))
             fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
             state = DecodeState(cache, token, ended)
             return decode_loop(params, config, method, state, key, number, number, **fixed)
@@ -131,6 +133,9 @@ def programs(array):
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         state = (params, caches, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
         return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
+
+    def with_cap(function, args):
+        return partial(function, soft_cap=50.0), args, ()
 
     share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
@@ -152,6 +157,8 @@ def programs(array):
     described = {
         "attention": (*attention(bf16, 1), ()),
         "attention of a question": (*attention(bf16, 64), ()),
+        "attention with a soft cap": with_cap(*attention(bf16, 1)),
+        "attention of int4 with a soft cap": with_cap(*attention_of_codes("int4", 1)),
         "attention float32": (*attention(jnp.float32, 1), ()),
         **{f"attention of {name}": (*attention_of_codes(name, 1), ()) for name in CODES},
         "attention of a question of int4": (*attention_of_codes("int4", 64), ()),
@@ -189,6 +196,10 @@ def programs(array):
             (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
             (),
         ),
+        "recalled attention with a soft cap": with_cap(
+            partial(recalled_attention, unlisted=320),
+            (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
+        ),
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
@@ -198,6 +209,9 @@ def programs(array):
         "decode with pages": decoding(ckv.AdaKV(share)),
         "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),
         "decode with recall": decoding(recall),
+        "decode with windows": decoding(
+            ckv.CentroidKV(share), window=4096, sliding_layers=(0,), local_rope=LLAMA.rope, soft_cap=50.0
+        ),
     }
     sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
     weights = {name: array(shape, bf16) for name, shape in sizes.items()}

@@ -86,7 +86,13 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
 
 def test_decoding_holds_one_cache(programs):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
-    for name in ("decode", "decode with pages", "decode of int4 with pages", "decode with recall"):
+    for name in (
+        "decode",
+        "decode with pages",
+        "decode of int4 with pages",
+        "decode with recall",
+        "decode with windows",
+    ):
         assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
 
 

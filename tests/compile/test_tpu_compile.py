@@ -25,7 +25,7 @@ def run(script: str, *args: str) -> dict:
 
 def test_every_kernel_compiles_for_every_tpu():
     programs = run("tpu_kernel_programs.py")
-    assert len(programs) == 3 * 12
+    assert len(programs) == 3 * 13
     for name, program in programs.items():
         # The kernel, not its XLA stand-in, with an estimate of its cost: it reads its operands at least.
         assert program["kernels"] == (2 if name.startswith("sums") else 1), name
@@ -90,6 +90,7 @@ def test_reading_a_prompt_makes_no_square_of_it():
 
 
 _SPLASH = """
+from functools import partial
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from clusterkv_jax.models import causal_attention as attention
@@ -97,7 +98,7 @@ from clusterkv_jax.planning.devices import tpu_devices
 mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
 sharding = NamedSharding(mesh, P("data", None, "model", None))
 x = lambda heads: jax.ShapeDtypeStruct((2, 1536, heads, 128), jnp.bfloat16, sharding=sharding)
-run = lambda q, k, v: attention._over_mesh(attention._splash, q, k, v)
+run = lambda q, k, v: attention._over_mesh(partial(attention._splash, window=WINDOW, soft_cap=CAP), q, k, v)
 loss = lambda *operands: run(*operands).astype(jnp.float32).sum()
 with jax.set_mesh(mesh):
     for function in (run, jax.grad(loss, (0, 1, 2))):
@@ -106,5 +107,6 @@ with jax.set_mesh(mesh):
 """
 
 
-def test_splash_compiles_for_a_tpu():
-    python("-c", _SPLASH, cwd=Path(__file__).parent)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (400, 50.0)])
+def test_splash_compiles_for_a_tpu(window, soft_cap):
+    python("-c", f"WINDOW, CAP = {window}, {soft_cap}{_SPLASH}", cwd=Path(__file__).parent)

@@ -25,9 +25,10 @@ KV_HEADS, QUERY_HEADS, DIM = described.LLAMA.num_kv_heads, described.LLAMA.num_h
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
-def attention(batch, tokens, slots, *, probs=False):
+def attention(batch, tokens, slots, *, probs=False, soft_cap=None):
     def op(q, keys, values, degree, length):
-        return biased_attention(q, keys, values, degree, length, return_lse=True, return_probs=probs)
+        options = {"soft_cap": soft_cap, "return_lse": True, "return_probs": probs}
+        return biased_attention(q, keys, values, degree, length, **options)
 
     rows = ((batch, KV_HEADS, slots, DIM), BF16)
     by_head = P(None, "x")
@@ -73,6 +74,7 @@ def kmeans(rows, centroids):
 
 PROGRAMS = {
     "decode step": partial(attention, 16, 1, 13184),
+    "decode step with a soft cap": partial(attention, 16, 1, 13184, soft_cap=50.0),
     "question with probabilities": partial(attention, 1, 64, 13184, probs=True),
     "decode step of int8": partial(attention_of_codes, "int8", 1),
     "decode step of float8": partial(attention_of_codes, "float8_e4m3", 1),

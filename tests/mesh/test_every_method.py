@@ -14,18 +14,19 @@ from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
 from tests.mesh.test_sharding import CENTROID, CHELSEA, calmed, placed, untied
 from tests.support.methods import every_method, named
-from tests.support.tiny import prompt, taught
+from tests.support.tiny import prompt, sliding, taught
 
 HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))
 MESHES = ("model=8", "data=2,model=4", "data=4,model=2", "sequence=4,model=2")
+KVZIP = ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS)
 METHODS = [
     ckv.Full(),
     CENTROID,
     CHELSEA,
     *every_method(HALF),
     ckv.Compactor(HALF, sinks=2, recent=2, chunk=16),
-    ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS),
+    KVZIP,
     ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS),
     ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),
     ckv.ClusterKV(HALF, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
@@ -56,6 +57,25 @@ def test_tokens_are_those_of_one_device(text, method):
     alone, many = (answers(calmed(m, method), method) for m in models)
     assert many.tokens == alone.tokens
     assert many.stats.kept_rows == alone.stats.kept_rows
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_heads", "method"),
+    [
+        ("model=8", 2, CENTROID),
+        ("data=2,model=4", 4, KVZIP),
+        ("data=4,model=2", 4, ckv.H2O(HALF)),
+        ("sequence=4,model=2", 4, CENTROID),
+    ],
+    ids=lambda x: x if isinstance(x, str | int) else named(x),
+)
+def test_windows_are_those_of_one_device(text, kv_heads, method):
+    """A ring of 16 slots, which devices that heads leave share."""
+    alone = sliding(window=16, soft_cap=0.5, kv_heads=kv_heads)
+    one, many = (answers(calmed(model, method), method) for model in (alone, placed(alone, named_mesh(text))))
+    assert many.tokens == one.tokens
+    assert many.stats.kept_rows == one.stats.kept_rows
+    assert many.stats.window_rows == one.stats.window_rows
 
 
 def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:

@@ -68,6 +68,11 @@ _OPT = {
     "init_std": 0.2,
     "eos_token_id": None,
 }
+_GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 50, "tie_word_embeddings": True}
+_GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # name -> (configuration class, what differs from _SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,6 +113,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
     "phi3": ("Phi3Config", {"sliding_window": 1024}),
+    "phi3-4k": ("Phi3Config", {"sliding_window": 100}),
+    "mistral-v0.1": ("MistralConfig", {"sliding_window": 64}),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3-moe-window": (
+        "Qwen3MoeConfig",
+        _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 70},
+    ),
+    "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 4.0, "num_hidden_layers": 4}),
+    "gemma3": ("Gemma3TextConfig", _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _GEMMA3_ROPES}),
     "phi4-mini": (
         "Phi3Config",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
@@ -220,6 +238,20 @@ def test_greedy_tokens(checkpoint, name):
         ("qwen3-moe", "norm_topk_prob", False),
         ("qwen3-moe-shares", "norm_topk_prob", True),
         ("mixtral", "num_experts_per_tok", 1),
+        ("mistral-v0.1", "sliding_window", 65),
+        ("mistral-v0.1", "sliding_window", 63),
+        ("phi3-4k", "sliding_window", 101),
+        ("qwen2-window", "sliding_window", 49),
+        ("qwen2-window", "layer_types", ["full_attention", "full_attention", "sliding_attention"]),
+        ("gemma2", "sliding_window", 51),
+        ("gemma2", "attn_logit_softcapping", 4.01),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", 30.03),
+        ("gemma2", "query_pre_attn_scalar", 17),
+        ("gemma3", "sliding_window", 49),
+        ("gemma3", "full_attention", {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.01}),
+        ("gemma3", "sliding_attention", {"rope_type": "default", "rope_theta": 1.01e4}),
+        ("gemma3", "query_pre_attn_scalar", 17),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
@@ -305,6 +337,19 @@ def _write_chatglm(folder: Path, hf: dict[str, np.ndarray], config: Any) -> None
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(published))
+
+
+def test_the_texts_of_a_gemma_3_of_texts_and_images(checkpoint, tmp_path):
+    """The same weights under the names that they have beside those for images."""
+    reference, folder = checkpoint("gemma3")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors | {"vision_tower.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    published = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model, tokens = ckv.load(tmp_path), _prompt(300)
+    assert _relative(_logits(model, tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
 def test_stories260k():

@@ -35,15 +35,33 @@ def tiny(kv_heads: int = 2, layers: int = 2, eos: tuple[int, ...] = ()) -> ckv.M
 
 
 @functools.cache
+def sliding(
+    layers: int = 4, window: int = 12, pattern: int = 2, soft_cap: float | None = None, kv_heads: int = 2
+) -> ckv.Model:
+    """Every `pattern`-th layer sees every token, the others a window, by rotations of their own; with a surrogate."""
+    places = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
+    slides = {"window": window, "sliding_layers": places, "local_rope": Rope(1e2, 8), "soft_cap": soft_cap}
+    config = replace(tiny(kv_heads, layers).config, **slides)
+    return _taught(ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="sliding"))
+
+
+@functools.cache
 def taught(kv_heads: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
-    model, rng = tiny(kv_heads), np.random.default_rng(1)
+    return _taught(tiny(kv_heads))
+
+
+def _taught(model: ckv.Model) -> ckv.Model:
+    kv_heads, rng = model.config.num_kv_heads, np.random.default_rng(1)
     shapes = {"weights": (model.config.hidden_size, kv_heads), "bias": (kv_heads,)}
 
     def surrogate() -> dict[str, jax.Array]:
         return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
-    layers = tuple({**layer, "surrogate": surrogate()} for layer in model.params["layers"])
+    layers = tuple(
+        {**layer, "surrogate": surrogate()} if number in model.config.global_layers else layer
+        for number, layer in enumerate(model.params["layers"])
+    )
     return replace(model, params={**model.params, "layers": layers})
 
 

@@ -163,7 +163,7 @@ class Recall(Method):
         memory = self.follow(memory, group, token)
         queries = token.q if token.lookup is None else token.lookup
         rows = self.choose(memory, by_kv_head(queries, group), token.real[:, 0])
-        attend = partial(recalled_attention, unlisted=unindexed)
+        attend = partial(recalled_attention, unlisted=unindexed, soft_cap=token.soft_cap)
         args = (by_kv_head(token.q, group), group.keys, group.values, rows, self.unchosen(memory), group.length)
         return over_heads(attend, *args).reshape(token.q.shape), group, memory | {"recalled": rows}
 

@@ -23,6 +23,7 @@ BACKENDS = {
 
 # batch, tokens, query heads, KV heads, slots, head dim, dtype
 ATTENTION_SHAPES = [(2, 3, 4, 2, 300, 24, jnp.float32), (2, 1, 2, 1, 17, 16, jnp.bfloat16)]
+CAPPED_SHAPES = [(1, 2, 4, 2, 150, 16, jnp.float32)]
 # For the interpreter that watches for races, which is slow.
 STRICT_SHAPES = {
     "one-head": (2, 1, 2, 1, 130, 8, jnp.float32),
@@ -30,14 +31,15 @@ STRICT_SHAPES = {
 }
 
 
-def attention_oracle(q, keys, values, degree, length):
+def attention_oracle(q, keys, values, degree, length, soft_cap=None):
     batch, tokens, heads, dim = q.shape
     slots = keys.shape[2]
     empty = (degree == 0) | (np.arange(slots) >= length[..., None])
     keys, values = (np.where(empty[..., None], 0, x) for x in (keys, values))
     bias = np.where(empty, -np.inf, np.log(np.where(empty, 1, degree)))
     grouped = q.reshape(batch, tokens, keys.shape[1], -1, dim)
-    score = np.einsum("btkgd,bkcd->bkgtc", grouped, keys) / np.sqrt(dim) + bias[:, :, None, None]
+    score = np.einsum("btkgd,bkcd->bkgtc", grouped, keys) / np.sqrt(dim)
+    score = (score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)) + bias[:, :, None, None]
     peak = score.max(axis=-1, keepdims=True)
     weight = np.exp(score - np.where(np.isfinite(peak), peak, 0))
     total = weight.sum(axis=-1, keepdims=True)
@@ -63,13 +65,18 @@ def check_attention(implementation, *, shapes=ATTENTION_SHAPES, examples=6):
         check_attention_of(shape, implementation, examples)
 
 
-def check_attention_of(shape, implementation, examples):
+def check_capped_attention(implementation, *, shapes=CAPPED_SHAPES, examples=3):
+    for shape in shapes:
+        check_attention_of(shape, implementation, examples, soft_cap=0.7)
+
+
+def check_attention_of(shape, implementation, examples, **cap):
     batch, _, _, kv_heads, slots, _, dtype = shape
-    run = compiled(partial(implementation, return_lse=True, return_probs=True))
+    run = compiled(partial(implementation, **cap, return_lse=True, return_probs=True))
 
     def check(seed, holes, length):
         q, keys, values, degree = attention_case(shape, seed, holes)
-        expected = attention_oracle(*(np.asarray(x, np.float64) for x in (q, keys, values, degree)), length)
+        expected = attention_oracle(*(np.asarray(x, np.float64) for x in (q, keys, values, degree)), length, **cap)
         beyond = np.arange(slots) >= length[..., None]
         dirty = (poisoned(x, (degree == 0) | beyond) for x in (keys, values))
         out, lse, probs = run(q, *dirty, np.where(beyond, np.float32(3), degree), length)
@@ -107,6 +114,17 @@ def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, retu
     out = sum(s[..., None] * part[0].astype(jnp.float32) for s, part in zip(share, parts, strict=True))
     probs = [part[2] for part in parts]
     return out.astype(q.dtype), lse, jnp.concatenate([probs[0], probs[0][..., :1] * 0, probs[1]], axis=-1)
+
+
+def without_soft_cap(*operands, soft_cap, **options):
+    del soft_cap
+    return reference.biased_attention(*operands, **options)
+
+
+def with_a_cap_of_the_bias_too(q, keys, values, degree, length, *, soft_cap, **options):
+    """A degree of d adds cap tanh(log d / cap) where the scores are small."""
+    biased = jnp.where(degree > 0, jnp.exp(soft_cap * jnp.tanh(jnp.log(jnp.maximum(degree, 1)) / soft_cap)), 0.0)
+    return reference.biased_attention(q, keys, values, biased, length, soft_cap=soft_cap, **options)
 
 
 # batch, tokens, query heads, KV heads, slots, head dim, dtype of the queries
@@ -179,9 +197,10 @@ def without_turning_the_queries(q, keys, values, degree, length, **options):
     return reference.biased_attention.__wrapped__(q, keys, values, degree, length, **options)
 
 
-CHECKS = [check_attention, check_coded_attention]
+CHECKS = [check_attention, check_capped_attention, check_coded_attention]
 BROKEN = {
     check_attention: [without_log_degree, without_length, with_a_split_off_by_one],
+    check_capped_attention: [without_soft_cap, with_a_cap_of_the_bias_too],
     check_coded_attention: [
         _named("without_the_scales_of_keys", _with(change_keys=_one_scale)),
         _named("without_the_scales_of_values", _with(change_values=_one_scale)),
@@ -201,6 +220,12 @@ def test_attention_has_derivatives(op):
         return differentiable(op)(q, keys, values, jnp.exp(log_degree), None, return_lse=True, return_probs=True)
 
     check_grads(function, (q, keys, values, jnp.log(degree)), order=1, modes=("fwd", "rev"), rtol=1e-2, atol=1e-3)
+
+
+def test_capped_attention_has_derivatives():
+    q, keys, values, degree = attention_case((1, 2, 2, 1, 6, 4, jnp.float32), 3, holes=0.0)
+    function = jax.jit(partial(biased_attention, soft_cap=0.7, return_lse=True))
+    check_grads(function, (q, keys, values, degree), order=1, modes=("fwd", "rev"), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("op", BACKENDS.values(), ids=BACKENDS)

@@ -17,12 +17,16 @@ BACKENDS = {
 
 
 def check_recalled(implementation, *, examples=4):
-    for each, dtype, unlisted in ((4, jnp.float32, 0), (1, jnp.float32, 20), (2, jnp.bfloat16, 3)):
-        check_recalled_of(each, dtype, unlisted, implementation, examples)
+    for each, dtype, unlisted, cap in (
+        (4, jnp.float32, 0, None),
+        (1, jnp.float32, 20, 0.7),
+        (2, jnp.bfloat16, 3, None),
+    ):
+        check_recalled_of(each, dtype, unlisted, cap, implementation, examples)
 
 
-def check_recalled_of(each, dtype, unlisted, implementation, examples):
-    run = compiled(partial(implementation, unlisted=unlisted))
+def check_recalled_of(each, dtype, unlisted, soft_cap, implementation, examples):
+    run = compiled(partial(implementation, unlisted=unlisted, soft_cap=soft_cap))
 
     def check(seed, holes, length, since):
         q, keys, values = (normal(seed + i, 2, 2, n, 24) for i, n in enumerate((4, 90, 90)))
@@ -48,6 +52,7 @@ def check_recalled_of(each, dtype, unlisted, implementation, examples):
         for b, k, g in np.ndindex(2, 2, 4):
             at = own[b, k, g * each // 4]
             score = keys[b, k, at] @ q[b, k, g] / np.sqrt(24)
+            score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
             weight = np.exp(score - score.max(initial=-np.inf))
             expected[b, k, g] = weight @ values[b, k, at] / max(weight.sum(), 1e-30)
         near(out, expected, tolerance(dtype), axes=(2, 3))
@@ -68,9 +73,14 @@ def recalled_beyond_its_length(q, keys, values, rows, since, length, **options):
     return reference.recalled_attention(q, keys, values, rows, since, None, **options)
 
 
-def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length, *, unlisted):
+def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length, **options):
     since = None if since is None else since + 1
-    return reference.recalled_attention(q, keys, values, rows, since, length, unlisted=unlisted)
+    return reference.recalled_attention(q, keys, values, rows, since, length, **options)
+
+
+def recalled_without_soft_cap(*operands, soft_cap, **options):
+    del soft_cap
+    return reference.recalled_attention(*operands, **options)
 
 
 CHECKS = [check_recalled]
@@ -79,6 +89,7 @@ BROKEN = {
         recalled_with_the_last_row_for_none,
         recalled_beyond_its_length,
         recalled_without_the_first_unlisted_row,
+        recalled_without_soft_cap,
     ],
 }
 
