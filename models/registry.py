@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.models import gemma, glm, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
+from clusterkv_jax.models import gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.schema import checked, shown
@@ -32,6 +32,7 @@ FAMILIES = {
     "gemma3": Family(gemma.from_multimodal, gemma.WEIGHTS, gemma.of_texts, others=gemma.OF_IMAGES),
     "gemma3_text": Family(gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family(glm.from_hf, glm.HF_WEIGHTS),
+    "gpt_oss": Family(gpt_oss.from_hf, gpt_oss.WEIGHTS),
     "granite": Family(granite.from_hf, granite.WEIGHTS),
     "llama": Family(llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
     "mistral": Family(mistral.from_hf, mistral.WEIGHTS),

@@ -73,6 +73,22 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+# Limits that some gates and ups reach in so small a model.
+_GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "sliding_window": 40,
+    "swiglu_limit": 2.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 _MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # name -> (configuration class, what differs from _SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 4.0, "num_hidden_layers": 4}),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _GEMMA3_ROPES}),
+    "gpt-oss": ("GptOssConfig", _GPT_OSS),
     "phi4-mini": (
         "Phi3Config",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
@@ -205,7 +222,7 @@ def test_logits(checkpoint, name, length):
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name == "mixtral"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt-oss")])
 def test_logits_of_experts_over_600_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
     tokens = _prompt(600)
@@ -252,6 +269,13 @@ def test_greedy_tokens(checkpoint, name):
         ("gemma3", "full_attention", {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.01}),
         ("gemma3", "sliding_attention", {"rope_type": "default", "rope_theta": 1.01e4}),
         ("gemma3", "query_pre_attn_scalar", 17),
+        ("gpt-oss", "sliding_window", 41),
+        ("gpt-oss", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gpt-oss", "swiglu_limit", 2.01),
+        ("gpt-oss", "swiglu_alpha", 1.704),
+        ("gpt-oss", "num_experts_per_tok", 2),
+        ("gpt-oss", "truncate", True),
+        ("gpt-oss", "factor", 32.02),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
