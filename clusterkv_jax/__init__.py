@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clusterkv_jax import learned
     from clusterkv_jax.attention import attend
     from clusterkv_jax.budget import Budget
-    from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads
+    from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads, WindowCache
     from clusterkv_jax.calibration import push as push_calibration
     from clusterkv_jax.checkpoints import CheckpointError, Model, load
     from clusterkv_jax.decoding import decode_step, prefill

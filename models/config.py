@@ -1,7 +1,6 @@
 """The one description of a decoder that every model family translates its published configuration into."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
@@ -281,17 +280,11 @@ class ModelConfig:
         """
         if not self.sliding_layers:
             return self
-        return self._of_sliding if layer in self.sliding_layers else self._of_global
-
-    @cached_property
-    def _of_sliding(self) -> "ModelConfig":
-        return replace(self, num_layers=1, rope=self.local_rope or self.rope, sliding_layers=(0,), local_rope=None)
-
-    @cached_property
-    def _of_global(self) -> "ModelConfig":
+        if layer in self.sliding_layers:
+            return replace(self, num_layers=1, rope=self.local_rope or self.rope, sliding_layers=(0,), local_rope=None)
         return replace(self, num_layers=1, window=None, sliding_layers=(), local_rope=None)
 
-    @cached_property
+    @property
     def global_layers(self) -> tuple[int, ...]:
         """The layers that see every token: those that methods compress, and count."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.sliding_layers)

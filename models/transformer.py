@@ -287,11 +287,12 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
     return jnp.einsum(formula, x, weights, precision=precision, **options)
 
 
-def _enough_rows(x: Float[Array, "B T ..."], weights: Array) -> Float[Array, "B _ ..."]:
+def _enough_rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> Float[Array, "B _ ..."]:
     """Rows of zeros behind few tokens, for a GPU: below 10 M multiplications its compiler reduces rather than
-    multiplies, at half the speed and less, and keeps the products of the same rows apart.
+    multiplies, at half the speed and less, and keeps the products of the same rows apart. A mesh splits the weights
+    along their axis `split`.
     """
-    size = weights.size // ways("heads")
+    size = weights.size // ways(split)
     least = -(-LEAST_PRODUCTS // size) if platform() == "gpu" else 0
     missing = -(-least // x.shape[0]) - x.shape[1]
     if least > MOST_ROWS or missing <= 0:
@@ -305,14 +306,15 @@ def _with_bias(x: Array, weights: Params, name: str) -> Array:
 
 
 def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
-    activation = _ACTIVATIONS[config.activation]
+    activation, count = _ACTIVATIONS[config.activation], x.shape[1]
+    x = _enough_rows(x, weights["up"], "mlp")
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
     if config.gated_mlp:
         gate = _with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")
         inner = activation(gate) * up
     else:
         inner = activation(up)
-    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"]), weights, "down")
+    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"])[:, :count], weights, "down")
 
 
 def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:

@@ -39,6 +39,13 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.3, 2.0, 4.0, 9.0, 25.0],
 }
+_GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 50,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "phi3": {
         **_BASE,
@@ -63,6 +70,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "olmo2": {**_BASE, "model_type": "olmo2", "rope_theta": 5e5},
+    "mistral": {**_BASE, "model_type": "mistral", "sliding_window": 50},
+    "gemma2": {**_BASE, **_GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 4.0},
+    "gemma3": {
+        **_BASE,
+        **_GEMMA,
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 # What each file may not be mistaken for.
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -76,6 +94,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("granite", {"residual_multiplier": 0.221}),
     ("granite", {"logits_scaling": 8.01}),
     ("olmo2", {"rms_norm_eps": 1e-4}),
+    ("mistral", {"sliding_window": 51}),
+    ("gemma2", {"attn_logit_softcapping": 4.1}),
+    ("gemma3", {"rope_local_base_freq": 1.1e4}),
 ]
 
 

@@ -356,7 +356,7 @@ def test_both_styles_of_gemma_3_say_the_same():
     near, far = config.of_layer(0), config.of_layer(1)
     assert (near.rope, near.window) == (Rope(1e4, 8), 64)
     assert (far.rope, far.window) == (Rope(1e6, 8, scaling=LinearScaling(8.0)), None)
-    assert config.of_layer(2) is near
+    assert config.of_layer(2) == near
     assert [config.global_number(layer) for layer in range(4)] == [None, 0, None, 1]
     images = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "sliding_window": 1024}}
     assert registry.from_hf(images).hidden_size == 2560

@@ -12,9 +12,9 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
-from tests.mesh.test_sharding import CENTROID, CHELSEA, calmed, placed, untied
+from tests.mesh.test_sharding import CENTROID, CHELSEA, placed
 from tests.support.methods import every_method, named
-from tests.support.tiny import prompt, sliding, taught
+from tests.support.tiny import calmed, prompt, sliding, taught, untied
 
 HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -19,7 +18,7 @@ from clusterkv_jax.sharding import (
     replicated,
     whole_axes,
 )
-from tests.support.tiny import prompt, taught, tiny
+from tests.support.tiny import calmed, prompt, taught, tiny, untied
 
 HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))
@@ -40,24 +39,6 @@ def placed(model, mesh):
     layers = tuple(each | ({"surrogate": replicated(mesh)} if "surrogate" in x else {}) for each, x in scored)
     shardings = shardings | {"layers": layers}
     return dataclasses.replace(model, params=jax.device_put(model.params, shardings), mesh=mesh)
-
-
-def untied(model):
-    """In the first layer equal tokens have equal scores but for rounding, which a mesh changes: there all are equal."""
-    first, *others = model.params["layers"]
-    first = first | {"surrogate": jax.tree.map(jnp.zeros_like, first["surrogate"])}
-    return dataclasses.replace(model, params=model.params | {"layers": (first, *others)})
-
-
-def calmed(model, method):
-    """For DropKV queries that look around: it divides by 1 - p, which is rounding where a random model sees one row."""
-    if not isinstance(method, ckv.DropKV):
-        return model
-    layers = tuple(
-        {**layer, "attention": {**layer["attention"], "q": 0.3 * layer["attention"]["q"]}}
-        for layer in model.params["layers"]
-    )
-    return dataclasses.replace(model, params={**model.params, "layers": layers})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,12 @@ Tensors = dict[str, np.ndarray]
 
 def reference_logits(published: dict[str, Any], tensors: Tensors, tokens: list[int]) -> np.ndarray:
     """Logits of every position, [N, V]."""
-    eps, after = published["rms_norm_eps"], published["model_type"] == "olmo2"
-    x = tensors["model.embed_tokens.weight"][tokens] * published.get("embedding_multiplier", 1.0)
+    eps, family = published["rms_norm_eps"], published["model_type"]
+    gemma = family.startswith("gemma")
+    if gemma:  # norms multiply by one more than what is stored
+        tensors = {name: x + 1.0 if "norm" in name else x for name, x in tensors.items()}
+    scale = math.sqrt(published["hidden_size"]) if gemma else published.get("embedding_multiplier", 1.0)
+    x = tensors["model.embed_tokens.weight"][tokens] * scale
     share = published.get("residual_multiplier", 1.0)
     for layer in range(published["num_hidden_layers"]):
         weights = {
@@ -24,47 +28,74 @@ def reference_logits(published: dict[str, Any], tensors: Tensors, tokens: list[i
         def norm(name: str, x: np.ndarray, weights: Tensors = weights) -> np.ndarray:
             return _rms(x, weights[f"{name}_layernorm.weight"], eps)
 
-        if after:
-            x = x + norm("post_attention", _attention(published, weights, x))
+        own = _of_layer(published, layer)
+        if gemma:
+            x = x + norm("post_attention", _attention(own, weights, norm("input", x)))
+            x = x + norm("post_feedforward", _mlp(weights, norm("pre_feedforward", x), gelu=True))
+        elif family == "olmo2":
+            x = x + norm("post_attention", _attention(own, weights, x))
             x = x + norm("post_feedforward", _mlp(weights, x))
         else:
-            x = x + share * _attention(published, weights, norm("input", x))
+            x = x + share * _attention(own, weights, norm("input", x))
             x = x + share * _mlp(weights, norm("post_attention", x))
     table = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    return _rms(x, tensors["model.norm.weight"], eps) @ table.T / published.get("logits_scaling", 1.0)
+    logits = _rms(x, tensors["model.norm.weight"], eps) @ table.T / published.get("logits_scaling", 1.0)
+    return _capped(logits, published.get("final_logit_softcapping"))
+
+
+def _of_layer(published: dict[str, Any], layer: int) -> dict[str, Any]:
+    """What the file says of a layer: whether it slides, and how it is rotated then."""
+    pattern = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern")}.get(published["model_type"])
+    if pattern is not None and (layer + 1) % pattern == 0:
+        return published | {"sliding_window": None}
+    if "rope_local_base_freq" in published:
+        return published | {"rope_theta": published["rope_local_base_freq"], "rope_scaling": None}
+    return published
+
+
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def _rms(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
-def _mlp(weights: Tensors, x: np.ndarray) -> np.ndarray:
+def _mlp(weights: Tensors, x: np.ndarray, *, gelu: bool = False) -> np.ndarray:
     if "mlp.gate_up_proj.weight" in weights:
         gate, up = np.split(x @ weights["mlp.gate_up_proj.weight"].T, 2, axis=-1)
     else:
         gate, up = (x @ weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return (gate / (1 + np.exp(-gate)) * up) @ weights["mlp.down_proj.weight"].T
+    if gelu:
+        inner = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    else:
+        inner = gate / (1 + np.exp(-gate))
+    return (inner * up) @ weights["mlp.down_proj.weight"].T
 
 
 def _attention(published: dict[str, Any], weights: Tensors, x: np.ndarray) -> np.ndarray:
     heads, kv_heads = published["num_attention_heads"], published["num_key_value_heads"]
-    dim = published["hidden_size"] // heads
+    dim = published.get("head_dim", published["hidden_size"] // heads)
     if "self_attn.qkv_proj.weight" in weights:
         fused = x @ weights["self_attn.qkv_proj.weight"].T
         q, k, v = np.split(fused, [heads * dim, (heads + kv_heads) * dim], axis=-1)
     else:
         q, k, v = (x @ weights[f"self_attn.{name}_proj.weight"].T for name in "qkv")
     if "self_attn.q_norm.weight" in weights:
-        q = _rms(q, weights["self_attn.q_norm.weight"], published["rms_norm_eps"])
-        k = _rms(k, weights["self_attn.k_norm.weight"], published["rms_norm_eps"])
-    scale = published.get("attention_multiplier", dim**-0.5)
-    hidden = np.triu(np.full((len(x), len(x)), -np.inf), 1)
+        shape = (len(x), -1) if published["model_type"] == "olmo2" else (len(x), -1, dim)
+        norms = [(weights[f"self_attn.{name}_norm.weight"], published["rms_norm_eps"]) for name in "qk"]
+        q, k = (_rms(y.reshape(shape), *norm) for y, norm in zip((q, k), norms, strict=True))
+        q, k = q.reshape(len(x), -1), k.reshape(len(x), -1)
+    scale = published.get("query_pre_attn_scalar", dim) ** -0.5
+    scale = published.get("attention_multiplier", scale)
+    ahead = np.arange(len(x))[:, None] - np.arange(len(x))
+    hidden = np.where((ahead >= 0) & (ahead < (published.get("sliding_window") or len(x))), 0.0, -np.inf)
     parts = []
     for head in range(heads):
         group = head // (heads // kv_heads)
         query = _rotated(published, q[:, head * dim : (head + 1) * dim])
         key = _rotated(published, k[:, group * dim : (group + 1) * dim])
-        scores = query @ key.T * scale + hidden
+        scores = _capped(query @ key.T * scale, published.get("attn_logit_softcapping")) + hidden
         weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
         parts.append(weight / weight.sum(axis=-1, keepdims=True) @ v[:, group * dim : (group + 1) * dim])
     return np.concatenate(parts, axis=-1) @ weights["self_attn.o_proj.weight"].T
@@ -84,6 +115,8 @@ def _frequencies(published: dict[str, Any], dim: int) -> tuple[np.ndarray, float
     plain = theta ** (-np.arange(0, dim, 2) / dim)
     scaling = published.get("rope_scaling") or {}
     match scaling.get("rope_type"):
+        case "linear":
+            return plain / scaling["factor"], 1.0
         case "longrope":
             original = published["original_max_position_embeddings"]
             ratio = published["max_position_embeddings"] / original

@@ -42,17 +42,20 @@ def sliding(
     places = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
     slides = {"window": window, "sliding_layers": places, "local_rope": Rope(1e2, 8), "soft_cap": soft_cap}
     config = replace(tiny(kv_heads, layers).config, **slides)
-    return _taught(ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="sliding"))
+    return with_surrogate(
+        ckv.Model(params=random_params(config), config=config, tokenizer=None, mesh=None, name="sliding")
+    )
 
 
 @functools.cache
 def taught(kv_heads: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
-    return _taught(tiny(kv_heads))
+    return with_surrogate(tiny(kv_heads))
 
 
-def _taught(model: ckv.Model) -> ckv.Model:
-    kv_heads, rng = model.config.num_kv_heads, np.random.default_rng(1)
+def with_surrogate(model: ckv.Model) -> ckv.Model:
+    """A model with a random surrogate of scores."""
+    rng, kv_heads = np.random.default_rng(1), model.config.num_kv_heads
     shapes = {"weights": (model.config.hidden_size, kv_heads), "bias": (kv_heads,)}
 
     def surrogate() -> dict[str, jax.Array]:
@@ -61,6 +64,28 @@ def _taught(model: ckv.Model) -> ckv.Model:
     layers = tuple(
         {**layer, "surrogate": surrogate()} if number in model.config.global_layers else layer
         for number, layer in enumerate(model.params["layers"])
+    )
+    return replace(model, params={**model.params, "layers": layers})
+
+
+def untied(model: ckv.Model) -> ckv.Model:
+    """In the first layer equal tokens have equal scores but for rounding, which a mesh or a batch changes: there all
+    are equal.
+    """
+    first, *others = model.params["layers"]
+    if "surrogate" not in first:  # one with a window, behind which equal tokens differ
+        return model
+    first = first | {"surrogate": jax.tree.map(jnp.zeros_like, first["surrogate"])}
+    return replace(model, params=model.params | {"layers": (first, *others)})
+
+
+def calmed(model: ckv.Model, method: Any) -> ckv.Model:
+    """For DropKV queries that look around: it divides by 1 - p, which is rounding where a random model sees one row."""
+    if not isinstance(method, ckv.DropKV):
+        return model
+    layers = tuple(
+        {**layer, "attention": {**layer["attention"], "q": 0.3 * layer["attention"]["q"]}}
+        for layer in model.params["layers"]
     )
     return replace(model, params={**model.params, "layers": layers})
 
