@@ -240,8 +240,8 @@ def _repeat_layer(
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
     sight = _Sight(size, sinks, config.window, config.soft_cap)
-    sinks = transformer.sink_logits(layer, config)
-    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight, sinks)
+    sink_logits = transformer.sink_logits(layer, config)
+    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight, sink_logits)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
         best = best + jnp.log(projected_norms(piece, layer["attention"]["o"])).reshape(best.shape)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from clusterkv_jax.attention import with_sinks
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups
 from clusterkv_jax.errors import check_fields, is_count
