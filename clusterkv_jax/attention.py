@@ -56,13 +56,13 @@ def attend_cache(
 
 def attend_with_probabilities(
     group: LayerCache, q: Float[Array, "B T H D"], soft_cap: float | None = None
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B K C"]]:
+) -> tuple[tuple[Float[Array, "B T H D"], Float[Array, "B T H"]], Float[Array, "B K C"]]:
     """`attend_cache` over one group of heads, and what each of its rows got: the probabilities of all T queries in sum,
-    mean over the query heads of a KV head.
+    mean over the query heads of a KV head. They are among the rows: what sinks would take of them is left out.
     """
-    out, _, probs = _attend_rows(q, group, soft_cap, return_probs=True)
+    out, lse, probs = _attend_rows(q, group, soft_cap, return_probs=True)
     batch, kv_heads, slots = group.degree.shape
-    return out, jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
+    return (out, lse), jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
 
 
 def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -> Array:
@@ -199,9 +199,25 @@ def attend_where(
 def combine(
     first: tuple[Float[Array, "B T H D"], Float[Array, "B T H"]],
     second: tuple[Float[Array, "B T H D"], Float[Array, "B T H"]],
+    sink_logits: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Attention over the union of two disjoint sets of rows, from (output, log-sum-exp) over each."""
+    """Attention over the union of two disjoint sets of rows, from (output, log-sum-exp) over each; sinks count once."""
     (out_1, lse_1), (out_2, lse_2) = first, second
     share = jax.nn.sigmoid(lse_1 - lse_2)[..., None]  # exp(lse_1) / (exp(lse_1) + exp(lse_2))
     mixed = share * out_1.astype(jnp.float32) + (1 - share) * out_2.astype(jnp.float32)
+    if sink_logits is not None:
+        mixed = with_sinks((mixed, jnp.logaddexp(lse_1, lse_2)), sink_logits)
     return mixed.astype(out_1.dtype)
+
+
+def with_sinks(
+    attended: tuple[Float[Array, "B T H D"], Float[Array, "B T H"]], sink_logits: Float[Array, " H"] | None
+) -> Float[Array, "B T H D"]:
+    """Attention by a softmax with one logit more for each head, which has no value, from (output, log-sum-exp) over all
+    rows; without sinks the output as it is.
+    """
+    out, lse = attended
+    if sink_logits is None:
+        return out
+    share = jax.nn.sigmoid(lse - sink_logits.astype(jnp.float32)[None, None])
+    return (share[..., None] * out.astype(jnp.float32)).astype(out.dtype)

@@ -118,6 +118,7 @@ class NewTokens:
 
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
     read, for methods that look ahead; None is `q`. `scores` are what the tokens are worth, for methods that ask for it.
+    `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once.
     """
 
     q: Float[Array, "B T H D"]
@@ -127,6 +128,7 @@ class NewTokens:
     real: Bool[Array, "B T"]
     lookup: Float[Array, "B T H D"] | None = None
     scores: Float[Array, "B T K"] | None = None
+    sink_logits: Float[Array, " H"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
 

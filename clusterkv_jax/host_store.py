@@ -127,7 +127,7 @@ def attend(
     grouped = q.reshape(q.shape[0], group.length.shape[1], -1, q.shape[-1])
     out, lse, fresh, counts = over_heads(partial(_recall, soft_cap), grouped, group.keys, group.values, device, rows)
     recalled = out.reshape(q.shape), lse.reshape(q.shape[:3])
-    both = combine(attend_cache(_resident(group, state, sinks), q, soft_cap), recalled)
+    both = combine(attend_cache(_resident(group, state, sinks), q, soft_cap), recalled, token.sink_logits)
     return both, state | fresh | {"counts": state["counts"] + counts}
 
 

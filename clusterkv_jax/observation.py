@@ -43,8 +43,8 @@ LEAST_SCORE = 1e-12
 class Observed:
     """One layer on one text: post-RoPE queries [1,H,N,D], keys and values [1,K,N,D], and what enters the attention.
 
-    `ahead` are the queries that the layer makes of what the layer before it read; None in the first. `soft_cap` is the
-    model's.
+    `ahead` are the queries that the layer makes of what the layer before it read; None in the first. `soft_cap` and
+    `sink_logits` are the model's.
     """
 
     queries: Float[Array, "1 H N D"]
@@ -53,6 +53,7 @@ class Observed:
     hidden: Float[Array, "1 N M"]
     ahead: Float[Array, "1 H N D"] | None = None
     soft_cap: float | None = None
+    sink_logits: Float[Array, " H"] | None = None
 
 
 def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
@@ -69,14 +70,16 @@ def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
         hidden, entering, *qkv = _layer(weights, config, hidden, positions)
         if is_seen:
             queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
-            yield Observed(queries, keys, values, entering, ahead, config.soft_cap)
+            sinks = transformer.sink_logits(weights, config)
+            yield Observed(queries, keys, values, entering, ahead, config.soft_cap, sinks)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
     q, k, v = transformer.qkv(weights, config, hidden, positions)
     entering = transformer.attention_input(weights, config, hidden)
-    attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap)
+    sinks = transformer.sink_logits(weights, config)
+    attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap, sink_logits=sinks)
     return transformer.finish(weights, config, hidden, attended), entering, q, k, v
 
 

@@ -63,7 +63,7 @@ def over_prompt(
     if chunk >= width // token_ways(width):
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
         q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))
-        attended = attention_over_tokens(q, k, v, window=config.window, soft_cap=config.soft_cap)
+        attended = _attended(weights, config, q, k, v)
         hidden = transformer.finish(weights, config, hidden, attended)
     else:
         hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
@@ -78,6 +78,17 @@ def _on_heads(
     return q, k, v
 
 
+def _attended(
+    weights: Params,
+    config: ModelConfig,
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+) -> Float[Array, "B N H D"]:
+    options: Any = {"window": config.window, "soft_cap": config.soft_cap}
+    return attention_over_tokens(q, k, v, **options, sink_logits=transformer.sink_logits(weights, config))
+
+
 def _layer_in_chunks(
     weights: Params, config: ModelConfig, chunk: int, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
 ):
@@ -86,7 +97,7 @@ def _layer_in_chunks(
     empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
     q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
     q, k, v = _on_heads(q, k, v)
-    attended = attention_over_tokens(q, k, v, window=config.window, soft_cap=config.soft_cap)
+    attended = _attended(weights, config, q, k, v)
     return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
 
 

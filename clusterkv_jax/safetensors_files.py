@@ -71,14 +71,21 @@ def in_files(place: Stored | StoredStack, entries: "dict[str, Entry | Quantised]
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor of codes and one of scales, which stand for one of numbers; leading dimensions are rows."""
+    """A tensor of codes and one of scales, which stand for a matrix of numbers: the rows of all `experts` together."""
 
     how: Quantization
     name: str
-    shape: tuple[int, int]
+    matrix: tuple[int, int]
     codes: Entry
     scales: Entry
     zeros: Entry | None
+    experts: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor that is not quantised; with experts its rows come last."""
+        rows, columns = self.matrix
+        return self.matrix if self.experts is None else (self.experts, columns, rows // self.experts)
 
     @property
     def path(self) -> AnyPath:
@@ -93,28 +100,31 @@ class Quantised:
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
-        return _block(self.how, self.shape)
+        return _block(self.how, self.matrix)
 
     def map(self) -> Float[np.ndarray, "R C"]:
         """All of its numbers."""
-        return self.read(*map(np.arange, self.shape))
+        return self.read(*map(np.arange, self.matrix))
 
     def read(
         self, rows: Int[np.ndarray, " part_r"], columns: Int[np.ndarray, " part_c"]
     ) -> Float[np.ndarray, "part_r part_c"]:
         """The numbers of some rows and columns, both in rising order."""
-        raw, grid = self.codes.codes(), _grid(self.how, self.shape)
+        raw, grid = self.codes.codes(), _grid(self.how, self.matrix)
+        # Those of many experts are more than are read at once.
+        first, last = rows[0] // self.block[0], rows[-1] // self.block[0] + 1
         if self.scales.dtype in FILE_TYPES:
-            scales = self.scales.map().reshape(grid).astype(np.float32)
+            scales = self.scales.map().reshape(grid)[first:last].astype(np.float32)
         else:
-            scales = POWERS[self.scales.codes().reshape(grid)]
+            scales = POWERS[self.scales.codes().reshape(grid)[first:last]]
+        zeros = self._zeros(grid)
         return dequantise(
-            raw.reshape(self.shape[0], -1),
+            raw.reshape(self.matrix[0], -1)[first * self.block[0] :],
             scales,
-            self._zeros(grid),
+            None if zeros is None else zeros[first:last],
             code=self.how.code,
             block=self.block,
-            rows=rows,
+            rows=rows - first * self.block[0],
             columns=columns,
         )
 
@@ -159,7 +169,7 @@ class Dequantised:
         split = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == most)
         first, last = _numbers(shape[:split], index[:split]), _numbers(shape[split:], index[split:])
         rows, columns = (last, first) if place.linear else (first, last)
-        found = self.tensor.read(place.start + rows.reshape(-1), columns.reshape(-1))
+        found = self.tensor.read(place.numbers(rows.reshape(-1)), columns.reshape(-1))
         return (found.T if place.linear else found).reshape(first.shape + last.shape)
 
 
@@ -197,7 +207,8 @@ def _quantised(name: str, codes: str, entries: dict[str, Entry], how: Quantizati
     missing = [part for part in (scale, zeros) if part is not None and part not in entries]
     if missing:
         raise CheckpointError(f"{codes} in {entry.path} lacks {missing[0]}, without which its codes are no numbers.")
-    found = Quantised(how, name, shape, entry, entries[scale], None if zeros is None else entries[zeros])
+    experts = entry.shape[0] if how.code == "e2m1" and len(entry.shape) == 4 else None
+    found = Quantised(how, name, shape, entry, entries[scale], None if zeros is None else entries[zeros], experts)
     grid = _grid(how, shape)
     _check(scale, found.scales, grid, (*FILE_TYPES, "U8") if how.code == "e2m1" else tuple(FILE_TYPES))
     if found.zeros is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.attention import attend_cache, attend_where
+from clusterkv_jax.attention import attend_cache, attend_where, with_sinks
 from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, WindowCache, append, nbytes
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.sharding import constrain_cache
@@ -44,7 +44,8 @@ def step_window(layer: WindowCache, tokens: NewTokens) -> tuple[Float[Array, "B 
     slot = jnp.broadcast_to(tokens.positions % rows.capacity, rows.length.shape)
     rows = append(replace(rows, length=slot), *new, tokens.positions, tokens.real, apart=True)
     rows = replace(rows, length=_held(layer, tokens))
-    return attend_cache(rows, tokens.q, tokens.soft_cap)[0], replace(layer, rows=rows)
+    attended = with_sinks(attend_cache(rows, tokens.q, tokens.soft_cap), tokens.sink_logits)
+    return attended, replace(layer, rows=rows)
 
 
 def window_bytes(cache: KVCache) -> int:
@@ -92,7 +93,7 @@ def _attended(layer: WindowCache, tokens: NewTokens) -> Float[Array, "B T H D"]:
         for old, new in ((rows.keys, tokens.k), (rows.values, tokens.v))
     )
     visible = (real & (ahead >= 0) & (ahead < layer.window)) | itself
-    return attend_where(tokens.q, keys, values, visible, tokens.soft_cap)[0]
+    return with_sinks(attend_where(tokens.q, keys, values, visible, tokens.soft_cap), tokens.sink_logits)
 
 
 def _taken(x: Float[Array, "B K N D"], at: Int[Array, "B C"], real: Bool[Array, "B C"]) -> Float[Array, "B K C D"]:

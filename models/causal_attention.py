@@ -36,29 +36,32 @@ def causal_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, " H"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """softmax(q k / sqrt(D)) v where query n sees the keys 0..n; query head h reads KV head h // (H / K).
 
-    With a `window` query n sees the last so many of them, at a cost linear in N; a `soft_cap` c makes of a score s
-    c tanh(s / c). `backend` None takes the fastest that serves these shapes on the device that is compiled for: "cudnn"
-    on a GPU (16-bit types, no soft cap), "splash" on a TPU, "xla" otherwise. Naming a backend that cannot serve them
-    raises ValueError.
+    With a `window` query n sees the last so many of them, at a cost linear in N. A `soft_cap` c makes of a score s
+    c tanh(s / c), and `sink_logits` give the softmax of each head a logit more, without a value. `backend` None takes
+    the fastest that serves these shapes on the device that is compiled for: "cudnn" on a GPU (16-bit types, no soft
+    cap), "splash" on a TPU, "xla" otherwise and with sinks. Naming a backend that cannot serve them raises ValueError.
     """
     window = None if window is None or window >= k.shape[1] else window
-    match _choose(q, k, soft_cap, backend):
+    match _choose(q, k, soft_cap, sink_logits, backend):
         case "cudnn":
             return _over_mesh(partial(_cudnn, window=window), q, k, v)
         case "splash":
             return _over_mesh(partial(_splash, window=window, soft_cap=soft_cap), q, k, v)
         case _:
-            return _in_parts(q, k, v, window, soft_cap)
+            return _in_parts(q, k, v, window, soft_cap, sink_logits)
 
 
-def last_queries_backend(q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], parts: int) -> str:
+def last_queries_backend(
+    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], parts: int, sink_logits: Float[Array, " H"] | None = None
+) -> str:
     """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
     count = q.shape[1] // (2 * parts)
-    return "splash" if not _obstacle(q, k, None, "splash") and count % 128 == 0 else "xla"
+    return "splash" if not _obstacle(q, k, None, sink_logits, "splash") and count % 128 == 0 else "xla"
 
 
 def last_queries_attention(
@@ -68,30 +71,35 @@ def last_queries_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, " H"] | None = None,
     backend: str,
 ) -> Float[Array, "B T H D"]:
     """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash" or "xla"."""
     window = None if window is None or window >= k.shape[1] else window
-    return (_splash if backend == "splash" else _in_parts)(q, k, v, window, soft_cap)
+    if backend == "splash":
+        return _splash(q, k, v, window, soft_cap)
+    return _in_parts(q, k, v, window, soft_cap, sink_logits)
 
 
-def _choose(q: Array, k: Array, soft_cap: float | None, backend: str | None) -> str:
+def _choose(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
-        if why := _obstacle(q, k, soft_cap, backend):
+        if why := _obstacle(q, k, soft_cap, sink_logits, backend):
             raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
         return backend
-    return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, soft_cap, name))
+    return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, soft_cap, sink_logits, name))
 
 
-def _obstacle(q: Array, k: Array, soft_cap: float | None, backend: str) -> str | None:
+def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
     """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
     if backend == "xla":
         return None
     device = {"cudnn": "gpu", "splash": "tpu"}[backend]
     if platform() != device:
         return f"it needs a {device}, the device is {platform()}"
+    if sink_logits is not None:
+        return "it has no gradients of sinks" if backend == "cudnn" else "it is not told of sinks here"
     length, dim = q.shape[1], q.shape[-1]
     if _spec(q, "heads") != _spec(k, "kv_heads"):
         return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
@@ -118,6 +126,7 @@ def _in_parts(
     v: Float[Array, "B N K D"],
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H D"]:
     """The last T queries, one segment after the other; on a CPU for few rows of the batch at a time."""
     batch, length, heads, dim = q.shape
@@ -130,10 +139,11 @@ def _in_parts(
     block = min(LARGEST_BLOCK, max(16, at_once // rows))
     # Blocks within a window see as many keys each: they need no segments.
     edges = segment_edges(length) if window is None else [0, length]
+    sinks = None if sink_logits is None else sink_logits.reshape(k.shape[2], -1).astype(jnp.float32)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         parts = [
-            _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block, window, soft_cap)
+            _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block, window, soft_cap, sinks)
             for a, b in pairwise(edges)
         ]
         return jnp.concatenate(parts, axis=2)
@@ -171,6 +181,7 @@ def _in_blocks(
     largest: int,
     window: int | None,
     soft_cap: float | None,
+    sink_logits: Float[Array, "K G"] | None,
 ) -> Float[Array, "K G T D"]:
     """Blocks of queries one after the other, so that scores of all queries never exist at once, backward included.
 
@@ -195,7 +206,10 @@ def _in_blocks(
         scores = jnp.einsum("kgtd,knd->kgtn", query, keys, precision=precision, preferred_element_type=jnp.float32)
         scores = capped(scores * dim**-0.5, soft_cap)
         scores = jnp.where(_visible(start, block, first, keys.shape[1], window), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        weights = jax.nn.softmax(scores, axis=-1)
+        if sink_logits is not None:
+            weights *= jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1) - sink_logits[..., None])[..., None]
+        weights = weights.astype(v.dtype)
         return jnp.einsum("kgtn,knd->kgtd", weights, values, precision=precision)
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)

@@ -126,11 +126,30 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's gate of an expert: (u + 1) g sigmoid(gain g) of clamped g and u, the products with `gate` and `up`.
+
+    Neither is above `limit`, and u not below -limit.
+    """
+
+    limit: float = 7.0
+    gain: float = 1.702
+
+    def __post_init__(self):
+        check_fields(
+            self,
+            ("limit", is_number(self.limit) and self.limit > 0, "a number above 0"),
+            ("gain", is_number(self.gain) and self.gain > 0, "a number above 0"),
+        )
+
+
+@dataclass(frozen=True)
 class Experts:
     """What most layers have in place of one MLP: `count` experts of `intermediate_size` hidden units.
 
     A router chooses `per_token` of them for each token. `normalize` makes their shares add up to 1; otherwise they are
-    the probabilities among all experts. The layers of `dense_layers` have one MLP.
+    the probabilities among all experts. The layers of `dense_layers` have one MLP. `bias` gives the router and every
+    projection one; `clamp` stands in for the model's activation.
     """
 
     count: int
@@ -138,6 +157,8 @@ class Experts:
     intermediate_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    clamp: ClampedSwiglu | None = None
 
     def __post_init__(self):
         check_fields(
@@ -161,7 +182,7 @@ class ModelConfig:
     `norm_place` says whether each block's norm is of what enters it, of what it adds, or one of both. `norm_offset` is
     what norms add to their stored scales. `qk_norm_whole` takes one norm over all heads. `attention_scale` None is
     head_dim ** -0.5; embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score
-    s c tanh(s / c), `logit_cap` of a logit.
+    s c tanh(s / c), `logit_cap` of a logit. `sink_logits` gives the softmax of each head a logit more, without a value.
     A token of one of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where
     there is a `local_rope`. The other layers see every token; `of_layer` is the configuration as one layer sees it.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
@@ -197,6 +218,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     soft_cap: float | None = None
     logit_cap: float | None = None
+    sink_logits: bool = False
     window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     local_rope: Rope | None = None

@@ -24,6 +24,7 @@ def attention_over_tokens(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B N H D"]:
     """`causal_attention`, whether the ambient mesh splits tokens or not.
 
@@ -31,13 +32,18 @@ def attention_over_tokens(
     """
     parts = token_ways(q.shape[1])
     if parts == 1:
-        return causal_attention(q, k, v, window=window, soft_cap=soft_cap)
+        return causal_attention(q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     mesh = ambient_mesh()
     queries, keys = _specs(q, k)
-    backend = last_queries_backend(q, k, parts)
-    attend = partial(last_queries_attention, window=window, soft_cap=soft_cap, backend=backend)
-    run = partial(_local, attend, parts)
-    return jax.shard_map(run, mesh=mesh, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False)(q, k, v)
+    backend = last_queries_backend(q, k, parts, sink_logits)
+    heads = PartitionSpec(queries[2])
+
+    def run(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+        options = {"window": window, "soft_cap": soft_cap, "sink_logits": sinks}
+        return _local(partial(last_queries_attention, **options, backend=backend), parts, q, k, v)
+
+    over_mesh = jax.shard_map(run, mesh=mesh, in_specs=(queries, keys, keys, heads), out_specs=queries, check_vma=False)
+    return over_mesh(q, k, v, sink_logits)
 
 
 def _specs(q: Array, k: Array) -> tuple[PartitionSpec, PartitionSpec]:

@@ -5,6 +5,7 @@ stay where they are: "ragged" and "blocks" sort the rows by expert, "gather" rea
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,18 +13,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import matmul_precision, platform
-from clusterkv_jax.models.config import Experts
+from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.sharding import ambient_mesh, partition
 
+Weights = dict[str, Array]
+Gated = Callable[[Array, Array], Array]
 BACKENDS = ("ragged", "gather", "blocks")
 # Rows that are multiplied with the weights of their expert at once.
 _FEWEST, _MOST = 8, 128
 # Logical axes of the experts' weights: all devices share every expert, whichever are chosen.
 AXES = {
+    "router": ("experts", "model"),
     "gate": ("experts", "model", "mlp"),
     "up": ("experts", "model", "mlp"),
     "down": ("experts", "mlp", "model"),
+    "router_bias": ("experts",),
+    "gate_bias": ("experts", "mlp"),
+    "up_bias": ("experts", "mlp"),
+    "down_bias": ("experts", "model"),
 }
+# What a row meets at its expert; the rest is of all experts together.
+_OF_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
 
 
 def mixture(
@@ -40,40 +50,78 @@ def mixture(
     every row with every expert. A GPU takes "gather" for as few rows as there are experts: the compiler makes the
     gather a part of the product, so that nothing is copied. All else takes "blocks".
     """
-    chosen, shares = route(weights["router"], experts, x)
-    operands = x, chosen, shares, weights["gate"], weights["up"], weights["down"]
+    chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"))
+    run = partial(_of_tokens, partial(_gated, experts.clamp, activation), backend)
+    own = {name: weights[name] for name in _OF_ROWS if name in weights}
     mesh = ambient_mesh()
     if mesh is None:
-        return _of_tokens(activation, backend, *operands)
+        return _with_down_bias(run(x, chosen, shares, own), weights, chosen, shares)
     tokens = partition(("batch", "tokens", None), x.shape, mesh)
-    inner, outer = (partition(AXES[name], weights[name].shape, mesh) for name in ("gate", "down"))
-    split = tuple(jax.tree.leaves(inner[2]))
+    places = {name: partition(AXES[name], array.shape, mesh) for name, array in own.items()}
+    split = tuple(jax.tree.leaves(places["gate"][2]))
 
-    def part(*operands: Array) -> Array:
+    def part(*operands: Any) -> Array:
         # Each device sorts its own tokens, and has its own hidden units of every expert.
-        out = _of_tokens(activation, backend, *operands)
+        out = run(*operands)
         return jax.lax.psum(out, split) if split else out
 
-    specs = (tokens, tokens, tokens, inner, inner, outer)
-    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)(*operands)
+    specs = (tokens, tokens, tokens, places)
+    over_mesh = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return _with_down_bias(over_mesh(x, chosen, shares, own), weights, chosen, shares)
 
 
 def route(
-    router: Float[Array, "E M"], experts: Experts, x: Float[Array, "B T M"]
+    router: Float[Array, "E M"],
+    experts: Experts,
+    x: Float[Array, "B T M"],
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Int[Array, "B T per_token"], Float[Array, "B T per_token"]]:
     """Each token's experts, the likeliest first, and their shares: float32 probabilities among all E experts."""
     logits = jnp.einsum("btm,em->bte", x, router, precision=matmul_precision(x.dtype))
+    logits = logits if bias is None else logits + bias[None, None]
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
     return chosen, shares
 
 
-def _of_tokens(activation: Callable[[Array], Array], backend: str | None, *operands: Array) -> Array:
-    x, chosen, shares, gate, up, down = operands
+def _gated(clamp: ClampedSwiglu | None, activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    """What a row's products with `gate` and `up` become before `down`."""
+    if clamp is None:
+        return activation(gate) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.gain * gate)
+
+
+def _with_down_bias(
+    out: Float[Array, "B T M"],
+    weights: Weights,
+    chosen: Int[Array, "B T per_token"],
+    shares: Float[Array, "B T per_token"],
+) -> Float[Array, "B T M"]:
+    """With the biases of the outputs too: of a token all at once, so that devices which share hidden units add them
+    but once.
+    """
+    if "down_bias" not in weights:
+        return out
+    bias = weights["down_bias"].astype(jnp.float32)
+    by_expert = jnp.sum(jax.nn.one_hot(chosen, len(bias)) * shares[..., None], axis=2)
+    return out + jnp.einsum("bte,em->btm", by_expert, bias, precision=jax.lax.Precision.HIGHEST).astype(out.dtype)
+
+
+def _of_tokens(
+    gated: Gated,
+    backend: str | None,
+    x: Float[Array, "B T M"],
+    chosen: Int[Array, "B T per_token"],
+    shares: Float[Array, "B T per_token"],
+    weights: Weights,
+) -> Float[Array, "B T M"]:
     tokens, owners = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
-    run = {"ragged": _ragged, "gather": _gather, "blocks": _blocks}[backend or _choose(owners.size, len(gate))]
-    rows = run(activation, tokens, owners, gate, up, down)
+    run = {"ragged": _ragged, "gather": _gather, "blocks": _blocks}[
+        backend or _choose(owners.size, len(weights["gate"]))
+    ]
+    rows = run(gated, tokens, owners, weights)
     rows = rows.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
     return jnp.sum(rows * shares[..., None], axis=2).astype(x.dtype)
 
@@ -84,51 +132,31 @@ def _choose(rows: int, experts: int) -> str:
     return "gather" if platform() == "gpu" and rows <= experts else "blocks"
 
 
-def _ragged(
-    activation: Callable[[Array], Array],
-    x: Float[Array, "T M"],
-    owners: Int[Array, " R"],
-    gate: Float[Array, "E M F"],
-    up: Float[Array, "E M F"],
-    down: Float[Array, "E F M"],
-) -> Float[Array, "R M"]:
-    order, places, sizes = _sort(owners, len(gate))
+def _ragged(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
+    order, places, sizes = _sort(owners, len(weights["gate"]))
     rows = x[order // (owners.size // len(x))]
 
-    def product(rows: Array, weights: Array) -> Array:
-        return jax.lax.ragged_dot(rows, weights, sizes, precision=matmul_precision(rows.dtype))
+    def product(rows: Array, name: str) -> Array:
+        out = jax.lax.ragged_dot(rows, weights[name], sizes, precision=matmul_precision(rows.dtype))
+        return _with_bias(out, weights, name, owners[order])
 
-    return product(activation(product(rows, gate)) * product(rows, up), down)[places]
+    return product(gated(product(rows, "gate"), product(rows, "up")), "down")[places]
 
 
-def _gather(
-    activation: Callable[[Array], Array],
-    x: Float[Array, "T M"],
-    owners: Int[Array, " R"],
-    gate: Float[Array, "E M F"],
-    up: Float[Array, "E M F"],
-    down: Float[Array, "E F M"],
-) -> Float[Array, "R M"]:
+def _gather(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
     rows = jnp.repeat(x, owners.size // len(x), axis=0)
 
-    def product(rows: Array, weights: Array) -> Array:
-        own = weights.at[owners].get(mode="promise_in_bounds")
+    def product(rows: Array, name: str) -> Array:
+        own = weights[name].at[owners].get(mode="promise_in_bounds")
         options: Any = {"precision": matmul_precision(rows.dtype), "preferred_element_type": jnp.float32}
-        return jnp.einsum("rm,rmf->rf", rows, own, **options).astype(rows.dtype)
+        return _with_bias(jnp.einsum("rm,rmf->rf", rows, own, **options).astype(rows.dtype), weights, name, owners)
 
-    return product(activation(product(rows, gate)) * product(rows, up), down)
+    return product(gated(product(rows, "gate"), product(rows, "up")), "down")
 
 
-def _blocks(
-    activation: Callable[[Array], Array],
-    x: Float[Array, "T M"],
-    owners: Int[Array, " R"],
-    gate: Float[Array, "E M F"],
-    up: Float[Array, "E M F"],
-    down: Float[Array, "E F M"],
-) -> Float[Array, "R M"]:
+def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
     """Rows of one expert after the other, so many at a time; the last of an expert take others' rows with them."""
-    count, experts = owners.size, len(gate)
+    count, experts = owners.size, len(weights["gate"])
     size = 1 if count <= experts else min(max(count // experts, _FEWEST), _MOST)
     order, places, sizes = _sort(owners, experts)
     blocks = -(-sizes // size)
@@ -143,17 +171,23 @@ def _blocks(
     def block(where: tuple[Array, Array]) -> Array:
         expert, start = where
         rows = x[jax.lax.dynamic_slice_in_dim(source, start, size)]
-        inner = activation(_product(rows, gate, expert)) * _product(rows, up, expert)
-        return _product(inner, down, expert)
+
+        def product(rows: Array, name: str) -> Array:
+            own = jax.lax.dynamic_index_in_dim(weights[name], expert, keepdims=False)
+            out = jnp.matmul(rows, own, precision=matmul_precision(rows.dtype))
+            return _with_bias(out, weights, name, expert[None])
+
+        return product(gated(product(rows, "gate"), product(rows, "up")), "down")
 
     out = jax.lax.map(block, (own, starts))
     inside = places - first[owners]
     return out[before[owners] + inside // size, inside % size]
 
 
-def _product(rows: Array, weights: Array, expert: Array) -> Array:
-    own = jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False)
-    return jnp.matmul(rows, own, precision=matmul_precision(rows.dtype))
+def _with_bias(rows: Float[Array, "R F"], weights: Weights, name: str, owners: Int[Array, " _"]) -> Array:
+    """Rows with the biases of their experts; the outputs' are added later."""
+    bias = weights.get(f"{name}_bias")
+    return rows if bias is None else rows + bias[owners]
 
 
 def _sort(owners: Int[Array, " R"], experts: int) -> tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " E"]]:

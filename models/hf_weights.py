@@ -4,9 +4,13 @@ A table maps a parameter's path (`layers.*.mlp.up`) to the name of its tensor (`
 `*` is the layer, and `{expert}` each of its experts, whose tensors make up a stack. Parameters that name the same
 tensor lie in it one below the other, in the table's order, which is all there is to fused projections. A table may
 name more than a configuration has (biases, QK norms).
+
+`name[{expert}]` is a tensor of all experts, each one's matrix with its inputs first; of `name[{expert}, 1::2]` a
+parameter has every second output, from 1 on.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
@@ -22,22 +27,33 @@ from clusterkv_jax.models.transformer import abstract
 # dimensions; q, k and v are [heads, head_dim, inputs] and lie as in the file.
 _LINEAR_INPUTS = {"o": 2, "gate": 1, "up": 1, "down": 1}
 _AS_IN_FILE = ("q", "k", "v")
+_OF_EXPERT = re.compile(r"(.*)\[(\d+)(?:, (\d+)::(\d+))?\]")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter of shape `shape` as rows `start` .. `start + rows[0]` of the tensor `name`; `rows` is their shape."""
+    """A parameter of shape `shape` as rows `start`, `start + step` ... of the tensor `name`; `rows` is their shape.
+
+    With an `expert` they are those of its part of the tensor, which has them as columns.
+    """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, ...]
     start: int
     linear: bool
+    expert: int | None = None
+    step: int = 1
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """The parameter as a view of the whole stored tensor: nothing is copied."""
-        part = tensor[self.start : self.start + self.rows[0]]
+        of_expert = tensor if self.expert is None else tensor[self.expert].T
+        part = of_expert[self.start : self.start + self.rows[0] * self.step : self.step]
         return (part.T if self.linear else part).reshape(self.shape)
+
+    def numbers(self, rows: Int[np.ndarray, "..."]) -> Int[np.ndarray, "..."]:
+        """Of these rows of the parameter the numbers in the file, those of one expert behind those of another."""
+        return (self.expert or 0) * self.rows[0] * self.step + self.start + self.step * rows
 
     def rows_of(self, parameter: np.ndarray) -> np.ndarray:
         """The inverse of `view`: a parameter in the file's orientation."""
@@ -67,7 +83,13 @@ def layout(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
 def file_shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this layout holds."""
     shapes: dict[str, tuple[int, ...]] = {}
+    for leaf in jax.tree.leaves(stored):
+        if isinstance(leaf, StoredStack) and leaf.parts[0].expert is not None:
+            first = leaf.parts[0]
+            shapes[first.name] = (len(leaf.parts), *first.rows[:0:-1], first.rows[0] * first.step)
     for leaf in parts(stored):
+        if leaf.expert is not None:
+            continue
         before = shapes.get(leaf.name, (0,))[0]
         shapes[leaf.name] = (before + leaf.rows[0], *leaf.rows[1:])
     return shapes
@@ -95,6 +117,9 @@ def _tensor(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) 
         rows = (math.prod(shape[:-1]), shape[-1])
     else:
         rows = (math.prod(shape),) if leaf.endswith(("_bias", "_norm")) else shape
+    if found := _OF_EXPERT.fullmatch(name):
+        stack, expert, start, step = found.groups()
+        return Stored(stack, shape, rows, int(start or 0), leaf in _LINEAR_INPUTS, int(expert), int(step or 1))
     start = counts[name]
     counts[name] += rows[0]
     return Stored(name, shape, rows, start, leaf in _LINEAR_INPUTS)

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.models import gemma, glm, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
+from clusterkv_jax.models import gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.schema import checked, shown
@@ -36,6 +36,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family("Gemma 3 1B and 270M", gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family("GLM-4", glm.from_hf, glm.HF_WEIGHTS),
+    "gpt_oss": Family("gpt-oss", gpt_oss.from_hf, gpt_oss.WEIGHTS),
     "granite": Family("Granite 3", granite.from_hf, granite.WEIGHTS),
     "llama": Family("Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
     "mistral": Family("Mistral", mistral.from_hf, mistral.WEIGHTS),

@@ -107,6 +107,8 @@ def _abstract_attention(config: ModelConfig) -> Params:
         specs["v_bias"] = TensorSpec((k, d), ("kv_heads", "head_dim"), initializers.zeros)
     if config.output_bias:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
+    if config.sink_logits:
+        specs["sink_logits"] = TensorSpec((h,), ("heads",), initializers.zeros)
     if config.qk_norm:
         for name in ("q", "k"):
             of = slice(0 if config.qk_norm_whole else 1, 2)
@@ -128,12 +130,12 @@ def _abstract_mlp(config: ModelConfig) -> Params:
 def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
     e, m, f = experts.count, config.hidden_size, experts.intermediate_size
     into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, f))
-    return {
-        "router": TensorSpec((e, m), ("experts", "model"), into),
-        "gate": TensorSpec((e, m, f), mixtures.AXES["gate"], into),
-        "up": TensorSpec((e, m, f), mixtures.AXES["up"], into),
-        "down": TensorSpec((e, f, m), mixtures.AXES["down"], out),
-    }
+    shapes = {"router": (e, m), "gate": (e, m, f), "up": (e, m, f), "down": (e, f, m)}
+    inits = {"down": out}
+    if experts.bias:
+        biases = {"router_bias": (e,), "gate_bias": (e, f), "up_bias": (e, f), "down_bias": (e, m)}
+        shapes, inits = shapes | biases, inits | dict.fromkeys(biases, initializers.zeros)
+    return {name: TensorSpec(shape, mixtures.AXES[name], inits.get(name, into)) for name, shape in shapes.items()}
 
 
 def _residual_scale(config: ModelConfig, fan_in: int) -> float:
@@ -211,6 +213,11 @@ def qkv(
     return q, k, v
 
 
+def sink_logits(layer: Params, config: ModelConfig) -> Float[Array, " H"] | None:
+    """The logit that each head's softmax has beside those of the rows, None for a model without."""
+    return layer["attention"]["sink_logits"] if config.sink_logits else None
+
+
 @_or_of_decoder
 def finish(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
@@ -259,7 +266,8 @@ def forward_hidden(
 
     def block(config: ModelConfig, layer: Params, hidden: Array) -> Array:
         q, k, v = qkv(layer, config, hidden, positions)
-        attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap)
+        sinks = sink_logits(layer, config)
+        attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap, sink_logits=sinks)
         return finish(layer, config, hidden, attended)
 
     step = jax.checkpoint(block, static_argnums=0) if remat else block

@@ -37,6 +37,32 @@ def dense(
     return jnp.einsum("bhtn,bnhd->bthd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_rows_without_values(monkeypatch, window):
+    """Forwards, of the last queries, and backwards: as a first key that all see, of value zero."""
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+    q, k, v, sinks = normal(0, 2, 70, 4, 8), normal(1, 2, 70, 2, 8), normal(2, 2, 70, 2, 8), normal(3, 4)
+
+    def definition(q: jax.Array, sinks: jax.Array, offset: int = 0) -> jax.Array:
+        groups = [jnp.repeat(x, 2, axis=2) for x in (k, v)]
+        ahead = offset + np.arange(q.shape[1])[:, None] - np.arange(70)
+        scores = jnp.einsum("bthd,bnhd->bhtn", q, groups[0]) / math.sqrt(8)
+        scores = jnp.where((ahead >= 0) & (ahead < (window or 70)), scores, -jnp.inf)
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1))[..., :-1]
+        return jnp.einsum("bhtn,bnhd->bthd", weights, groups[1])
+
+    whole = lambda q, sinks: attention.causal_attention(q, k, v, window=window, sink_logits=sinks)  # noqa: E731
+    assert relative(jax.jit(whole)(q, sinks), definition(q, sinks)) < 1e-6
+    last = partial(attention.last_queries_attention, window=window, backend="xla", sink_logits=sinks)
+    assert relative(jax.jit(last)(q[:, 50:], k, v), definition(q[:, 50:], sinks, 50)) < 1e-6
+    gradients = [jax.jit(jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), (0, 1)))(q, sinks) for f in (whole, definition)]
+    assert relative(gradients[0][0], gradients[1][0]) < 1e-5
+    assert relative(gradients[0][1], gradients[1][1]) < 1e-5
+    with pytest.raises(ValueError, match="it has no gradients of sinks" if jax.default_backend() == "gpu" else "gpu"):
+        attention.causal_attention(q, k, v, sink_logits=sinks, backend="cudnn")
+
+
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(1, 4, 4), (5, 6, 2), (37, 3, 1), (37, 4, 4), (130, 6, 2)])
 def test_causal_attention(monkeypatch, length, heads, kv_heads):
     monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)

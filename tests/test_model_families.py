@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _GEMMA = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 256, "truncate": False}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "phi3": {
         **_BASE,
@@ -81,6 +83,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gpt-oss": {
+        **_BASE,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 50,
+        "swiglu_limit": 2.0,
+        "rope_theta": 1.5e5,
+        "rope_scaling": _YARN,
+    },
 }
 # What each file may not be mistaken for.
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -97,6 +110,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 51}),
     ("gemma2", {"attn_logit_softcapping": 4.1}),
     ("gemma3", {"rope_local_base_freq": 1.1e4}),
+    ("gpt-oss", {"sliding_window": 51}),
+    ("gpt-oss", {"swiglu_limit": 2.1}),
+    ("gpt-oss", {"swiglu_alpha": 1.71}),
+    ("gpt-oss", {"num_experts_per_tok": 1}),
+    ("gpt-oss", {"rope_scaling": {**_YARN, "truncate": True}}),
 ]
 
 
@@ -136,6 +154,15 @@ def test_logits_far_behind_the_original_length(name):
 @pytest.mark.parametrize(("name", "changes"), WRONG, ids=lambda part: part if isinstance(part, str) else "-".join(part))
 def test_a_wrong_number_is_told(name, changes):
     assert relative(model_of(name, json.dumps(changes)), name, 200) > 2e-5
+
+
+@pytest.mark.parametrize("part", ["sink_logits", "router_bias", "gate_bias", "up_bias", "down_bias"])
+def test_a_wrong_sink_or_bias_is_told(part):
+    model = model_of("gpt-oss")
+    changed = jax.tree.map_with_path(
+        lambda path, x: x * 1.01 if part in jax.tree_util.keystr(path) else x, model.params
+    )
+    assert relative(replace(model, params=changed), "gpt-oss", 200) > 2e-5
 
 
 def test_rotations_that_lengthen_are_taken_back():

@@ -15,7 +15,7 @@ from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_quantization import quantization
 from clusterkv_jax.models.transformer import forward
 from clusterkv_jax.weight_files import entries_of
-from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
+from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, same, write
 from tests.support.quantised_files import E2M1, FORMATS, mxfp4, quantised
 
 # Wide enough for several groups of 32, and no multiple of the blocks of 16 by 24.
@@ -60,6 +60,36 @@ def test_fused_projections_and_experts(tmp_path, family):
     source = random_tensors(FAMILIES[family])
     folder, plain = pair(tmp_path, "fp8 by blocks", published=FAMILIES[family], source=source)
     assert same(load(folder).params, load(plain).params)
+
+
+@cache
+def gpt_oss():
+    """Tensors with experts in MXFP4, and what they stand for with each one's inputs first."""
+    source = random_tensors(GPT_OSS)
+    coded, plain = dict(source), dict(source)
+    for name in (name for name in source if name.endswith(("gate_up_proj", "down_proj"))):
+        parts, numbers = zip(*(mxfp4(name, np.ascontiguousarray(expert.T)) for expert in coded.pop(name)), strict=True)
+        coded |= {part: np.stack([of[part] for of in parts]) for part in parts[0]}
+        plain[name] = np.ascontiguousarray(np.stack(numbers).swapaxes(1, 2))
+    return coded, plain
+
+
+def test_gpt_oss_as_published(tmp_path):
+    coded, plain = gpt_oss()
+    assert coded["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (4, 64, 2, 16)
+    assert coded["model.layers.0.mlp.experts.down_proj_scales"].shape == (4, 64, 1)
+    published = {**GPT_OSS, "quantization_config": FORMATS["mxfp4"][0]}
+    folder, other = write(tmp_path / "coded", published, coded, 2), write(tmp_path / "plain", GPT_OSS, plain)
+    found, wanted = load(folder), load(other)
+    assert same(found.params, wanted.params)
+    assert found.config.weights == wanted.config.weights
+    gate = plain["model.layers.1.mlp.experts.gate_up_proj"][3, :, ::2]
+    np.testing.assert_array_equal(found.params["layers"][1]["experts"]["gate"][3], gate)
+    on_mesh = load(folder, mesh=jax.make_mesh((2, 4), ("data", "model")))
+    assert same(jax.device_get(on_mesh.params), wanted.params)
+    missing = {name: x for name, x in coded.items() if name != "model.layers.1.mlp.experts.down_proj_scales"}
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks in .* lacks .*down_proj_scales"):
+        load(write(tmp_path / "missing", published, missing))
 
 
 def test_a_part_is_read_alone(tmp_path, monkeypatch):

@@ -241,7 +241,8 @@ def _repeat_layer(
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
     sight = _Sight(size, sinks, config.window, config.soft_cap)
-    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight)
+    sink_logits = transformer.sink_logits(layer, config)
+    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight, sink_logits)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
         best = best + jnp.log(projected_norms(piece, layer["attention"]["o"])).reshape(best.shape)
@@ -282,10 +283,12 @@ def _attend(
     counts: Int[Array, " B"],
     start: Int[Array, ""],
     sight: _Sight,
+    sink_logits: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
     """Attention of the fed tokens to context and themselves, and the maxima of the softmax that is cut out of it.
 
-    The maxima are logarithms, less `below`, which each fed token has. `rows` are keys and values of the context, and of
+    That softmax has no sinks: rows are ranked by what a query gives them of what it gives to rows. The maxima are
+    logarithms, less `below`, which each fed token has. `rows` are keys and values of the context, and of
     the fed tokens. On a CPU one sequence goes after the other.
     """
     batch, fed, heads, dim = q.shape
@@ -294,8 +297,10 @@ def _attend(
     at_once = LOGITS_AT_ONCE[platform()] // (heads * (count + fed) * (1 if alone else batch))
     block = max(16, min(LARGEST_BLOCK, at_once))
 
+    sinks = None if sink_logits is None else sink_logits.reshape(kv_heads, -1).astype(jnp.float32)
+
     def one(arrays: Any) -> tuple[Array, Array]:
-        return _attend_one(*arrays, start=start, sight=sight, block=block)
+        return _attend_one(*arrays, start=start, sight=sight, block=block, sink_logits=sinks)
 
     q = q.reshape(batch, fed, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
     arrays = q, *rows, below, counts
@@ -314,6 +319,7 @@ def _attend_one(
     start: Int[Array, ""],
     sight: _Sight,
     block: int,
+    sink_logits: Float[Array, "K G"] | None,
 ) -> tuple[Float[Array, "K G n D"], Float[Array, "K G size"]]:
     """A sequence: `block` queries after the other, so that logits are never n x N for all of them.
 
@@ -333,6 +339,8 @@ def _attend_one(
         weights = jnp.exp(context - peak), jnp.exp(own - peak)
         total = jnp.sum(weights[0], axis=-1) + jnp.sum(weights[1], axis=-1)
         attended = _weighted(weights[0], values) + _weighted(weights[1], new_values[:, :end])
+        if sink_logits is not None:
+            total += jnp.exp(sink_logits[..., None] - peak[..., 0])
         piece = jax.lax.dynamic_slice_in_dim(context, start, sight.size, axis=3)
         inside = [jax.nn.logsumexp(x, axis=-1) for x in (context[..., : sight.sinks], piece, own) if x.shape[-1]]
         less = jax.nn.logsumexp(jnp.stack(inside), axis=0) + below[None, None]

@@ -15,7 +15,7 @@ The order in which the members are called is in `chassis`, which no method overr
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax import pages
-from clusterkv_jax.attention import attend_cache, attend_new, combine
+from clusterkv_jax.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
@@ -271,9 +271,9 @@ def append_and_attend(
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
     longer = append_tokens(group, tokens, apart=apart)
     if tokens.q.shape[1] == 1:
-        return attend_cache(longer, tokens.q, tokens.soft_cap)[0], longer, memory
+        return with_sinks(attend_cache(longer, tokens.q, tokens.soft_cap), tokens.sink_logits), longer, memory
     among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
-    attended = combine(attend_cache(group, tokens.q, tokens.soft_cap), among)
+    attended = combine(attend_cache(group, tokens.q, tokens.soft_cap), among, tokens.sink_logits)
     return attended, longer, memory
 
 
@@ -300,9 +300,9 @@ def one_by_one(
 
     def body(carry, token):
         group, memory = carry
-        attended, group, memory = step(group, memory, token)
+        attended, group, memory = step(group, memory, replace(token, sink_logits=tokens.sink_logits))
         return (group, memory), attended[:, 0]
 
-    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], tokens)
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], replace(tokens, sink_logits=None))
     (group, memory), attended = jax.lax.scan(body, (group, memory), by_token)
     return jnp.moveaxis(attended, 0, 1), group, memory

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import attend_with_probabilities
+from clusterkv_jax.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.cache import LayerCache, NewTokens, rows_at, take_rows
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -87,7 +87,7 @@ class CaM(Streaming):
 
     def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
-        attended, attention = attend_with_probabilities(group, token.q, token.soft_cap)
+        among, attention = attend_with_probabilities(group, token.q, token.soft_cap)
         slot, slots = self.oldest(group), group.capacity
         weight = self._weight(attention, group, slot, memory)
         gone = dequantised(rows_at(group.values, slot[..., None])).astype(jnp.float32)
@@ -103,7 +103,7 @@ class CaM(Streaming):
         values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
         put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
         merged = jax.tree.map(lambda v, x: put(v, place, x), group.values, as_stored(values, group.values))
-        return attended, replace(group, values=merged), memory
+        return with_sinks(among, token.sink_logits), replace(group, values=merged), memory
 
     def _weight(
         self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], memory: Memory

@@ -234,4 +234,6 @@ def _of_heads(tokens: NewTokens, heads: tuple[int, ...]) -> NewTokens:
     index, kv_heads = jnp.asarray(heads), tokens.k.shape[2]
     q, lookup = (None if x is None else query_heads(x, heads, kv_heads, axis=2) for x in (tokens.q, tokens.lookup))
     scores = None if tokens.scores is None else tokens.scores[:, :, index]
-    return replace(tokens, q=q, lookup=lookup, k=tokens.k[:, :, index], v=tokens.v[:, :, index], scores=scores)
+    sinks = None if tokens.sink_logits is None else query_heads(tokens.sink_logits, heads, kv_heads, axis=0)
+    new = {"q": q, "k": tokens.k[:, :, index], "v": tokens.v[:, :, index]}
+    return replace(tokens, **new, lookup=lookup, scores=scores, sink_logits=sinks)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import attend_with_probabilities
+from clusterkv_jax.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
 from clusterkv_jax.errors import check_fields, is_count
@@ -105,7 +105,7 @@ class H2O(Method):
     def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
         assert group.positions is not None
-        attended, attention = attend_with_probabilities(group, token.q, token.soft_cap)
+        among, attention = attend_with_probabilities(group, token.q, token.soft_cap)
         real, now = token.real[:, 0], token.positions[:, 0]
         sums = jnp.where(real[:, None, None], memory["sums"] + attention, memory["sums"])
 
@@ -119,4 +119,5 @@ class H2O(Method):
         here, end = (ordinals(group.capacity, 3) == at[..., None] for at in (slot, last))
         sums_after = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
         sums = jnp.where(drop[:, None, None], sums_after, sums)
+        attended = with_sinks(among, token.sink_logits)
         return attended, replace_row(group, slot, drop), memory | {"sums": sums}

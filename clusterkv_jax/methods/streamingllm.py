@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.attention import attend_cache, with_sinks
 from clusterkv_jax.cache import LayerCache, NewTokens, put_row, take_rows
 from clusterkv_jax.errors import check_fields
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -85,7 +85,7 @@ class StreamingLLM(Streaming):
         row = LayerCache(k, v, jnp.ones((*slots.shape, 1), jnp.float32), jnp.ones_like(slots), at)
         group = put_row(group, slots, row, real)
         group = replace(group, length=jnp.where(real[:, None] & ~full, group.length + 1, group.length))
-        return attend_cache(group, token.q, token.soft_cap)[0], group, memory
+        return with_sinks(attend_cache(group, token.q, token.soft_cap), token.sink_logits), group, memory
 
     def _move(self, token: NewTokens, group: LayerCache, memory: Memory) -> tuple[NewTokens, LayerCache]:
         """Into the frame of the rows as they were first moved: there only the sinks have to follow the ring.

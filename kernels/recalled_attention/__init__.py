@@ -18,8 +18,9 @@ def recalled_attention(
     *,
     unlisted: int = 0,
     soft_cap: float | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
-) -> Float[Array, "B K G D"]:
+) -> Float[Array, "B K G D"] | tuple[Float[Array, "B K G D"], Float[Array, "B K G"]]:
     """The queries of a KV head attend to the rows named for them: J = G lists, or J = 1 for all of them.
 
     Args:
@@ -28,6 +29,7 @@ def recalled_attention(
         length: rows there are; all N by default.
         unlisted: static; 0 without `since`.
         soft_cap: static; c makes of a score s c tanh(s / c).
+        return_lse: static; return the log-sum-exp of the scores too, float32, -inf for a query without any row.
 
     Returns:
         in the dtype of `q`, zeros for a query without any row; the softmax is in float32.
@@ -41,4 +43,5 @@ def recalled_attention(
     if (since is None) != (unlisted == 0):
         raise ValueError(f"since and unlisted must be given together, got unlisted = {unlisted}.")
     args = (q, keys, values, rows, since, length)
-    return dispatch("recalled_attention", BACKENDS, backend, *args, unlisted=unlisted, soft_cap=soft_cap)
+    options = {"unlisted": unlisted, "soft_cap": soft_cap, "return_lse": return_lse}
+    return dispatch("recalled_attention", BACKENDS, backend, *args, **options)

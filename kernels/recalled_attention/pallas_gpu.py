@@ -26,7 +26,18 @@ from clusterkv_jax.kernels.soft_cap import capped
 
 
 def recalled_attention(
-    q, keys, values, rows, since=None, length=None, *, unlisted=0, soft_cap=None, sizes=None, interpret=False
+    q,
+    keys,
+    values,
+    rows,
+    since=None,
+    length=None,
+    *,
+    unlisted=0,
+    soft_cap=None,
+    return_lse=False,
+    sizes=None,
+    interpret=False,
 ):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`; `sizes` as in `biased_attention`."""
     check_dtypes("recalled_attention", q, keys, values)
@@ -61,7 +72,7 @@ def recalled_attention(
         interpret=interpret,
     )
     shape = (batch, 1, heads * queries, dim)
-    out, _ = call(
+    out, lse = call(
         partial(combine, span=span, kv_heads=heads * each),
         (jax.ShapeDtypeStruct(shape, q.dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)),
         *parts,
@@ -71,7 +82,7 @@ def recalled_attention(
         interpret=interpret,
         name="recalled_attention_combine",
     )
-    return out.reshape(q.shape)
+    return (out.reshape(q.shape), lse.reshape(q.shape[:3])) if return_lse else out.reshape(q.shape)
 
 
 def _attend(q, keys, values, rows, since, length, out, lse, *, tile, block, span, each, count, soft_cap):

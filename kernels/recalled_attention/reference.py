@@ -7,7 +7,7 @@ from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
-def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0, soft_cap=None):
+def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlisted=0, soft_cap=None, return_lse=False):
     """See `clusterkv_jax.kernels.recalled_attention.recalled_attention`."""
     batch, heads, queries, dim = q.shape
     if since is not None:
@@ -20,4 +20,5 @@ def recalled_attention(q, keys, values, rows, since=None, length=None, *, unlist
     keys, values = (gather_rows(x, lists).reshape(batch, heads * each, count, dim) for x in (keys, values))
     degree = (rows >= 0).astype(jnp.float32).reshape(batch, heads * each, count)
     queries = q.reshape(batch, 1, heads * queries, dim)
-    return biased_attention(queries, keys, values, degree, soft_cap=soft_cap).reshape(q.shape)
+    out, lse = biased_attention(queries, keys, values, degree, soft_cap=soft_cap, return_lse=True)
+    return (out.reshape(q.shape), lse.reshape(q.shape[:3])) if return_lse else out.reshape(q.shape)

@@ -14,7 +14,7 @@ from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
 from tests.mesh.test_sharding import CENTROID, CHELSEA, placed
 from tests.support.methods import every_method, named
-from tests.support.tiny import calmed, prompt, sliding, taught, untied
+from tests.support.tiny import calmed, prompt, sliding, taught, untied, with_sinks
 
 HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))
@@ -76,6 +76,24 @@ def test_windows_are_those_of_one_device(text, kv_heads, method):
     assert many.tokens == one.tokens
     assert many.stats.kept_rows == one.stats.kept_rows
     assert many.stats.window_rows == one.stats.window_rows
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_heads", "method"),
+    [
+        ("model=8", 2, CENTROID),
+        ("data=2,model=4", 4, KVZIP),
+        ("data=4,model=2", 4, ckv.H2O(HALF)),
+        ("sequence=4,model=2", 4, CENTROID),
+    ],
+    ids=lambda x: x if isinstance(x, str | int) else named(x),
+)
+def test_sinks_count_once(text, kv_heads, method):
+    """However many devices share the rows of a head; and the biases of experts, whose hidden units they share."""
+    alone = with_sinks(kv_heads)
+    one, many = (answers(calmed(model, method), method) for model in (alone, placed(alone, named_mesh(text))))
+    assert many.tokens == one.tokens
+    assert many.stats.kept_rows == one.stats.kept_rows
 
 
 def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:

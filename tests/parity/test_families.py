@@ -73,6 +73,22 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+# Limits that some gates and ups reach in so small a model.
+_GPT_OSS = {
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 4,
+    "sliding_window": 40,
+    "swiglu_limit": 2.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 _MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # name -> (configuration class, what differs from _SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 4.0, "num_hidden_layers": 4}),
     "gemma3": ("Gemma3TextConfig", _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _GEMMA3_ROPES}),
+    "gpt-oss": ("GptOssConfig", _GPT_OSS),
     "phi4-mini": (
         "Phi3Config",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
@@ -159,8 +176,8 @@ def _reference(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         # Fresh norms are ones and fresh biases zeros: neither would be missed.
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
     return model
 
@@ -205,7 +222,7 @@ def test_logits(checkpoint, name, length):
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name == "mixtral"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt-oss")])
 def test_logits_of_experts_over_600_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
     tokens = _prompt(600)
@@ -252,6 +269,13 @@ def test_greedy_tokens(checkpoint, name):
         ("gemma3", "full_attention", {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.01}),
         ("gemma3", "sliding_attention", {"rope_type": "default", "rope_theta": 1.01e4}),
         ("gemma3", "query_pre_attn_scalar", 17),
+        ("gpt-oss", "sliding_window", 41),
+        ("gpt-oss", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gpt-oss", "swiglu_limit", 2.01),
+        ("gpt-oss", "swiglu_alpha", 1.704),
+        ("gpt-oss", "num_experts_per_tok", 2),
+        ("gpt-oss", "truncate", True),
+        ("gpt-oss", "factor", 32.02),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
@@ -264,6 +288,42 @@ def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, v
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     tokens = _prompt(300)
     assert _relative(_logits(ckv.load(tmp_path), tokens), _reference_logits(reference, tokens)) > 1e-5
+
+
+@pytest.mark.parametrize("part", ["sinks", "router.bias", "gate_up_proj_bias", "down_proj_bias"])
+def test_a_slightly_wrong_sink_or_bias_fails(checkpoint, tmp_path, part):
+    reference, folder = checkpoint("gpt-oss")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: 1.001 * x if name.endswith(part) else x for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").symlink_to(folder / "config.json")
+    tokens = _prompt(300)
+    assert _relative(_logits(ckv.load(tmp_path), tokens), _reference_logits(reference, tokens)) > 1e-5
+
+
+def test_gpt_oss_as_published(checkpoint, tmp_path):
+    """Experts in MXFP4, against transformers with the numbers that its own conversion makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    reference, folder = checkpoint("gpt-oss")
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    again = transformers.AutoModelForCausalLM.from_config(reference.config, attn_implementation="eager").eval().float()
+    again.load_state_dict(reference.state_dict())
+    numbers = dict(again.named_parameters())
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+        numbers[name].data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        tensors |= {f"{name}_blocks": blocks.numpy(), f"{name}_scales": scales.numpy()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    published = json.loads((folder / "config.json").read_text())
+    published["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model, tokens = ckv.load(tmp_path), _prompt(300)
+    assert _relative(_logits(model, tokens), _reference_logits(again, tokens)) <= 1e-5
+    assert _greedy(model, _prompt(40), 64) == _reference_greedy(again, _prompt(40), 64)
 
 
 def test_rope_far_out(checkpoint):

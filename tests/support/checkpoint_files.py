@@ -56,6 +56,16 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [0],
 }
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "hidden_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "sliding_window": 12,
+}
 FAMILIES = {
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
     "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -73,6 +83,7 @@ FAMILIES = {
     },
     "phi3": {**LLAMA, "model_type": "phi3"},
     "qwen3_moe": QWEN3_MOE,
+    "gpt_oss": GPT_OSS,
     "glm": _GLM,
     "chatglm": _CHATGLM,
     "opt": OPT,

@@ -37,7 +37,8 @@ def reference_logits(published: dict[str, Any], tensors: Tensors, tokens: list[i
             x = x + norm("post_feedforward", _mlp(weights, x))
         else:
             x = x + share * _attention(own, weights, norm("input", x))
-            x = x + share * _mlp(weights, norm("post_attention", x))
+            mlp = _experts if family == "gpt_oss" else lambda _, *args: _mlp(*args)
+            x = x + share * mlp(published, weights, norm("post_attention", x))
     table = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     logits = _rms(x, tensors["model.norm.weight"], eps) @ table.T / published.get("logits_scaling", 1.0)
     return _capped(logits, published.get("final_logit_softcapping"))
@@ -45,7 +46,9 @@ def reference_logits(published: dict[str, Any], tensors: Tensors, tokens: list[i
 
 def _of_layer(published: dict[str, Any], layer: int) -> dict[str, Any]:
     """What the file says of a layer: whether it slides, and how it is rotated then."""
-    pattern = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern")}.get(published["model_type"])
+    pattern = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": published.get("sliding_window_pattern")}.get(
+        published["model_type"]
+    )
     if pattern is not None and (layer + 1) % pattern == 0:
         return published | {"sliding_window": None}
     if "rope_local_base_freq" in published:
@@ -73,6 +76,23 @@ def _mlp(weights: Tensors, x: np.ndarray, *, gelu: bool = False) -> np.ndarray:
     return (inner * up) @ weights["mlp.down_proj.weight"].T
 
 
+def _experts(published: dict[str, Any], weights: Tensors, x: np.ndarray) -> np.ndarray:
+    """Of gpt-oss, token by token: the best experts, and a softmax over their logits alone."""
+    stack = {name.removeprefix("mlp.experts."): tensor for name, tensor in weights.items() if "experts" in name}
+    out = np.zeros_like(x)
+    for token, row in zip(x, out, strict=True):
+        logits = weights["mlp.router.weight"] @ token + weights["mlp.router.bias"]
+        best = np.argsort(-logits)[: published["num_experts_per_tok"]]
+        shares = np.exp(logits[best] - logits[best].max())
+        for share, expert in zip(shares / shares.sum(), best, strict=True):
+            both = token @ stack["gate_up_proj"][expert] + stack["gate_up_proj_bias"][expert]
+            limit = published["swiglu_limit"]
+            gate, up = np.minimum(both[::2], limit), np.clip(both[1::2], -limit, limit)
+            inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+            row += share * (inner @ stack["down_proj"][expert] + stack["down_proj_bias"][expert])
+    return out
+
+
 def _attention(published: dict[str, Any], weights: Tensors, x: np.ndarray) -> np.ndarray:
     heads, kv_heads = published["num_attention_heads"], published["num_key_value_heads"]
     dim = published.get("head_dim", published["hidden_size"] // heads)
@@ -80,7 +100,10 @@ def _attention(published: dict[str, Any], weights: Tensors, x: np.ndarray) -> np
         fused = x @ weights["self_attn.qkv_proj.weight"].T
         q, k, v = np.split(fused, [heads * dim, (heads + kv_heads) * dim], axis=-1)
     else:
-        q, k, v = (x @ weights[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = (
+            x @ weights[f"self_attn.{name}_proj.weight"].T + weights.get(f"self_attn.{name}_proj.bias", 0.0)
+            for name in "qkv"
+        )
     if "self_attn.q_norm.weight" in weights:
         shape = (len(x), -1) if published["model_type"] == "olmo2" else (len(x), -1, dim)
         norms = [(weights[f"self_attn.{name}_norm.weight"], published["rms_norm_eps"]) for name in "qk"]
@@ -96,9 +119,13 @@ def _attention(published: dict[str, Any], weights: Tensors, x: np.ndarray) -> np
         query = _rotated(published, q[:, head * dim : (head + 1) * dim])
         key = _rotated(published, k[:, group * dim : (group + 1) * dim])
         scores = _capped(query @ key.T * scale, published.get("attn_logit_softcapping")) + hidden
+        if "self_attn.sinks" in weights:  # a row more, whose value is zero
+            scores = np.pad(scores, ((0, 0), (0, 1)), constant_values=weights["self_attn.sinks"][head])
         weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        parts.append(weight / weight.sum(axis=-1, keepdims=True) @ v[:, group * dim : (group + 1) * dim])
-    return np.concatenate(parts, axis=-1) @ weights["self_attn.o_proj.weight"].T
+        weight = (weight / weight.sum(axis=-1, keepdims=True))[:, : len(x)]
+        parts.append(weight @ v[:, group * dim : (group + 1) * dim])
+    out = np.concatenate(parts, axis=-1) @ weights["self_attn.o_proj.weight"].T
+    return out + weights.get("self_attn.o_proj.bias", 0.0)
 
 
 def _rotated(published: dict[str, Any], x: np.ndarray) -> np.ndarray:
@@ -128,7 +155,10 @@ def _frequencies(published: dict[str, Any], dim: int) -> tuple[np.ndarray, float
                 """The pair of dimensions that turns so often within the original length."""
                 return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-            first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dim - 1)
+            first, last = pair(32), pair(1)
+            if scaling.get("truncate", True):
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, dim - 1)
             slow = np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
             return (1 - slow) * plain + slow * plain / factor, 0.1 * math.log(factor) + 1
     return plain, 1.0

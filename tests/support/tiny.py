@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clusterkv_jax as ckv
-from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.config import ClampedSwiglu, Experts, ModelConfig, Rope
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 
 VOCAB = 61
@@ -66,6 +66,18 @@ def with_surrogate(model: ckv.Model) -> ckv.Model:
         for number, layer in enumerate(model.params["layers"])
     )
     return replace(model, params={**model.params, "layers": layers})
+
+
+@functools.cache
+def with_sinks(kv_heads: int = 2, layers: int = 4) -> ckv.Model:
+    """gpt-oss's: every head has a sink logit of its own, every other layer a window, and all have experts."""
+    experts = Experts(4, 2, 16, bias=True, clamp=ClampedSwiglu(2.0))
+    plain = sliding(layers=layers, window=16, kv_heads=kv_heads)
+    config = replace(plain.config, local_rope=None, sink_logits=True, experts=experts)
+    params = random_params(config)
+    for number, layer in enumerate(params["layers"]):
+        layer["attention"]["sink_logits"] = jnp.asarray([-1.0, 0.5, 2.0, number], jnp.float32)
+    return with_surrogate(ckv.Model(params=params, config=config, tokenizer=None, mesh=None, name="with sinks"))
 
 
 def untied(model: ckv.Model) -> ckv.Model:

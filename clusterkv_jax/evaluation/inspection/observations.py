@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.attention import attend_cache, with_sinks
 from clusterkv_jax.cache import group_heads, groups
 from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.checkpoints import Model
@@ -114,7 +114,8 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
 def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "1 T H D"]:
     before = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
     cache = compress(method, *before, layer=number, num_layers=count)
-    return np.asarray(attend_cache(cache, jnp.swapaxes(layer.queries[:, :, cut:], 1, 2), layer.soft_cap)[0], np.float32)
+    attended = attend_cache(cache, jnp.swapaxes(layer.queries[:, :, cut:], 1, 2), layer.soft_cap)
+    return np.asarray(with_sinks(attended, layer.sink_logits), np.float32)
 
 
 def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.ndarray, "T H D"]:
@@ -126,7 +127,9 @@ def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.nda
         query, lookup = both
         rows = select(method, index, lookup)
         q, rows = (x.reshape(1, heads, -1, x.shape[-1]) for x in (query, rows))
-        return recalled_attention(q, keys, values, rows, soft_cap=layer.soft_cap).reshape(query.shape[1:])
+        out, lse = recalled_attention(q, keys, values, rows, soft_cap=layer.soft_cap, return_lse=True)
+        attended = out.reshape(query[:, None].shape), lse.reshape(1, 1, -1)
+        return with_sinks(attended, layer.sink_logits)[0, 0]
 
     steps = tuple(jnp.moveaxis(x[:, :, cut:], 2, 0) for x in (layer.queries, seen_by(layer, method)))
     return np.asarray(jax.lax.map(attended, steps), np.float32)

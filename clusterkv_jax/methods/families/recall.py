@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from clusterkv_jax.attention import with_sinks
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups
 from clusterkv_jax.errors import check_fields, is_count
@@ -163,9 +164,11 @@ class Recall(Method):
         memory = self.follow(memory, group, token)
         queries = token.q if token.lookup is None else token.lookup
         rows = self.choose(memory, by_kv_head(queries, group), token.real[:, 0])
-        attend = partial(recalled_attention, unlisted=unindexed, soft_cap=token.soft_cap)
+        attend = partial(recalled_attention, unlisted=unindexed, soft_cap=token.soft_cap, return_lse=True)
         args = (by_kv_head(token.q, group), group.keys, group.values, rows, self.unchosen(memory), group.length)
-        return over_heads(attend, *args).reshape(token.q.shape), group, memory | {"recalled": rows}
+        out, lse = over_heads(attend, *args)
+        attended = out.reshape(token.q.shape), lse.reshape(token.q.shape[:3])
+        return with_sinks(attended, token.sink_logits), group, memory | {"recalled": rows}
 
 
 def unless_over(real: Bool[Array, " B"] | None, rows: Int[Array, "B K J R"], index: Index) -> Int[Array, "B K J R"]:

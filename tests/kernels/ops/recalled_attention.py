@@ -26,7 +26,7 @@ def check_recalled(implementation, *, examples=4):
 
 
 def check_recalled_of(each, dtype, unlisted, soft_cap, implementation, examples):
-    run = compiled(partial(implementation, unlisted=unlisted, soft_cap=soft_cap))
+    run = compiled(partial(implementation, unlisted=unlisted, soft_cap=soft_cap, return_lse=True))
 
     def check(seed, holes, length, since):
         q, keys, values = (normal(seed + i, 2, 2, n, 24) for i, n in enumerate((4, 90, 90)))
@@ -45,17 +45,20 @@ def check_recalled_of(each, dtype, unlisted, soft_cap, implementation, examples)
         dirty = (poisoned(x, unread) for x in arrays[1:])
         starts = np.full(2, since, np.int32) if unlisted else None
         end = None if length == 90 else np.full((2, 2), length, np.int32)
-        out = run(arrays[0], *dirty, np.asarray(rows, np.int32), starts, end)
+        out, lse = run(arrays[0], *dirty, np.asarray(rows, np.int32), starts, end)
         assert out.dtype == dtype
         q, keys, values = (np.asarray(x, np.float64) for x in arrays)
-        expected = np.zeros(q.shape)
+        expected, sums = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
         for b, k, g in np.ndindex(2, 2, 4):
             at = own[b, k, g * each // 4]
             score = keys[b, k, at] @ q[b, k, g] / np.sqrt(24)
             score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
             weight = np.exp(score - score.max(initial=-np.inf))
             expected[b, k, g] = weight @ values[b, k, at] / max(weight.sum(), 1e-30)
+            sums[b, k, g] = np.logaddexp.reduce(score, initial=-np.inf)
         near(out, expected, tolerance(dtype), axes=(2, 3))
+        np.testing.assert_array_equal(np.isfinite(lse), np.isfinite(sums))
+        np.testing.assert_allclose(np.exp(lse), np.exp(sums), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-4)
 
     holes, length, since = (
         st.sampled_from([0.3, 0.0, 1.0]),
