@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
-from tests.families.test_every_method import METHODS as EVERY
 from tests.support.methods import named
 from tests.support.tiny import calmed, prompt, untied, with_sinks
+from tests.sweeps.test_families import METHODS as EVERY
 
 # Of each kind of step one, and one whose heads stand in groups.
 FEW = ("Full", "CentroidKV", "H2O", "CaM", "StreamingLLM", "ClusterKV", "Chelsea")
