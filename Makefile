@@ -99,7 +99,7 @@ format: $(STAMPS)/dev
 
 # Without this variable the theme warns of mkdocs 2 at every build, which pyproject.toml leaves out.
 docs: $(STAMPS)/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(STAMPS)/parity
 	$(BIN)/python -m pytest -m parity $(ARGS)

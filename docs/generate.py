@@ -1,4 +1,5 @@
-"""Pages made from the code when the site is built: the command line from its typer app, the presets from their files.
+"""Pages made from the code when the site is built: the command line from its typer app, the presets from their files,
+the models from the table that the tests go through.
 
 mkdocs calls `on_files` (see mkdocs.yml); tests call `pages` and need no mkdocs for it.
 """
@@ -13,12 +14,14 @@ from typing import Any
 import typer
 
 from clusterkv_jax.cli import app
+from clusterkv_jax.models.registry import FAMILIES
 from clusterkv_jax.presets import Preset, list_presets
+from tests.support.families import PARITY, PUBLISHED, SAME_AS
 
 
 def pages() -> dict[str, str]:
     """The text of each generated page, by its path below `docs/`."""
-    return {"reference/cli.md": command_line(), "reference/presets.md": presets()}
+    return {"reference/cli.md": command_line(), "reference/models.md": models(), "reference/presets.md": presets()}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -130,6 +133,38 @@ def _preset(preset: Preset) -> list[str]:
     if preset.calibration is not None:
         listed.append(f"a calibration of the model `{preset.calibration.model}`")
     return [f"`{preset.name}`", _cell(preset.description), ", ".join(listed), _cell(preset.source)]
+
+
+def models() -> str:
+    """A line for each family, by what the tests do with it."""
+    parts = [
+        "# Models\n",
+        "`load` and `--model` read these families, by the `model_type` of their config.json; `clusterkv models` lists",
+        "them. The columns are tests of the repository, and each goes through every family of this table:\n",
+        "- **loads**: small checkpoints in the family's own layout (`tests/test_checkpoints.py`).",
+        "- **as transformers**: settings whose logits and greedy tokens equal those of transformers on torch, over up",
+        "  to 600 tokens (`make parity`).",
+        "- **methods**: every method answers a batch as its prompts alone, within the budget (`make test-sweeps`).",
+        "- **mesh**: the logits of one device on a mesh of eight (`make test-mesh`).",
+        "- **TPU**: the decode loop compiled for a v5e (`make test-compile`).\n",
+    ]
+    parts += _table(
+        "model_type", "models", "loads", "as transformers", "methods", "mesh", "TPU", rows=map(_family, FAMILIES)
+    )
+    parts += [
+        "Reading a prompt on a GPU takes cuDNN in 16 bit. It takes XLA where heads are wider than 128 (Gemma), scores",
+        "have a soft cap (Gemma 2) or heads have sink logits (gpt-oss). Decoding takes the kernels of this library in",
+        "every family. [Sliding layers](../concepts/sliding-layers.md) keep their window and are never compressed.",
+        "[Flax models](../guides/flax.md) are those that are written elsewhere.\n",
+    ]
+    return "\n".join(parts)
+
+
+def _family(name: str) -> list[str]:
+    other = SAME_AS.get(name, name)
+    cases = [case for case, published in PARITY.items() if published["model_type"] == other]
+    tested = "yes" if name in PUBLISHED else f"as `{other}`"
+    return [f"`{name}`", _cell(FAMILIES[name].models), tested, ", ".join(cases), *[tested] * 3]
 
 
 def _table(*header: str, rows: Iterable[list[str]]) -> list[str]:

@@ -21,6 +21,7 @@ from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
 from clusterkv_jax.models.rope import frequencies, rotate
 from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
+from tests.support.families import PARITY, PUBLISHED, SAME_AS
 from tests.support.shared_data import shared
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -455,3 +456,8 @@ def test_a_configuration_is_a_static_argument():
     assert hash(SMALL) == hash(ModelConfig(**vars(SMALL)))
     with pytest.raises(ValueError, match=r"rope\.dim = 7 must be even"):
         ModelConfig(**{**vars(SMALL), "rope": Rope(1e4, 7)})
+
+
+def test_every_family_is_in_the_table_of_the_tests():
+    assert {*PUBLISHED, *SAME_AS} == {*registry.FAMILIES}
+    assert {published["model_type"] for published in PARITY.values()} == {*registry.FAMILIES} - {*SAME_AS}

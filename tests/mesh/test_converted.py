@@ -10,6 +10,7 @@ from clusterkv_jax.checkpoints import load
 from clusterkv_jax.models.transformer import abstract, forward
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
+from tests.support.families import PUBLISHED
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -51,10 +52,10 @@ def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PUBLISHED)
 def test_families_compute_the_same_on_a_mesh(tmp_path, family):
     """Norms over all heads cross devices, and so do the parts of fused projections, and experts."""
-    folder = write(tmp_path / "m", FAMILIES[family], random_tensors(FAMILIES[family]))
+    folder = write(tmp_path / "m", PUBLISHED[family], random_tensors(PUBLISHED[family]))
     alone, many = load(folder), load(folder, mesh=named_mesh("data=2,model=4"))
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
     with on_mesh(many.mesh, many.config.num_kv_heads):

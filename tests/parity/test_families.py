@@ -16,138 +16,11 @@ from clusterkv_jax.models.transformer import forward
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)
 
+from tests.support.families import GRANITE, LLAMA3, PARITY  # noqa: E402
 from tests.support.shared_data import shared  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-_SMALL = {
-    "vocab_size": 151,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    # The usual 0.02 leaves attention flat in so small a model: any position code would pass.
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_GRANITE = {
-    "embedding_multiplier": 6.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 64}
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-    "long_factor": [1.0, 1.3, 2.0, 4.0, 9.0, 25.0],
-    "original_max_position_embeddings": 32,
-}
-_OPT = {
-    "vocab_size": 151,
-    "hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "ffn_dim": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "init_std": 0.2,
-    "eos_token_id": None,
-}
-_GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 50, "tie_word_embeddings": True}
-_GEMMA3_ROPES = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-# Limits that some gates and ups reach in so small a model.
-_GPT_OSS = {
-    "head_dim": 32,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
-    "num_hidden_layers": 4,
-    "sliding_window": 40,
-    "swiglu_limit": 2.0,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "truncate": False,
-        "original_max_position_embeddings": 32,
-    },
-}
-_MOE = {"head_dim": 32, "moe_intermediate_size": 48}
-# name -> (configuration class, what differs from _SMALL)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("LlamaConfig", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
-    "llama2-32k": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}}),
-    "llama3": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-    "llama3.1": ("LlamaConfig", {"rope_parameters": _LLAMA3}),
-    "llama-biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "tinyllama": ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 1}),
-    "smollm2": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("Qwen2Config", {"rms_norm_eps": 1e-6}),
-    "qwen2.5-tied": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": False}),
-    "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "qwen3-moe": ("Qwen3MoeConfig", _MOE | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
-    "qwen3-moe-shares": ("Qwen3MoeConfig", _MOE | {"num_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3-moe-dense": (
-        "Qwen3MoeConfig",
-        _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
-    ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm": (
-        "GlmConfig",
-        {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
-    ),
-    "opt": ("OPTConfig", {}),
-    "granite": ("GraniteConfig", _GRANITE | {"tie_word_embeddings": True}),
-    "granite-biases": ("GraniteConfig", _GRANITE | {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "olmo2": ("Olmo2Config", {"rms_norm_eps": 1e-6}),
-    "olmo2-biases": ("Olmo2Config", {"attention_bias": True, "num_key_value_heads": 4}),
-    "qwen2.5-yarn": ("Qwen2Config", {"rope_parameters": _YARN}),
-    "llama-yarn": (
-        "LlamaConfig",
-        {
-            "head_dim": 32,
-            "rope_parameters": _YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 0.7},
-        },
-    ),
-    "llama-yarn-mscale": ("LlamaConfig", {"rope_parameters": _YARN | {"mscale": 1.2, "mscale_all_dim": 0.8}}),
-    "phi3": ("Phi3Config", {"sliding_window": 1024}),
-    "phi3-4k": ("Phi3Config", {"sliding_window": 100}),
-    "mistral-v0.1": ("MistralConfig", {"sliding_window": 64}),
-    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33}),
-    "qwen2-window": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "qwen3-moe-window": (
-        "Qwen3MoeConfig",
-        _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "use_sliding_window": True, "sliding_window": 70},
-    ),
-    "gemma2": ("Gemma2Config", _GEMMA | {"attn_logit_softcapping": 4.0, "num_hidden_layers": 4}),
-    "gemma3": ("Gemma3TextConfig", _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _GEMMA3_ROPES}),
-    "gpt-oss": ("GptOssConfig", _GPT_OSS),
-    "phi4-mini": (
-        "Phi3Config",
-        {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
-    ),
-}
 # transformers rotates shorter texts otherwise; we have one kind of rotation a model.
 _LONG_ONLY = {"phi4-mini": 33}
 
@@ -169,9 +42,8 @@ def checkpoint(tmp_path_factory):
 
 
 def _reference(name: str) -> Any:
-    kind, changes = FAMILIES[name]
-    base = _OPT if kind == "OPTConfig" else _SMALL
-    config = getattr(transformers, kind)(**(base | changes))
+    published = dict(PARITY[name])
+    config = transformers.AutoConfig.for_model(published.pop("model_type"), **published)
     torch.manual_seed(sum(name.encode()))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
@@ -214,7 +86,7 @@ def _greedy(model: ckv.Model, tokens: np.ndarray, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [(name, length) for name in FAMILIES for length in (1, 7, 300, 600) if length >= _LONG_ONLY.get(name, 1)],
+    [(name, length) for name in PARITY for length in (1, 7, 300, 600) if length >= _LONG_ONLY.get(name, 1)],
 )
 def test_logits(checkpoint, name, length):
     reference, folder = checkpoint(name)
@@ -222,14 +94,14 @@ def test_logits(checkpoint, name, length):
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt-oss")])
+@pytest.mark.parametrize("name", [name for name in PARITY if "moe" in name or name in ("mixtral", "gpt-oss")])
 def test_logits_of_experts_over_600_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
     tokens = _prompt(600)
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 2e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PARITY)
 def test_greedy_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
     tokens = _prompt(40)
@@ -244,7 +116,7 @@ def test_greedy_tokens(checkpoint, name):
         ("llama2-32k", "factor", 8.01),
         ("glm", "partial_rotary_factor", 0.25),
         ("qwen3", "rms_norm_eps", 1.1e-5),
-        *(("granite", key, 1.002 * value) for key, value in _GRANITE.items()),
+        *(("granite", key, 1.002 * value) for key, value in GRANITE.items()),
         ("olmo2", "rms_norm_eps", 1.1e-5),
         ("qwen2.5-yarn", "factor", 16.02),
         ("llama-yarn", "beta_slow", 1.8),
@@ -333,7 +205,7 @@ def test_rope_far_out(checkpoint):
     from clusterkv_jax.models.registry import from_hf
     from clusterkv_jax.models.rope import rotate
 
-    rope_parameters = _LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+    rope_parameters = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
         hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope_parameters
     )
