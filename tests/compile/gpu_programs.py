@@ -43,7 +43,7 @@ from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.methods.chassis import with_groups
-from clusterkv_jax.models.config import Experts
+from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
 
@@ -209,6 +209,7 @@ def programs(array):
         "decode with pages": decoding(ckv.AdaKV(share)),
         "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),
         "decode with recall": decoding(recall),
+        "decode with sink logits": decoding(ckv.CentroidKV(share), window=128, sliding_layers=(0,), sink_logits=True),
         "decode with windows": decoding(
             ckv.CentroidKV(share), window=4096, sliding_layers=(0,), local_rope=LLAMA.rope, soft_cap=50.0
         ),
@@ -219,6 +220,12 @@ def programs(array):
     described["experts of a token"] = (mix, (weights, array((1, 1, 2048), bf16)), ())
     described["experts of a batch"] = (mix, (weights, array((16, 1, 2048), bf16)), ())
     described["experts of a prompt"] = (mix, (weights, array((1, 4096, 2048), bf16)), ())
+    biases = {"router_bias": (32,), "gate_bias": (32, 2880), "up_bias": (32, 2880), "down_bias": (32, 2880)}
+    sizes = {"router": (32, 2880), **dict.fromkeys(("gate", "up", "down"), (32, 2880, 2880)), **biases}
+    own = {name: array(shape, bf16) for name, shape in sizes.items()}
+    clamped = Experts(32, 4, 2880, bias=True, clamp=ClampedSwiglu())
+    biased = lambda w, x: mixture(w, clamped, jax.nn.silu, x)  # noqa: E731
+    described["experts with biases"] = (biased, (own, array((8, 1, 2880), bf16)), ())
     # From 0.11 on a described argument cannot be moved to the host within the program that takes it.
     if jax.__version_info__ < (0, 11):
         described["decode with recall from the host"] = decoding(replace(recall, store="host"))
