@@ -21,7 +21,7 @@ HALF = ckv.Budget(ratio=0.5)
 WORDS = ((3, 5), (7, 1, 4), (2,))
 METHODS = [
     *every_method(HALF),
-    ckv.Chelsea(HALF, sinks=2, recent=4, chunk=16),
+    ckv.Chelsea(HALF, sinks=2, recent=4, chunk=16, interval=4),
     ckv.KVzip(HALF, plus=True, chunk=16, instruction=WORDS),
     ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),
     ckv.ClusterKV(HALF, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
