@@ -148,22 +148,6 @@ def test_a_model_takes_it_with_its_parameters(measured, tmp_path):
         calibrated(model, narrow)
 
 
-def test_the_demo_model_brings_its_own():
-    model = ckv.load("demo")
-    assert model.calibration is not None
-    assert model.calibration.settings["tokens"] == 4096
-    text = TEXT.read_text()
-    question = "What is the special magic number for amber-lantern mentioned in the provided text?"
-    result = ckv.generate(
-        model, [text], questions=[question], method=ckv.OrbitKV(ckv.Budget(ratio=0.125)), max_new_tokens=32
-    )
-    assert result.texts[0].strip().endswith("4821057.")
-    rows = [heads for layer in result.stats.kept_rows for heads in layer[0]]
-    tokens = result.stats.prompt_tokens[0]
-    assert len(set(rows)) > 2
-    assert 0.12 < sum(rows) / 12 / tokens <= 0.125
-
-
 @pytest.mark.parametrize(
     "method",
     [

@@ -21,21 +21,10 @@ from clusterkv_jax.planning.described import Job
 from clusterkv_jax.planning.measure import few_and_more
 from clusterkv_jax.sharding import named_mesh
 from clusterkv_jax.windows import ring
-from tests.support.methods import every_method, fitted_method, named
 from tests.support.tiny import calmed, prompt, sliding, tiny
 
 WINDOW = 12
 METHOD = ckv.SnapKV(ckv.Budget(tokens=16), window=4, kernel=3, decode_interval=4)
-ROWS = ckv.Budget(tokens=16)
-EVERY = [
-    *every_method(ROWS),
-    fitted_method(ROWS),
-    ckv.Compactor(ROWS, sinks=2, recent=2, chunk=16),
-    ckv.KVzip(ROWS, chunk=16, instruction=((3, 5), (7, 1, 4), (2,))),
-    ckv.Quest(ROWS, page=4, min_pages=2, dense_layers=0),
-    ckv.ClusterKV(ROWS, sinks=2, tokens_per_cluster=4, interval=4, interval_clusters=2, dense_layers=0),
-    ckv.InfiniGen(ROWS, partial_ratio=0.5, dense_layers=0),
-]
 step = jax.jit(decode_step, static_argnames=("config", "method"))
 logits_of = jax.jit(forward, static_argnums=1)
 
@@ -139,14 +128,6 @@ def check_method(model: ckv.Model, method: Any) -> None:
 
 def test_a_method_leaves_windows_alone():
     check_method(sliding(), METHOD)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
-@pytest.mark.parametrize("method", EVERY, ids=named)
-def test_every_method_leaves_windows_alone(method, soft_cap):
-    model = sliding(soft_cap=soft_cap)
-    check_method(model, method)
 
 
 def test_stats_count_windows_apart():

@@ -1,22 +1,9 @@
-"""Fitted rows of every method that may have them; and of the demo model, whose answer stays."""
-
-from pathlib import Path
+"""Fitted rows of every method that may have them."""
 
 import numpy as np
 
-import clusterkv_jax as ckv
 from tests.support.methods import every_method
 from tests.test_matched import QUARTER, pair, tensors
-
-DEMO_TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
-
-
-def test_the_demo_model_still_answers():
-    text = DEMO_TEXT.read_text(encoding="utf-8")
-    question = "What is the special magic number for amber-lantern mentioned in the provided text?"
-    method = ckv.Matched(ckv.CentroidKV(QUARTER))
-    result = ckv.generate(ckv.load("demo"), [text], questions=[question], method=method, max_new_tokens=32)
-    assert result.texts[0].endswith("4821057.")
 
 
 def test_every_method_that_holds_rows_of_its_heads_can_be_fitted():
