@@ -1,6 +1,6 @@
 """Three hundred requests with cancels and failures, twice: the same to the letter, and nothing is left."""
 
-from tests.test_engine import engine, many
+from tests.engine.test_engine import engine, many
 
 
 def test_three_hundred_requests_twice_are_the_same_and_leave_nothing():

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tests.learned.test_matched import QUARTER, pair, tensors
 from tests.support.methods import every_method
-from tests.test_matched import QUARTER, pair, tensors
 
 
 def test_every_method_that_holds_rows_of_its_heads_can_be_fitted():

@@ -19,7 +19,7 @@ from clusterkv_jax.learned.network import network
 from clusterkv_jax.learned.surrogates import predicted_scores
 from tests.support.tiny import taught, tiny
 
-TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
+TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 
 
 def rows(seed, count=400, inputs=12, heads=2, noise=0.3):
