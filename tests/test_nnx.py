@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,6 +59,23 @@ def test_a_method_gives_the_tokens_of_our_own_model(toy, method):
     assert result.tokens == ours.tokens
     assert result.stats.kept_rows == ours.stats.kept_rows
     assert result.stats.cache_bytes == ours.stats.cache_bytes
+
+
+def test_a_window_and_a_cap_are_those_of_our_own_model(toy):
+    model = nnx.clone(toy)
+    model.layers[0].attn.window = 12
+    for layer in model.layers:
+        layer.attn.soft_cap = 0.5
+    small, own = ckv.nnx.compressed(model, CENTROID), as_llama(toy)
+    same = {"window": 12, "sliding_layers": (0,), "soft_cap": 0.5}
+    own = replace(own, config=replace(own.config, **same))
+    asked = {"questions": QUESTIONS[:1], "max_new_tokens": 6}
+    result, expected = small.generate(PROMPTS[:1], **asked), ckv.generate(own, PROMPTS[:1], method=CENTROID, **asked)
+    assert result.tokens == expected.tokens
+    assert result.stats.window_rows == expected.stats.window_rows == [[[12, 12]]]
+    model.layers[1].attn.window = 13
+    with pytest.raises(ValueError, match=r"all layers need the same window, got \[12, 13\]"):
+        ckv.nnx.compressed(model, CENTROID)
 
 
 def test_steps_under_nnx_jit_are_those_of_generate(toy):

@@ -48,8 +48,8 @@ def compressed(
         model: a decoder in the mode in which it is to answer (`model.eval()`).
         method: what is kept of a prompt.
         attention: where the model's attention is and what it projects; found by attribute names by default, for models
-            whose attention has the methods `qkv` and `output`, for tunix's Qwen2, Qwen3, Llama 3 and Gemma, and for
-            bonsai's Qwen3.
+            whose attention has the methods `qkv` and `output`, for tunix's Qwen2, Qwen3, Llama 3 and Gemma 1 to 3, and
+            for bonsai's Qwen3.
         max_positions: most tokens of a prompt and all that is appended to it.
         eos_ids: tokens that end a text.
         tokenizer: of the tokenizers library, for `generate` with texts.
@@ -157,7 +157,20 @@ def _config(model: nnx.Module, layout: Layout, max_positions: int, eos_ids: tupl
         eos_ids=eos_ids,
         dtype=str(k.dtype),
         decoder=decoder,
+        **_reach(model, layout),
     )
+
+
+def _reach(model: nnx.Module, layout: Layout) -> dict[str, Any]:
+    """Which layers have a window, and the cap of scores. Raises ValueError where layers differ otherwise."""
+    every = [getattr(layer, layout.attention) for layer in layers_of(model, layout.layers)]
+    windows, caps = [layout.window(one) for one in every], {layout.soft_cap(one) for one in every}
+    sizes = {window for window in windows if window is not None}
+    for what, found in (("window", sizes), ("cap of scores", caps)):
+        if len(found) > 1:
+            raise ValueError(f"{type(model).__name__}: all layers need the same {what}, got {sorted(found, key=str)}.")
+    sliding = tuple(layer for layer, window in enumerate(windows) if window is not None)
+    return {"window": next(iter(sizes), None), "sliding_layers": sliding, "soft_cap": next(iter(caps))}
 
 
 def _first_layer(decoder: FlaxDecoder, layer: Params, hidden: Array, positions: Array) -> tuple[Any, Any]:

@@ -1,13 +1,15 @@
 """How attention of a Flax model is laid out: the protocol, and the layouts of published models."""
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from clusterkv_jax.models.config import Rope
+from clusterkv_jax.models.config import LinearScaling, Rope
 
 # What layers call their attention.
 _ATTENTIONS = ("attn", "attention", "self_attn")
@@ -29,6 +31,14 @@ def _output(attention: Any, attended: Any) -> Any:
     return attention.output(attended)
 
 
+def _window(attention: Any) -> int | None:
+    return getattr(attention, "window", None)
+
+
+def _soft_cap(attention: Any) -> float | None:
+    return getattr(attention, "soft_cap", None)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a model's attention is, and how to go into it and out again.
@@ -48,6 +58,8 @@ class Layout:
         layers: the model's attribute that lists its layers, with dots where it is one of a part.
         attention: the attribute of a layer that is its attention.
         rope: the model's rotations, for the methods that rotate keys; None says that it has none.
+        window: window(attention) -> of how many last tokens it sees the keys, itself included; None is all.
+        soft_cap: soft_cap(attention) -> c of scores c tanh(s / c), the same in all layers; None is no cap.
     """
 
     project: Callable[..., Any] = _qkv
@@ -57,6 +69,8 @@ class Layout:
     layers: str = "layers"
     attention: str = "attn"
     rope: Rope | None = None
+    window: Callable[[Any], int | None] = _window
+    soft_cap: Callable[[Any], float | None] = _soft_cap
 
 
 def layout_of(model: Any) -> Layout:
@@ -71,15 +85,17 @@ def layout_of(model: Any) -> Layout:
             f"A layer of {type(model).__name__}, {type(layers[0]).__name__}, has no attention under the names "
             f"{', '.join(_ATTENTIONS)}: give compressed attention=nnx.Layout(attention=...)."
         )
-    attention = getattr(layers[0], name)
+    every = [getattr(layer, name) for layer in layers]
+    attention = every[0]
     beside = sys.modules.get(type(attention).__module__)
     kinds = (make for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
     make = next(kinds, None)
     if make is None:
         raise ValueError(_missing(attention))
-    for layer in layers:
-        _check_scores(getattr(layer, name))
-    return replace(make(attention), attention=name)
+    # The rotations of a model are those of a layer that sees every token.
+    layout = make(attention)
+    whole = next((one for one in every if layout.window(one) is None), attention)
+    return replace(make(whole), attention=name)
 
 
 def layers_of(model: Any, path: str) -> list[Any]:
@@ -107,17 +123,6 @@ def _missing(attention: Any) -> str:
         f"{type(attention).__name__} is attention of an unknown kind, without {', '.join(absent)}: give it methods "
         "qkv(...) and output(attended), or give compressed attention=nnx.Layout(project=..., output=...)."
     )
-
-
-def _check_scores(attention: Any) -> None:
-    """Raise ValueError for scores that attention over a compressed cache has not."""
-    name = type(attention).__name__
-    if getattr(attention, "attn_logits_soft_cap", None) is not None:
-        raise ValueError(f"{name} caps its scores at {attention.attn_logits_soft_cap}; only scores without a cap work.")
-    if getattr(getattr(attention, "attn_type", None), "name", "GLOBAL") != "GLOBAL":
-        raise ValueError(
-            f"{name} is of the type {attention.attn_type.name}; only GLOBAL, which sees all tokens, works."
-        )
 
 
 # --- protocol: an attention with the methods qkv and output ---
@@ -203,23 +208,55 @@ def _qwen2(attention: Any) -> Layout:
 # --- tunix: Gemma ---
 
 
-def _gemma_projected(attention: Any, hidden: Any, positions: Any, *_: Any, **__: Any) -> Any:
+def _gemma_parts(attention: Any, hidden: Any) -> tuple[Any, Any, Any]:
     if attention.use_qkv_einsum:
-        q, k, v = attention.qkv_einsum(hidden)
-    else:
-        q, (k, v) = attention.q_einsum(hidden), attention.kv_einsum(hidden)
-    return _tunix_rotated(attention, q, k, v, positions)
+        return tuple(attention.qkv_einsum(hidden))
+    return attention.q_einsum(hidden), *attention.kv_einsum(hidden)
+
+
+def _gemma_projected(attention: Any, hidden: Any, positions: Any, *_: Any, **__: Any) -> Any:
+    return _tunix_rotated(attention, *_gemma_parts(attention, hidden), positions)
 
 
 def _gemma_output(attention: Any, attended: Any) -> Any:
     return None, attention.attn_vec_einsum(attended)
 
 
-_GEMMA = replace(_TUNIX, project=_gemma_projected, output=_gemma_output)
+def _gemma_window(attention: Any) -> int | None:
+    """Raises ValueError for a type of attention that is not known."""
+    kind = attention.attn_type.name
+    if kind not in ("GLOBAL", "LOCAL_SLIDING"):
+        raise ValueError(f"{type(attention).__name__} is of the type {kind}; allowed: GLOBAL, LOCAL_SLIDING.")
+    return attention.sliding_window_size if kind == "LOCAL_SLIDING" else None
+
+
+def _gemma_cap(attention: Any) -> float | None:
+    return getattr(attention, "attn_logits_soft_cap", None)
+
+
+_GEMMA = replace(_TUNIX, project=_gemma_projected, output=_gemma_output, window=_gemma_window, soft_cap=_gemma_cap)
 
 
 def _gemma(attention: Any) -> Layout:
     return replace(_GEMMA, rope=Rope(_default(_beside(attention, "apply_rope"), "max_wavelength"), attention.head_dim))
+
+
+# --- tunix: Gemma 3, whose layers with a window have rotations of their own ---
+
+
+def _gemma3_projected(attention: Any, hidden: Any, positions: Any, *_: Any, **__: Any) -> Any:
+    q, k, v = _gemma_parts(attention, hidden)
+    turns = {"base_frequency": attention.rope_base_frequency, "scale_factor": attention.rope_scale_factor}
+    rotate = partial(_beside(attention, "apply_rope"), positions=positions, head_dim=attention.head_dim, **turns)
+    scale = attention.query_pre_attn_scalar * math.sqrt(attention.head_dim)
+    return rotate(attention._query_norm(q)) * scale, rotate(attention._key_norm(k)), v
+
+
+def _gemma3(attention: Any) -> Layout:
+    factor = float(attention.rope_scale_factor)
+    scaling = None if factor == 1 else LinearScaling(factor)
+    rope = Rope(float(attention.rope_base_frequency), attention.head_dim, scaling=scaling)
+    return replace(_GEMMA, project=_gemma3_projected, rope=rope)
 
 
 # --- bonsai: Qwen3 ---
@@ -259,5 +296,6 @@ _KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Layout]], 
     (_PROJECTIONS, ("apply_rotary_embedding", "_generate_pos_embeddings"), _qwen2),
     (_PROJECTIONS, ("apply_rope", "_generate_pos_embeddings"), _bonsai),
     (_PROJECTIONS, ("apply_rope",), _tunix),
+    (("attn_vec_einsum", "rope_base_frequency"), ("apply_rope",), _gemma3),
     (("attn_vec_einsum", "use_qkv_einsum"), ("apply_rope",), _gemma),
 )

@@ -1,5 +1,6 @@
 """Models of google-tunix: its own sampler's greedy tokens, and with a method those of our model of the same weights."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from flax import nnx
     from tunix.generate.sampler import CacheConfig, Sampler  # pyright: ignore[reportMissingImports]
     from tunix.models.gemma import model as gemma  # pyright: ignore[reportMissingImports]
+    from tunix.models.gemma3 import model as gemma3  # pyright: ignore[reportMissingImports]
     from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen2 import model as qwen2  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
@@ -77,10 +79,17 @@ def model_of(name: str) -> Any:
             model = qwen2.Qwen2(qwen2.ModelConfig(**SIZES, **common), rngs=rngs)
         case "llama3":
             model = llama3.Llama3(llama3.ModelConfig(**SIZES, **common), rngs=rngs)
+        case "gemma3":
+            rest = {"sliding_window_size": 16, "global_base_frequency": 1_000_000, "global_scale_factor": 8.0}
+            sizes = SIZES | {"num_layers": 7, "param_dtype": jnp.float32}
+            model = gemma3.Gemma3(gemma3.ModelConfig(**sizes, num_embed=VOCAB, **rest), rngs=rngs)
         case _:
-            heads = {"num_kv_heads": {"gemma": 4, "gemma-gqa": 2, "gemma-mqa": 1}[name]}
+            heads = {"num_kv_heads": {"gemma": 4, "gemma2": 2, "gemma-gqa": 2, "gemma-mqa": 1}[name]}
             rest = {"final_logit_softcap": 30.0, "use_post_attn_norm": True, "use_post_ffw_norm": True}
             kinds = [gemma.AttentionType.GLOBAL] * 2
+            if name == "gemma2":
+                kinds[0] = gemma.AttentionType.LOCAL_SLIDING
+                rest |= {"attn_logits_soft_cap": 2.0, "sliding_window_size": 16}
             config = gemma.ModelConfig(**SIZES | heads, num_embed=VOCAB, attention_types=kinds, **rest)
             model = gemma.Gemma(config, rngs=rngs)
     rng = np.random.default_rng(0)  # tunix starts MLPs with zeros
@@ -95,16 +104,18 @@ def model_of(name: str) -> Any:
     return model
 
 
-MODELS = ("qwen3", "qwen3-tied", "qwen2", "llama3", "gemma", "gemma-gqa", "gemma-mqa")
+MODELS = ("qwen3", "qwen3-tied", "qwen2", "llama3", "gemma", "gemma-gqa", "gemma-mqa", "gemma2", "gemma3")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_gives_the_tokens_of_its_sampler(name):
     model, new = model_of(name), 64
     kv_heads = getattr(model.config, "num_kv_heads")  # noqa: B009  (one of several configurations)
-    sampler = Sampler(model, Ids(), CacheConfig(512, SIZES["num_layers"], kv_heads, SIZES["head_dim"]))
-    result = ckv.nnx.compressed(model, ckv.Full()).generate(PROMPTS, max_new_tokens=new)
-    for text, tokens in zip(PROMPTS, result.tokens, strict=True):
+    sampler = Sampler(model, Ids(), CacheConfig(512, len(model.layers), kv_heads, SIZES["head_dim"]))
+    # Its sampler pads on the left to a power of two, and counts its windows from there.
+    prompts = [PROMPTS[0][:128], PROMPTS[1][:64]] if name in ("gemma2", "gemma3") else PROMPTS
+    result = ckv.nnx.compressed(model, ckv.Full()).generate(prompts, max_new_tokens=new)
+    for text, tokens in zip(prompts, result.tokens, strict=True):
         own = sampler([Ids().decode(text)], max_generation_steps=new, temperature=0.0).tokens[0]
         assert tokens == [int(token) for token in own]
     assert len({token for tokens in result.tokens for token in tokens}) > 4
@@ -160,12 +171,25 @@ def test_it_runs_under_nnx_jit():
     assert [int(token[0]), int(step(small, cache, token)[1][0].argmax())] == expected
 
 
-def test_windows_and_caps_are_refused():
-    config = model_of("gemma").config
-    config.attn_logits_soft_cap = 50.0
-    with pytest.raises(ValueError, match=r"Attention caps its scores at 50\.0"):
-        ckv.nnx.compressed(gemma.Gemma(config, rngs=nnx.Rngs(0)), ckv.Full())
-    config.attn_logits_soft_cap = None
-    config.attention_types, config.sliding_window_size = [gemma.AttentionType.LOCAL_SLIDING] * 2, 16
-    with pytest.raises(ValueError, match="is of the type LOCAL_SLIDING"):
-        ckv.nnx.compressed(gemma.Gemma(config, rngs=nnx.Rngs(0)), ckv.Full())
+@pytest.mark.parametrize(("name", "windows"), [("gemma2", 1), ("gemma3", 6)])
+def test_windows_are_no_method_s(name, windows):
+    """And a window that is one token shorter, or a missing cap, is another model."""
+    small = ckv.nnx.compressed(model_of(name), ckv.SnapKV(HALF, window=4))
+    stats = small.generate(PROMPTS, max_new_tokens=4).stats
+    assert len(stats.window_rows) == windows
+    assert {rows for layer in stats.window_rows for heads in layer for rows in heads} == {16}
+    assert stats.kept_rows[0] == [[100, 100], [66, 66]]
+    full = ckv.nnx.compressed(model_of(name), ckv.Full())
+    _, logits = full.prefill(np.asarray([PROMPTS[0]]), np.asarray([200]), max_new_tokens=1)
+    changes = [{"window": 15}, {"soft_cap": 4.0}]
+    for change in changes:
+        other = dataclasses.replace(full.config, **change)
+        _, wrong = ckv.prefill(full.params, other, ckv.Full(), np.asarray([PROMPTS[0]]), np.asarray([200]))
+        assert float(jnp.abs(wrong - logits).max()) > 1e-3
+
+
+def test_layers_that_cap_otherwise_are_refused():
+    model = model_of("gemma2")
+    model.layers[0].attn.attn_logits_soft_cap = None
+    with pytest.raises(ValueError, match=r"Gemma: all layers need the same cap of scores, got \[2.0, None\]"):
+        ckv.nnx.compressed(model, ckv.Full())
