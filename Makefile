@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-kernels test-pages test-engine test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
+.PHONY: help demo test test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
 	@echo "make test-engine   every method in an engine against one request at a time"
+	@echo "make test-caches   pages, windows, quantised rows, rows in host memory, and recall from them"
 	@echo "make test-learned  learned scores against their goldens, and the methods that keep rows by them"
 	@echo "make test-sweeps   every method at every step, and on a family of models each"
 	@echo "make test-mesh     every method on meshes of eight fake devices, jobs of several processes"
@@ -48,7 +49,7 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build compile engine kernels learned mesh pages parity sweeps) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build caches compile engine kernels learned mesh pages parity sweeps) $(ARGS)
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
 test-compile: $(STAMPS)/compile
@@ -66,6 +67,10 @@ test-pages: $(STAMPS)/test
 # the others with ARGS="-m exhaustive".
 test-engine: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/engine
+
+# Apart from `make test`: pages, windows, quantised rows, rows in host memory, and recall from them.
+test-caches: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/caches
 
 # Apart from `make test`: learned scores against their goldens, and the methods that keep rows by them.
 test-learned: $(STAMPS)/test

@@ -3,9 +3,9 @@
 import pytest
 
 import clusterkv_jax as ckv
+from tests.caches.test_windows import check_method
 from tests.support.methods import every_method, fitted_method, named
 from tests.support.tiny import sliding
-from tests.test_windows import check_method
 
 ROWS = ckv.Budget(tokens=16)
 EVERY = [
