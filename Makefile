@@ -41,7 +41,7 @@ help:
 # process, so that only versions get these which are known to know them.
 QUICKLY := --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 demo: $(STAMPS)/base
-	QUICKLY="$$($(BIN)/python -c 'from importlib.metadata import version as v; print("$(QUICKLY)" * v("jaxlib").startswith("0.10."))')"; \
+	@QUICKLY="$$($(BIN)/python -c 'from importlib.metadata import version as v; print("$(QUICKLY)" * v("jaxlib").startswith("0.10."))')"; \
 	XLA_FLAGS="$$XLA_FLAGS $$QUICKLY" JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/clusterkv generate \
 		--prompt-file configs/demo/mast_head.txt \
 		--question "What is the special magic number for amber-lantern mentioned in the provided text?" \
@@ -63,8 +63,8 @@ test-kernels: $(STAMPS)/test
 test-pages: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/pages
 
-# Apart from `make test`: the engine. Each method compiles for it, and for one request at a time; a method of each kind here,
-# the others with ARGS="-m exhaustive".
+# Apart from `make test`: the engine. Each method compiles for it, and for one request at a time; a method of each kind
+# here, the others with ARGS="-m exhaustive".
 test-engine: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/engine
 

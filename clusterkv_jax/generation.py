@@ -149,7 +149,7 @@ def compile_ahead(
         if method.holds == "host":
             return total
         compile, key = compiler(on_program), jax.random.key(0)
-        cache, logits = _prefill(model, method, batch, key, run=compile)
+        cache, logits = prefill_batch(model, method, batch, key, run=compile)
         if len(batch.unique) != len(batch.texts):
             numbers = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(copy_sequences, (cache, logits), numbers)
@@ -187,7 +187,7 @@ def _read(
             jax.block_until_ready(hidden)
             progress("prefill", number + 1, layers)
 
-    cache, logits = _prefill(model, method, batch, key, on_layer=on_layer)
+    cache, logits = prefill_batch(model, method, batch, key, on_layer=on_layer)
     row_counts = occupancy(cache), occupancy(cache, windows=True)
     if len(batch.unique) != len(batch.texts):
         numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
@@ -198,7 +198,8 @@ def _read(
 
 
 @partial(annotate_function, name="prefill")
-def _prefill(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
+def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
+    """`prefill` of a batch's different prompts; `options` are its `on_layer` and `run`."""
     return prefill(
         model.params,
         model.config,

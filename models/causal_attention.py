@@ -99,7 +99,7 @@ def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | N
     if platform() != device:
         return f"it needs a {device}, the device is {platform()}"
     if sink_logits is not None:
-        return "it has no gradients of sinks" if backend == "cudnn" else "it is not told of sinks here"
+        return "it has no gradients of sinks" if backend == "cudnn" else "it is not given sink logits"
     length, dim = q.shape[1], q.shape[-1]
     if _spec(q, "heads") != _spec(k, "kv_heads"):
         return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"

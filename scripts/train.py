@@ -137,7 +137,6 @@ def main(
 ) -> None:
     """Fine-tune a model through a compressed cache."""
     console = Console(soft_wrap=True, highlight=False)
-    console = Console(soft_wrap=True, highlight=False)
     with one_sentence_errors(debug), asked_to_end() as asked:
         check_one_of("gradient", gradient, "answers", "rows")
         check_one_of("dtype", dtype, "float32", "bfloat16")

@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from clusterkv_jax.batch import Batch, make_batch, padded
+from clusterkv_jax.batch import Batch, make_batch
 from clusterkv_jax.benchmark.cells import Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt, versions
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model, load
-from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
-from clusterkv_jax.generation import SEGMENT, completed, generate
+from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.generation import SEGMENT, completed, generate, prefill_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.models.config import ModelConfig
@@ -234,17 +234,7 @@ def _timed_steps(model: Model, method: Method, cache: KVCache, most: int) -> tup
 
 def _read(model: Model, method: Method, batch: Batch) -> KVCache:
     """The cache that `generate` decodes from, by the same programs."""
-    cache, _ = prefill(
-        model.params,
-        model.config,
-        method,
-        jnp.asarray(padded(batch.unique, batch.width)),
-        jnp.asarray([len(text) for text in batch.unique], jnp.int32),
-        max_new_tokens=batch.max_new_tokens,
-        reserve=batch.reserve,
-        step_tokens=batch.step_tokens,
-        key=jax.random.key(0),
-    )
+    cache, _ = prefill_batch(model, method, batch, jax.random.key(0))
     return take_sequences(cache, jnp.zeros(len(batch.texts), jnp.int32)) if len(batch.texts) > 1 else cache
 
 

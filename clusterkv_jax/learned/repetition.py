@@ -29,7 +29,6 @@ from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.causal_attention import LARGEST_BLOCK, segment_edges
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import MOST_POSITIONS
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import ambient_mesh, constrain, constrain_cache
 
@@ -326,13 +325,13 @@ def _attend_one(
     Later queries see more of the fed tokens, so those come in segments, as in `causal_attention`.
     """
     row = ordinals(keys.shape[1], 2)
-    reach = MOST_POSITIONS if sight.window is None else sight.window
 
     def attend(end: int, best: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         q, number, below = part
-        # A query's own number counts from the end of the context.
-        there = (row < count) & (row > count + number[:, None] - reach)
-        mine = (ordinals(end, 2) <= number[:, None]) & (ordinals(end, 2) > number[:, None] - reach)
+        there, mine = row < count, ordinals(end, 2) <= number[:, None]
+        if sight.window is not None:  # a query's own number counts from the end of the context
+            first = number[:, None] - sight.window
+            there, mine = there & (row > count + first), mine & (ordinals(end, 2) > first)
         context = jnp.where(there[None, None], capped(_logits(q, keys), sight.soft_cap), -jnp.inf)
         own = jnp.where(mine[None, None], capped(_logits(q, new_keys[:, :end]), sight.soft_cap), -jnp.inf)
         peak = jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1))[..., None]

@@ -45,7 +45,7 @@ class Layout:
 
     Programs are compiled for a layout, so its functions are to be defined once. The defaults are those of a model that
     is called with tokens and positions, whose layers are called with hidden states and positions, and whose attention
-    has the methods `qkv(hidden, positions)` and `output(attended)`.
+    has the methods `qkv(hidden, positions)` and `output(attended)`, and perhaps the attributes `window` and `soft_cap`.
 
     Attributes:
         project: project(attention, *args, **kwargs) -> queries [B,T,H,D], keys and values [B,T,K,D]; the arguments are

@@ -26,8 +26,8 @@ ocp = library("orbax.checkpoint", "Training", "train")
 
 State = dict[str, Any]
 CHECKPOINTS = "checkpoints"
-# Checkpoints that stay: the newest, and the one before it.
-KEPT = 2
+# The newest, and the one before it.
+MOST_CHECKPOINTS = 2
 
 
 # --- one step ---
@@ -97,7 +97,7 @@ def run(
         the state and the number of steps done, both saved.
     """
     began = time.monotonic()
-    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+    options = ocp.CheckpointManagerOptions(max_to_keep=MOST_CHECKPOINTS)
     with ocp.CheckpointManager((folder / CHECKPOINTS).resolve(), options=options) as manager:
         state, number = _restored(manager, new_state)
         for batch in batches(number) if number < steps else ():

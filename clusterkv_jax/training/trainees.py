@@ -39,7 +39,7 @@ def of_model(model: Model, compute_dtype: str = "float32") -> Trainee:
     def params_of(weights: Params) -> Params:
         cast = jax.tree.map(lambda x: x.astype(compute_dtype), weights)
         pairs = zip(cast["layers"], surrogates, strict=True)
-        return {**cast, "layers": tuple({**layer, **kept} for layer, kept in pairs)}
+        return {**cast, "layers": tuple({**layer, **surrogate} for layer, surrogate in pairs)}
 
     # A copy: a training step donates its weights, and the model's own are somebody else's.
     weights = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {**model.params, "layers": plain})

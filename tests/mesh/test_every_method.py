@@ -59,7 +59,8 @@ def test_tokens_are_those_of_one_device(text, method):
     assert many.stats.kept_rows == alone.stats.kept_rows
 
 
-@pytest.mark.parametrize(
+# A kind of mesh each, the first with devices that heads leave.
+ON_MESHES = pytest.mark.parametrize(
     ("text", "kv_heads", "method"),
     [
         ("model=8", 2, CENTROID),
@@ -69,6 +70,9 @@ def test_tokens_are_those_of_one_device(text, method):
     ],
     ids=lambda x: x if isinstance(x, str | int) else named(x),
 )
+
+
+@ON_MESHES
 def test_windows_are_those_of_one_device(text, kv_heads, method):
     """A ring of 16 slots, which devices that heads leave share."""
     alone = sliding(window=16, soft_cap=0.5, kv_heads=kv_heads)
@@ -78,16 +82,7 @@ def test_windows_are_those_of_one_device(text, kv_heads, method):
     assert many.stats.window_rows == one.stats.window_rows
 
 
-@pytest.mark.parametrize(
-    ("text", "kv_heads", "method"),
-    [
-        ("model=8", 2, CENTROID),
-        ("data=2,model=4", 4, KVZIP),
-        ("data=4,model=2", 4, ckv.H2O(HALF)),
-        ("sequence=4,model=2", 4, CENTROID),
-    ],
-    ids=lambda x: x if isinstance(x, str | int) else named(x),
-)
+@ON_MESHES
 def test_sinks_count_once(text, kv_heads, method):
     """However many devices share the rows of a head; and the biases of experts, whose hidden units they share."""
     alone = with_sinks(kv_heads)
