@@ -89,13 +89,14 @@ class Peers:
             for number in list(self.hosts)[1:]:
                 self.hear(f"bye/{number}")
             self._over.set()
+            _log.info("done")
         else:
             self.hear("done")
+            _log.info("done")  # before the goodbye: without process 0, `_aborted` may end this process at once
             self._all_done = True
             self._over.set()
             with contextlib.suppress(Exception):  # process 0 may be gone before it has answered
                 self.tell(f"bye/{self.index}", "")
-        _log.info("done")
         _leave(0)
 
     def fail(self, sentence: str, code: int = ERROR) -> NoReturn:
