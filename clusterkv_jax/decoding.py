@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax import reading
-from clusterkv_jax.cache import KVCache, NewTokens, overflowed
+from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
@@ -223,24 +223,43 @@ def append_step(
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
+        needs = needs_of_layer(config, method, number)
+        lookahead = before if "lookahead" in needs else None
+        rows = cache.layers[number], cache.state[number]
         with jax.named_scope(f"layer_{number}"):
-            mine, needs, lookup = config.of_layer(number), needs_of_layer(config, method, number), None
-            if "lookahead" in needs and before is not None:
-                lookup = transformer.qkv(weights, mine, before, positions)[0]
-            scores = _scores(weights, mine, hidden, method, needs)
-            scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
-            qkv = transformer.qkv(weights, mine, hidden, positions)
-            sinks = transformer.sink_logits(weights, mine)
-            new = NewTokens(*qkv, positions, real, lookup, scores, sinks, mine.rope, mine.soft_cap)
-            attended, layer, memory = step_layer(method, cache.layers[number], cache.state[number], new)
-            before, hidden = hidden, transformer.finish(weights, mine, hidden, attended)
-            layers.append(layer)
-            state.append(memory)
+            static = config.of_layer(number), method, needs
+            before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, hidden, lookahead, positions, real)
+        layers.append(layer)
+        state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
     hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
     logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
     return cache, jnp.where(overflowed(cache), jnp.nan, logits)
+
+
+@partial(jax.jit, static_argnames=("config", "method", "needs"))
+def _step_layer(
+    weights: Params,
+    config: ModelConfig,
+    method: Method,
+    needs: frozenset[str],
+    layer: Layer,
+    state: tuple[State, ...],
+    hidden: Float[Array, "B T M"],
+    before: Float[Array, "B T M"] | None,
+    positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
+    """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
+    lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
+    scores = _scores(weights, config, hidden, method, needs)
+    scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
+    qkv = transformer.qkv(weights, config, hidden, positions)
+    sinks = transformer.sink_logits(weights, config)
+    new = NewTokens(*qkv, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
+    attended, layer, state = step_layer(method, layer, state, new)
+    return transformer.finish(weights, config, hidden, attended), layer, state
 
 
 def _scores(

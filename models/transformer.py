@@ -264,18 +264,23 @@ def forward_hidden(
     """`forward` before the logits, for losses that take the vocabulary in pieces."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-    def block(config: ModelConfig, layer: Params, hidden: Array) -> Array:
-        q, k, v = qkv(layer, config, hidden, positions)
-        sinks = sink_logits(layer, config)
-        attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap, sink_logits=sinks)
-        return finish(layer, config, hidden, attended)
-
-    step = jax.checkpoint(block, static_argnums=0) if remat else block
+    step = jax.checkpoint(_layer_over_prompt, static_argnums=1) if remat else _layer_over_prompt
     hidden = embed(params, config, tokens, positions)
     for number, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{number}"):
-            hidden = step(config.of_layer(number), layer, hidden)
+            hidden = step(layer, config.of_layer(number), hidden, positions)
     return hidden
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _layer_over_prompt(
+    layer: Params, config: ModelConfig, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
+) -> Float[Array, "B N M"]:
+    """One layer without a cache. Equal layers are traced once."""
+    q, k, v = qkv(layer, config, hidden, positions)
+    sinks = sink_logits(layer, config)
+    attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap, sink_logits=sinks)
+    return finish(layer, config, hidden, attended)
 
 
 # --- parts ---

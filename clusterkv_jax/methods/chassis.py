@@ -10,6 +10,7 @@ method with a schedule `budget`, B of each sequence, and `due`, the rows at whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -185,14 +186,30 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
             continue
         number += 1
         before = selection if "selection" in method.needs(number) else None
-        parts = [
-            _recompress_group(method, group, memory, cache.position, rope, None if before is None else before[i])
-            for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
-        ]
-        selection = tuple(part.selection for part in parts) if before is None else before
-        layers.append(with_groups(layer, [part.cache for part in parts]))
-        states.append(tuple(part.memory for part in parts))
+        layer, state, selection_here = _recompress_layer(method, layer, state, cache.position, rope, before)
+        selection = selection_here if before is None else before
+        layers.append(layer)
+        states.append(state)
     return replace(cache, layers=placed(method, tuple(layers)), state=tuple(states))
+
+
+@partial(jax.jit, static_argnames=("method", "rope"))
+def _recompress_layer(
+    method: Method,
+    layer: Layer,
+    state: tuple[State, ...],
+    position: Int[Array, " B"],
+    rope: Rope | None,
+    selection: tuple[Any, ...] | None,
+) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
+    """Equal layers are traced once."""
+    befores = (None,) * len(state) if selection is None else selection
+    parts = [
+        _recompress_group(method, group, memory, position, rope, before)
+        for group, memory, before in zip(groups(layer), state, befores, strict=True)
+    ]
+    layer = with_groups(layer, [part.cache for part in parts])
+    return layer, tuple(part.memory for part in parts), tuple(part.selection for part in parts)
 
 
 def _recompress_group(
