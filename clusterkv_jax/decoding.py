@@ -224,11 +224,10 @@ def append_step(
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         needs = needs_of_layer(config, method, number)
-        lookahead = before if "lookahead" in needs else None
-        rows = cache.layers[number], cache.state[number]
+        static, rows = (config.of_layer(number), method, needs), (cache.layers[number], cache.state[number])
+        entering = hidden, before if "lookahead" in needs else None
         with jax.named_scope(f"layer_{number}"):
-            static = config.of_layer(number), method, needs
-            before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, hidden, lookahead, positions, real)
+            before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
         layers.append(layer)
         state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)

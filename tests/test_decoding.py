@@ -284,6 +284,15 @@ def test_the_loop_holds_exactly_one_conditional_for_all_layers(method, expected)
     assert len(re.findall(r"\bconditional\(", lowered.compile().as_text())) == expected
 
 
+@pytest.mark.parametrize("method", [ckv.Full(), CENTROID])
+def test_layers_that_are_alike_are_lowered_once(method):
+    def products(layers):
+        first, second, static = loop_arguments(method, 3, tiny(layers=layers))
+        return decode_loop.lower(*first, *second, **static).as_text().count("stablehlo.dot_general")
+
+    assert products(2) == products(6) > 5
+
+
 def test_a_row_that_has_ended_writes_nothing_more():
     free = ckv.generate(tiny(), PROMPTS, method=CENTROID, max_new_tokens=STEPS)
     end = free.tokens[0][5]
