@@ -1,14 +1,14 @@
 """Prefill, decode step and the jitted decode loop: pure functions over parameters and cache.
 
-    prefill       embed -> [ one jitted layer: attention over the prompt, MLP, compression ] x L -> logits
+    prefill       embed -> [ read a layer: attention over the prompt, MLP -> compress its rows ] x L -> logits
     append_step   T more tokens at their true positions (a question); its caller asks `due` and calls `recompress`
     extend_step   the same, and `recompress` inside the program, under one condition
     decode_step   `extend_step` of one token per sequence
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
-Prefill is a host loop over one jitted layer: all layers of equal plan share one compiled program, and only one layer's
-full KV is alive beside the compressed ones. Decoding is one program with its layers unrolled, its cache donated, and
-one scalar condition around the clustering of all layers.
+Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
+the one that compresses; only one layer's full KV is alive beside the compressed ones. Decoding is one program with its
+layers unrolled, its cache donated, and one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,14 +127,16 @@ def prefill(
             budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
             draw = jax.random.fold_in(key, number)
             before = None if plan.selects else selection
-            rest = position, budgets, draw, before
             if rows is None:
-                args = weights, config.of_layer(number), method, plan, prefill_chunk, hidden, *rest
-                hidden, layer, memory, selection_here = run(_prefill_layer, *args)
+                _check_surrogate(weights, method, plan.needs)
+                args = weights, config.of_layer(number), _parts(method, plan), prefill_chunk, hidden, position
+                hidden, prompt = run(_read_layer, *args)
                 if on_layer is not None:
                     on_layer(number, hidden)
-            else:  # a layer's rows go as soon as it is compressed
-                layer, memory, selection_here = run(_compress_read, method, plan, *rows.pop(0), *rest)
+            else:
+                prompt = rows.pop(0)
+            layer, memory, selection_here = run(_compress_layer, method, plan, prompt, budgets, draw, before)
+            del prompt  # a layer's rows go as soon as it is compressed
             selection = selection_here if plan.selects and plan.window is None else selection
             layers.append(layer)
             state.append(memory)
@@ -153,21 +155,22 @@ def _read_and_repeat(
     lengths: Int[Any, " B"],
     on_layer: Callable[[int, Array], None] | None,
     run: Callable[..., Any],
-) -> tuple[list[tuple[Any, Any, Any]], Float[Any, "B V"]]:
-    """Keys, values and scores of every layer, after the model has repeated the prompts; and the prompts' logits."""
+) -> tuple[list[Prompt], Float[Any, "B V"]]:
+    """What every layer makes of the prompts, with scores after the model has repeated them; and the prompts' logits."""
     assert how.words is not None
-    rows = []
+    read: list[Prompt] = []
     for number, weights in enumerate(params["layers"]):
-        hidden, keys, values = run(reading.read_layer, weights, config.of_layer(number), chunk, hidden)
-        rows.append((keys, values))
+        hidden, prompt = run(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths)
+        read.append(prompt)
         if on_layer is not None:
             on_layer(number, hidden)
     logits = run(reading.last_logits, params, config, hidden, lengths)
     del hidden
     asked = repetition.prompts(how.words, tokens, how.chunk)
     options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "run": run}
+    rows = [(prompt.keys, prompt.values) for prompt in read]
     scores = repetition.repeated(params, config, rows, jnp.asarray(tokens), lengths, prompts=asked, **options)
-    return [(*layer, score) for layer, score in zip(rows, scores, strict=True)], logits
+    return [replace(prompt, scores=score) for prompt, score in zip(read, scores, strict=True)], logits
 
 
 def decode_step(
@@ -252,7 +255,8 @@ def _step_layer(
 ) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
-    scores = _scores(weights, config, hidden, method, needs)
+    _check_surrogate(weights, method, needs)
+    scores = _scores(weights, config, hidden, needs)
     scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
     qkv = transformer.qkv(weights, config, hidden, positions)
     sinks = transformer.sink_logits(weights, config)
@@ -262,17 +266,21 @@ def _step_layer(
 
 
 def _scores(
-    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], method: Method, needs: frozenset[str]
+    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], needs: frozenset[str]
 ) -> Float[Array, "B K T"] | None:
     """What a layer's surrogate says of tokens, for methods that need it."""
     if "scores" not in needs:
         return None
-    if "surrogate" not in weights:
+    return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
+
+
+def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> None:
+    """Raise ValueError for a method of learned scores where the model has none."""
+    if "scores" in needs and "surrogate" not in weights:
         raise ValueError(
             f"{type(method).__name__} keeps rows by learned scores, and the model has none: "
             "give load the calibration that clusterkv calibrate writes for it."
         )
-    return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
 
 
 @jax.tree_util.register_dataclass
@@ -357,41 +365,39 @@ def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -
     return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
-@jit(static_argnames=("config", "method", "plan", "chunk"), donate_argnames=("hidden",))
-def _prefill_layer(
+def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:
+    """What a method is given of a prompt beside keys and values. What recalls rows takes queries if there are any."""
+    takes = not method.forgets and plan.window is None and not all(group.keep_all for group in plan.groups)
+    return plan.needs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
+
+
+@jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden",))
+def _read_layer(
     weights: Params,
     config: ModelConfig,
-    method: Method,
-    plan: LayerPlan,
+    parts: frozenset[str],
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
-    budgets: Int[Array, "B groups stages"],
-    key: Key[Array, ""],
-    selection: Any,
-):
-    """One layer over the whole prompt, then its compression."""
-    entering = transformer.attention_input(weights, config, hidden)  # dropped by the compiler where no method reads it
-    scores = _scores(weights, config, hidden, method, plan.needs)
+) -> tuple[Float[Array, "B N M"], Prompt]:
+    """One layer over the whole prompt, and these parts of what it makes of it."""
+    on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
+    entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
+    scores = _scores(weights, config, hidden, parts)
     hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
-    prompt = Prompt(q, k, v, lengths, entering, scores)
-    layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
-    return constrain(hidden, "batch", "tokens", None), placed(method, layer), constrain_cache(state), selection
+    q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
+    return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
 
 
 @jit(static_argnames=("method", "plan"))
-def _compress_read(
+def _compress_layer(
     method: Method,
     plan: LayerPlan,
-    keys: Float[Array, "B K N D"],
-    values: Float[Array, "B K N D"],
-    scores: Float[Array, "B K N"],
-    lengths: Int[Array, " B"],
+    prompt: Prompt,
     budgets: Int[Array, "B groups stages"],
     key: Key[Array, ""],
     selection: Any,
-):
-    """What is left of a layer that was read before."""
-    prompt = Prompt(None, keys, values, lengths, None, scores)
+) -> tuple[Layer, tuple[State, ...], Any]:
+    """What is left of a layer that was read."""
     layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
     return placed(method, layer), constrain_cache(state), selection

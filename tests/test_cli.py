@@ -275,14 +275,14 @@ def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
 
 
-@pytest.mark.parametrize("place", ["decoding._prefill_layer", "generation.decode_loop"])
+@pytest.mark.parametrize("place", ["decoding._read_layer", "generation.decode_loop"])
 def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
     def exhausted(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 2.50GiB.\nSee above.")
 
     exhausted.lower = exhausted  # a program is compiled before it runs
     monkeypatch.setattr(f"clusterkv_jax.{place}", exhausted)
-    doing = {"decoding._prefill_layer": "reading 1 x 320", "generation.decode_loop": "generating from 1 x 300"}[place]
+    doing = {"decoding._read_layer": "reading 1 x 320", "generation.decode_loop": "generating from 1 x 300"}[place]
     result = _generate(model, text, "--json")
     _assert_sentence(
         result, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,"

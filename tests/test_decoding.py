@@ -14,8 +14,6 @@ from clusterkv_jax import decoding, reading
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due
-from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.methods import every_method, named
@@ -98,16 +96,14 @@ def test_prefill_in_chunks_is_prefill_at_once_with_the_logits_of_the_full_prompt
 
 def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     """The MLP's inner activations, 100 columns here, are those of at most `TOKENS_AT_ONCE` tokens of a batch."""
-    model, method, batch = tiny(), ckv.Full(), 2
+    model, batch = tiny(), 2
     config = dataclasses.replace(model.config, intermediate_size=100)
     weights = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))["layers"][0]
 
     def inner(tokens):
-        facts = Request(np.arange(1, tokens + 1), config.num_layers, config.num_kv_heads)
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
-        lengths, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch,), (batch, 1, 1)))
-        operands = (hidden, lengths, rows, jax.eval_shape(lambda: jax.random.key(0)), None)
-        lowered = decoding._prefill_layer.lower(weights, config, method, plan_layer(method, 0, facts), None, *operands)
+        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
     most = reading.TOKENS_AT_ONCE // batch

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
+from clusterkv_jax.methods.chassis import Prompt
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
@@ -174,7 +175,7 @@ def prefill_temporaries(job: Job) -> tuple[float, float]:
     distinct = list({id(call): call for call in job.calls}.values())
     layers = [call for call in distinct if _plan(call)]
     others = [call for call in distinct if not _plan(call)]
-    ends = [pick(layers, key=lambda call: chip_bytes(call.out[1])) for pick in (max, min)]
+    ends = [pick(layers, key=lambda call: chip_bytes(call.out[0])) for pick in (max, min)]
     chosen = list({id(call): call for call in ends}.values())
     needs, code = [], 0.0
     for call in [*others, *chosen]:
@@ -187,11 +188,13 @@ def prefill_temporaries(job: Job) -> tuple[float, float]:
 
 def needed(job: Job, call: Call, memory: Any) -> float:
     """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
-    cache = chip_bytes(call.out[1:3]) if _plan(call) else 0
+    needs = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    if _plan(call):  # what was read of the layer is there beside the hidden states, and the cache is counted already
+        read = next(x for x in call.args if isinstance(x, Prompt))
+        return needs - chip_bytes(call.out[:2]) + chip_bytes(read) + chip_bytes(job.hidden)
     # Hidden states that are handed on in place are among the results; those that are only read are not.
     reads = any(getattr(x, "shape", None) == job.hidden.shape for x in call.args)
-    read = chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - cache + read
+    return needs + (chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0)
 
 
 def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:

@@ -30,15 +30,19 @@ def whole_programs(question: Question) -> dict[str, float]:
     decode = job.decode(config.num_layers).compile()
     memory = decode.memory_analysis()
     other = replace(job, context=question.context * 3 // 2)
-    layer = other.calls[1].lowered.compile().memory_analysis()
-    hidden = chip_bytes(other.hidden)
+    read, compress = other.calls[1:3]
+    reading, compression = (call.lowered.compile().memory_analysis() for call in (read, compress))
+    held, cache = chip_bytes(read.out), chip_bytes(compress.out[:2])
     return {
         "arguments": memory.argument_size_in_bytes,
         "cache": memory.alias_size_in_bytes,
         "decode": memory.temp_size_in_bytes,
         "programs": memory.generated_code_size_in_bytes,
         "collectives": sum(one.count for one in per_step(decode.as_text(), mesh.size)),
-        "prefill of a longer context": layer.temp_size_in_bytes + hidden,
+        "prefill of a longer context": max(
+            reading.temp_size_in_bytes + reading.output_size_in_bytes,
+            compression.temp_size_in_bytes + compression.output_size_in_bytes - cache + held,
+        ),
     }
 
 

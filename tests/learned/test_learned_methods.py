@@ -127,7 +127,7 @@ def test_it_generates_after_questions_and_is_compiled_ahead(method):
     options = {"method": method, "questions": [prompt(5, 4), prompt(6, 2), prompt(7, 3)], "max_new_tokens": 6}
     programs = []
     compile_ahead(tiny(), PROMPTS, **options, on_program=programs.append)
-    assert {"read_layer", "feed", "repeat_layer", "whole", "compress_read"} <= set(programs)
+    assert {"read_layer", "feed", "repeat_layer", "whole", "compress_layer"} <= set(programs)
     result = ckv.generate(tiny(), PROMPTS, **options)
     assert np.mean(result.stats.kept_rows, axis=2).tolist() == [[12, 12, 12]] * 2
     for i, text in enumerate(PROMPTS):
