@@ -1,7 +1,6 @@
 """`clusterkv evaluate`: a suite through methods and budgets, as results.jsonl, run.json, table.md and report.html."""
 
 import json
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -37,9 +36,9 @@ def evaluate(
     methods: Annotated[list[str], methods_option()] = ["full"],
     budgets: Annotated[list[str], budgets_option()] = ["1.0"],
     cache_dtype: Annotated[str | None, cache_dtype_option()] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
-        "results"
-    ),
+    output: Annotated[
+        str, typer.Option(help="Folder of the results, or gs://; a run that was stopped goes on there.")
+    ] = "results",
     tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
     limit: Annotated[int | None, _what(help="Most examples of each task.", min=1, show_default="the suite's")] = None,
@@ -75,7 +74,7 @@ def evaluate(
     ] = 120,
     compilation_cache: CompilationCache = True,
     cache_folder: Annotated[
-        Path | None, _where(help="Folder of compiled programs, one for all hosts say.", show_default="yours")
+        str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
@@ -85,17 +84,17 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
-        _check_local(output)
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.cli import together
-        from clusterkv_jax.evaluation import batching, manifest, records, replicas, responses, runner
+        from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
+        results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
         who = coordinator_address, num_processes, process_id
-        others = stack.enter_context(together.together(distributed, output, *who, peer_timeout, debug))
+        others = stack.enter_context(together.together(distributed, results, *who, peer_timeout, debug))
         model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
@@ -103,6 +102,8 @@ def evaluate(
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)
         process = 0 if others is None else others.index
+        if process == 0:
+            stack.enter_context(results.opened())
         here = [replica for replica in everywhere if process in replica.processes]
         networks = [replica.load(model, dtype) for replica in here]
         networks = [network if measured is None else calibrated(network, measured) for network in networks]
@@ -137,16 +138,10 @@ def evaluate(
             return
         about = manifest.about(mesh, None if others is None else others.hosts)
         with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere)) as on_lines:
-            lines = together.answered(output, config, about, batches, team, others, on_lines)
-        _show(_write(output, records.read_run(output), lines, peers), output)
-
-
-def _check_local(output: Path) -> None:
-    """Raise ValueError for a place that is no folder of this machine; a mounted bucket is one."""
-    if re.match(r"\w+:/", str(output)):
-        raise ValueError(
-            f"--output takes a folder, got {output}; mount the bucket (gcsfuse BUCKET FOLDER) and name its folder."
-        )
+            lines = together.answered(results, config, about, batches, team, others, on_lines)
+        summary = _write(results.folder, records.read_run(results.folder), lines, peers)
+        results.complete()
+        _show(summary, output)
 
 
 def join(
@@ -212,7 +207,7 @@ def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -
     return summary
 
 
-def _show(summary: Any, output: Path) -> None:
+def _show(summary: Any, output: str | Path) -> None:
     """The table on the screen, and where the files are."""
     from clusterkv_jax.evaluation.report import table
 

@@ -15,6 +15,8 @@ from clusterkv_jax.evaluation.batching import shares
 from clusterkv_jax.evaluation.replicas import replicas
 from tests.support.job import Job, answers, evaluated, stub
 
+WRITTEN = {"results.jsonl", "results.jsonl.parts", "run.json", "table.md", "report.html"}
+
 
 def device(number, process):
     return SimpleNamespace(id=number, process_index=process)
@@ -64,6 +66,19 @@ def test_replicas_of_one_process_answer_as_one_device(model, alone, tmp_path):
     assert session["seconds"] > 0
 
 
+def test_a_bucket_for_the_model_and_the_results(model, alone, tmp_path, monkeypatch):
+    pytest.importorskip("etils.epath")
+    from tests.support.buckets import bucket
+
+    shutil.copytree(model, tmp_path / "model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with bucket(tmp_path, "my-bucket"):
+        said = evaluated("gs://my-bucket/model", "gs://my-bucket/results")
+    assert "Written to gs://my-bucket/results:" in said
+    assert answers(tmp_path / "results") == alone
+    assert {file.name for file in (tmp_path / "results").iterdir()} == WRITTEN
+
+
 def test_a_process_that_is_asked_to_end_ends_all_of_them(tmp_path):
     job = Job(tmp_path / "results", stub)
     job.start(2)
@@ -90,7 +105,7 @@ def test_a_process_that_is_asked_to_end_ends_all_of_them(tmp_path):
             "--process-id is at most 1 with --num-processes 2, got 2.",
         ),
         (["--mesh", "model=3"], "The mesh model=3 is for 3 devices, and 1 processes have 8."),
-        (["--output", "gs://bucket/results"], "--output takes a folder, got gs:/bucket/results; mount the bucket"),
+        (["--output", "s3://bucket/results"], "A folder or a gs:// address is needed, got s3://bucket/results."),
     ],
 )
 def test_what_is_no_job(options, message):

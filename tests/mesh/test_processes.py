@@ -81,6 +81,35 @@ def test_a_frozen_process(job, unbroken, count, victim, again):
     goes_on(job, again, unbroken)
 
 
+def test_a_killed_process_whose_results_are_in_a_bucket(tmp_path, unbroken):
+    """Each start is on machines that have nothing."""
+    pytest.importorskip("etils.epath")
+    cloud = tmp_path / "cloud"
+    cloud.mkdir()
+
+    def command(folder, address, count, index):
+        return [*stub("gs://my-bucket/results", address, count, index), cloud]
+
+    job, parts = Job(cloud / "results", command), cloud / "results" / "results.jsonl.parts"
+    try:
+        job.start(2, XDG_CACHE_HOME=tmp_path / "first")
+        end = time.monotonic() + 60
+        while not parts.is_dir() or len(list(parts.iterdir())) < 4:
+            assert time.monotonic() < end, job.stop()
+            time.sleep(0.01)
+        job.signal(signal.SIGKILL, 0)
+        [(code, said)] = job.ends(1)
+        assert code == RESTART, said
+        assert "process 1 of 2" in (cloud / "results" / "logs" / "process-1.log").read_text()
+        job.start(2, XDG_CACHE_HOME=tmp_path / "second")
+        assert [code for code, _ in job.ends()] == [0, 0], job.stop()
+    finally:
+        job.stop()
+    assert job.answers() == unbroken
+    sessions = json.loads((cloud / "results" / "run.json").read_text())["sessions"]
+    assert [session.get("answers", EXAMPLES) < EXAMPLES for session in sessions] == [False, True]
+
+
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
     cache = Path(jax.config.jax_compilation_cache_dir)
