@@ -40,6 +40,12 @@ def working_folder(address: AnyPath) -> Path:
     return platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "buckets" / f"{address.name}-{digest}"
 
 
+def there(path: AnyPath) -> bool:
+    """Whether a file or folder is there. Raises OSError where the bucket cannot be reached."""
+    with answering(path):
+        return path.exists()
+
+
 def copied(source: AnyPath, target: AnyPath) -> None:
     """Copy a file to or from a bucket. Raises OSError, in one sentence that names the address."""
     address = source if isinstance(target, Path) else target

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax import hub, schema
 from clusterkv_jax.arrays import all_finite, digest
-from clusterkv_jax.buckets import answering, place
+from clusterkv_jax.buckets import place, there
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.errors import is_count
 from clusterkv_jax.files import replacing, write_whole
@@ -300,11 +300,8 @@ def _located(name: str | os.PathLike[str]) -> AnyPath:
             path = hub.snapshot(*named, _FILES)
         except ValueError as error:
             raise ValueError(f"There is no file {name}, and the hub did not deliver a calibration: {error}") from error
-    if not isinstance(path, Path):
-        with answering(path):
-            there = path.exists()
-        if not there:
-            raise ValueError(f"There is no calibration at {name}.")
+    if not isinstance(path, Path) and not there(path):
+        raise ValueError(f"There is no calibration at {name}.")
     if not path.is_dir():
         return path
     found = [path / name for name in _FILES if (path / name).is_file()]

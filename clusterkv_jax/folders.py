@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_jax import hub
-from clusterkv_jax.buckets import SCHEME, answering, place
+from clusterkv_jax.buckets import SCHEME, place, there
 from clusterkv_jax.schema import AnyPath, shown
 from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json, weight_names
 
@@ -81,8 +81,7 @@ def _download(name: str, repo: str, revision: str | None) -> Path:
 def _in_bucket(address: str) -> AnyPath:
     try:
         folder = place(address)
-        with answering(folder):
-            found = (folder / "config.json").is_file()
+        found = there(folder / "config.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from error
     if not found:

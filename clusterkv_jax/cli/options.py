@@ -15,8 +15,8 @@ CompilationCache = Annotated[
 ]
 
 
-MODEL = "'demo', a folder, or a hub id as owner/name or owner/name@revision (a branch, tag or commit)."
-CALIBRATION = "What 'clusterkv calibrate' measured: a file, a folder, or a hub id such as owner/name."
+MODEL = "'demo', a folder, a gs:// address, or a hub id as owner/name or owner/name@revision (a branch, tag or commit)."
+CALIBRATION = "What 'clusterkv calibrate' measured: a file, a folder, a gs:// address, or a hub id such as owner/name."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument MODEL.", show_default=False)]
 

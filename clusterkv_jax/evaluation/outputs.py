@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from clusterkv_jax.buckets import answering, copied, place, working_folder
+from clusterkv_jax.buckets import answering, copied, place, there, working_folder
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.records import RESULTS, RUN
 from clusterkv_jax.files import alone
@@ -126,12 +126,10 @@ class Output:
                 stream.seek(self._sent)
                 lines = stream.read()
             part = _part(self.address, self._sent)
-            with answering(part):
-                taken = part.exists()
-                if not taken:
-                    part.write_bytes(lines)
-            if taken:
+            if there(part):
                 raise ValueError(f"Another run is writing to {self.address}; let one of them end, or choose another.")
+            with answering(part):
+                part.write_bytes(lines)
             self._sent += len(lines)
         if run.exists() and (now := run.read_bytes()) != self._run:
             copied(run, self.address / RUN)
@@ -189,9 +187,7 @@ def _tried(file: Path, address: AnyPath) -> None:
 
 
 def _copied_if_there(address: AnyPath, file: Path) -> None:
-    with answering(address):
-        there = address.is_file()
-    if there:
+    if there(address):
         copied(address, file)
 
 
