@@ -16,7 +16,14 @@ from rich.table import Table
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
+    CacheFolder,
     CompilationCache,
+    CoordinatorAddress,
+    Distributed,
+    Mesh,
+    NumProcesses,
+    PeerTimeout,
+    ProcessId,
     budgets_option,
     cache_dtype_option,
     methods_option,
@@ -27,7 +34,6 @@ from clusterkv_jax.cli.options import (
 from clusterkv_jax.cli.terminal import one_sentence_errors, pace, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
-_where = partial(typer.Option, rich_help_panel="Where it runs")
 
 
 def evaluate(
@@ -57,25 +63,14 @@ def evaluate(
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
     ] = None,
-    mesh: Annotated[
-        str | None,
-        _where(help="Replicas and the devices of each, such as data=2,model=4.", show_default="one for each process"),
-    ] = None,
-    distributed: Annotated[
-        bool, _where("--distributed", help="One of several processes, which all get this command.")
-    ] = False,
-    coordinator_address: Annotated[
-        str | None, _where(help="HOST:PORT of process 0.", show_default="found on TPU pods and under SLURM")
-    ] = None,
-    num_processes: Annotated[int | None, _where(help="How many they are.", min=1, show_default="found")] = None,
-    process_id: Annotated[int | None, _where(help="Which one this is, from 0.", min=0, show_default="found")] = None,
-    peer_timeout: Annotated[
-        float, _where(help="Seconds without a sign of a process after which all end with 75.", min=1)
-    ] = 120,
+    mesh: Mesh = None,
+    distributed: Distributed = False,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    peer_timeout: PeerTimeout = 120,
     compilation_cache: CompilationCache = True,
-    cache_folder: Annotated[
-        str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
-    ] = None,
+    cache_folder: CacheFolder = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Answer a suite's questions with compressed caches and make a table of the scores."""
@@ -173,16 +168,32 @@ def join(
 
 def lm_eval(
     context: typer.Context,
+    mesh: Mesh = None,
+    distributed: Distributed = False,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    peer_timeout: PeerTimeout = 120,
+    cache_folder: CacheFolder = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
     from clusterkv_jax.evaluation.extras import library
 
-    with one_sentence_errors(debug):
+    with ExitStack() as stack:
+        stack.enter_context(one_sentence_errors(debug))
         library("lm_eval", "clusterkv lm-eval")
+        from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import lm_eval_model
 
-        lm_eval_model.main(context.args)
+        use_compilation_cache(cache_folder is not None, cache_folder)
+        who = coordinator_address, num_processes, process_id
+        others = stack.enter_context(together.together(distributed, None, *who, peer_timeout, debug))
+        everywhere = together.the_replicas(mesh, others)
+        if others is not None and others.index:
+            lm_eval_model.follow(lm_eval_model.Pod(everywhere, others.index), others)
+        else:
+            lm_eval_model.main(context.args, lm_eval_model.Pod(everywhere, 0, others))
 
 
 # What the harness's command is told goes to it as it is, --help too.

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def together(
     distributed: bool,
-    output: Output,
+    output: Output | None,
     address: str | None,
     count: int | None,
     index: int | None,
@@ -33,7 +33,7 @@ def together(
 ) -> Iterator[Peers | None]:
     """The processes of a job, all of which end when the block does; None where there is one process alone.
 
-    Each of them notes in logs/process-K.log of the output what it does.
+    Each of them notes in logs/process-K.log of the output, if there is one, what it does.
     """
     if not distributed:
         if (address, count, index) != (None, None, None):
@@ -42,7 +42,8 @@ def together(
         return
     peers = join(address, count, index, timeout)
     try:
-        _note(output.log(peers.index))
+        if output is not None:
+            _note(output.log(peers.index))
         _log.info("process %d of %d on %s", peers.index, len(peers.hosts), peers.hosts[peers.index])
         yield peers
         peers.finish()
