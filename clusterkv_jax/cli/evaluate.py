@@ -100,9 +100,9 @@ def evaluate(
         if process == 0:
             stack.enter_context(results.opened())
         here = [replica for replica in everywhere if process in replica.processes]
-        networks = [replica.load(model, dtype) for replica in here]
-        networks = [network if measured is None else calibrated(network, measured) for network in networks]
-        network = networks[0]
+        network = here[0].load(model, dtype)
+        network = network if measured is None else calibrated(network, measured)
+        networks = [network, *(replica.copy(network) for replica in here[1:])]
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         positions = network.config.max_positions

@@ -84,9 +84,10 @@ class Pod:
     def load(self, asked: Arguments) -> tuple[Model, Team]:
         """The model on the devices of this process, and its team."""
         here = [replica for replica in self.replicas if self.process in replica.processes]
-        models = [replica.load(asked.model, asked.dtype) for replica in here]
+        model = here[0].load(asked.model, asked.dtype)
+        models = [model, *(replica.copy(model) for replica in here[1:])]
         pairs = [(replica, replica.responder(model)) for replica, model in zip(here, models, strict=True)]
-        return models[0], Team(self.replicas, pairs, self.process)
+        return model, Team(self.replicas, pairs, self.process)
 
 
 class CompressedLM(TemplateLM):

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import msgspec
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.checkpoints import Model, load
 from clusterkv_jax.evaluation.batching import Batch, shares
@@ -75,6 +76,17 @@ class Replica:
         """The model on these devices."""
         with self.place():
             return load(name, mesh=self.mesh, dtype=dtype)
+
+    def copy(self, model: Model) -> Model:
+        """A model that lies on other devices of this process, on these: it is read from the disk once."""
+
+        def there(x: jax.Array) -> jax.Array:
+            spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+            return jax.device_put(x, self.devices[0] if self.mesh is None else NamedSharding(self.mesh, spec))
+
+        # Threads must not share a tokenizer: it refuses a call while it answers another.
+        tokenizer = deepcopy(model.tokenizer)
+        return replace(model, params=jax.tree.map(there, model.params), tokenizer=tokenizer, mesh=self.mesh)
 
     def responder(self, model: Model) -> Respond:
         """`responses.responder` on these devices."""

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from clusterkv_jax import cli
 from clusterkv_jax.evaluation import rounds
 from clusterkv_jax.evaluation.batching import Batch, Entry, Job, shares
-from clusterkv_jax.evaluation.replicas import Replica, Team, replicas
+from clusterkv_jax.evaluation.replicas import Replica, Team, replicas, spread
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
@@ -84,6 +84,21 @@ def test_a_bucket_for_the_model_and_the_results(model, alone, tmp_path, monkeypa
     assert "Written to gs://my-bucket/results:" in said
     assert answers(tmp_path / "results") == alone
     assert {file.name for file in (tmp_path / "results").iterdir()} == WRITTEN
+
+
+def test_replicas_answer_at_the_same_time():
+    """Each answer waits for one of the other replica."""
+    everywhere = [Replica(i, (device(i, 0),), None) for i in range(2)]
+    both = threading.Barrier(2, timeout=30)
+
+    def respond(method, prompts, new, stop):
+        return [Answer(str(both.wait()))]
+
+    entry = Entry("full", "1.0", Full())
+    jobs = [Job(i, Case(str(i), "t"), Prompt((1, 2, 3))) for i in range(8)]
+    batches = [Batch(entry, Full(), (job,)) for job in jobs]
+    answers = spread(Team(everywhere, [(replica, respond) for replica in everywhere]), batches)
+    assert {batch.jobs[0].number for batch, _ in answers(batches)} == set(range(8))
 
 
 class Board:

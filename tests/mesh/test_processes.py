@@ -151,17 +151,7 @@ def test_the_harness_asks_two_processes(model, tmp_path):
 
     def command(folder, address, count, index):
         asked = ["--model", "clusterkv", "--model_args", f"model={model},method=snapkv,cache_ratio=0.5"]
-        asked += [
-            "--batch_size",
-            2,
-            "--tasks",
-            "whales",
-            "--include_path",
-            tmp_path,
-            "--output_path",
-            folder,
-            "--log_samples",
-        ]
+        asked += f"--batch_size 2 --tasks whales --include_path {tmp_path} --output_path {folder} --log_samples".split()
         asked += ["--cache-folder", jax.config.jax_compilation_cache_dir]
         who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index, "--distributed"]
         return ["-m", "clusterkv_jax.cli", "lm-eval", *asked, *(who if count > 1 else [])]
