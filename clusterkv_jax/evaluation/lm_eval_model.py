@@ -14,7 +14,7 @@ batches that they answer.
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
@@ -165,7 +165,11 @@ class CompressedLM(TemplateLM):
         """Continuations up to a stop text; sampled where the task asks for a temperature above 0."""
         del disable_tqdm
         jobs = [self._generation(number, *request.args) for number, request in enumerate(requests)]
-        return [answer.text for answer in self._answers(jobs)]
+
+        def keep(number: int, answer: Answer) -> None:
+            self.cache_hook.add_partial("generate_until", requests[number].args, answer.text)
+
+        return [answer.text for answer in self._answers(jobs, keep)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of max_length; within one, every 256 tokens the cache of all that
@@ -194,7 +198,11 @@ class CompressedLM(TemplateLM):
         for number, (_, context, continuation) in enumerate(requests):
             context_cut = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
             jobs.append(_job(number, context_cut, continuation))
-        return [(sum(answer.logprobs), answer.greedy) for answer in self._answers(jobs)]
+
+        def keep(number: int, answer: Answer) -> None:
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], _likelihood(answer))
+
+        return [_likelihood(answer) for answer in self._answers(jobs, keep)]
 
     # --- how they are answered ---
 
@@ -217,8 +225,13 @@ class CompressedLM(TemplateLM):
             _log.warning("A context of %d tokens loses its first %d to fit.", len(context), len(context) - room)
         return context[-room:]
 
-    def _answers(self, jobs: Sequence[Job]) -> list[Answer]:
-        """Answers in the order of the jobs; prompts that are too short for the budget get the full cache."""
+    def _answers(
+        self, jobs: Sequence[Job], keep: Callable[[int, Answer], None] = lambda number, answer: None
+    ) -> list[Answer]:
+        """Answers in the order of the jobs; prompts that are too short for the budget get the full cache.
+
+        Each answer goes to `keep` as it comes: to the file of --use_cache, which a job that starts again reads.
+        """
         fits = [responses.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
         if not all(fits):
             _log.warning(
@@ -230,7 +243,9 @@ class CompressedLM(TemplateLM):
             asked += [Batch(self.entry, method, tuple(batch)) for batch in batches(part, self.batch_size)]
         by_number: dict[int, Answer] = {}
         for batch, answers in self.rounds.answers(self.team, asked):
-            by_number.update((job.number, answer) for job, answer in zip(batch.jobs, answers, strict=True))
+            for job, answer in zip(batch.jobs, answers, strict=True):
+                by_number[job.number] = answer
+                keep(job.number, answer)
         return [by_number[job.number] for job in jobs]
 
 
@@ -249,6 +264,10 @@ def _entry(asked: Arguments) -> Entry:
         raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
     budget = None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
     return Entry(asked.method, str(ratio or rows or "1.0"), preset(asked.method, budget))
+
+
+def _likelihood(answer: Answer) -> tuple[float, bool]:
+    return sum(answer.logprobs), answer.greedy
 
 
 def _job(number: int, context: Sequence[int], continuation: Sequence[int]) -> Job:
