@@ -124,6 +124,29 @@ def test_a_bucket_that_does_not_answer(cloud):
         pass
 
 
+def test_a_bucket_that_answers_no_more(cloud, monkeypatch):
+    """A restart may mend that; what is wrong from the beginning it does not."""
+    output = outputs.at(GS)
+
+    def writes(name):
+        with output.sending(nullcontext()):
+            (output.folder / name).write_text(name)
+
+    def refused(*_):
+        raise OSError("gs://my-bucket cannot be reached: 503.")
+
+    with output.opened(), monkeypatch.context() as patch:
+        patch.setattr(outputs, "copied", refused)
+        with pytest.raises(OSError, match="503") as error:
+            writes(runner.RUN)
+        assert not isinstance(error.value, outputs.Lost)
+        patch.undo()
+        writes(runner.RUN)
+        patch.setattr(outputs, "there", refused)
+        with pytest.raises(outputs.Lost, match="503"):
+            writes(runner.RESULTS)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

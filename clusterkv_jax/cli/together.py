@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from clusterkv_jax.cli.peers import Peers, join
-from clusterkv_jax.cli.process import ERROR, INTERRUPTED
+from clusterkv_jax.cli.process import ERROR, INTERRUPTED, RESTART
 from clusterkv_jax.cli.terminal import sentence
 from clusterkv_jax.errors import shown
 from clusterkv_jax.evaluation import replicas, runner
 from clusterkv_jax.evaluation.batching import Batch
-from clusterkv_jax.evaluation.outputs import Output
+from clusterkv_jax.evaluation.outputs import Lost, Output
 from clusterkv_jax.evaluation.replicas import Replica, Team
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ def together(
         _log.info("%s", traceback.format_exc())
         if isinstance(error, jax.errors.JaxRuntimeError):
             peers.wait_for_a_loss()
+        if isinstance(error, Lost):
+            peers.fail(f"has lost its bucket: {error}", RESTART)
         peers.fail(sentence(error), ERROR)
 
 

@@ -31,6 +31,10 @@ LOG_SECONDS = 2
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
+class Lost(OSError):
+    """A bucket that has taken this session's files takes no more; a job that starts again may find it as it was."""
+
+
 @dataclass
 class Output:
     """A place for a run's files.
@@ -117,22 +121,33 @@ class Output:
         self._remove_parts(address)
 
     def send(self) -> None:
-        """The bucket gets the lines that are new, as a part of their own, and run.json where it has changed."""
+        """The bucket gets the lines that are new, as a part of their own, and run.json where it has changed.
+
+        Raises ValueError where it has lines of another run, and OSError where it cannot be reached: `Lost` if it could.
+        """
         if self.address is None:
             return
+        try:
+            self._send(self.address)
+        except OSError as error:
+            if self._run:
+                raise Lost(str(error)) from error
+            raise
+
+    def _send(self, address: AnyPath) -> None:
         file, run = self.folder / RESULTS, self.folder / RUN
         if file.exists() and file.stat().st_size > self._sent:
             with file.open("rb") as stream:
                 stream.seek(self._sent)
                 lines = stream.read()
-            part = _part(self.address, self._sent)
+            part = _part(address, self._sent)
             if there(part):
-                raise ValueError(f"Another run is writing to {self.address}; let one of them end, or choose another.")
+                raise ValueError(f"Another run is writing to {address}; let one of them end, or choose another.")
             with answering(part):
                 part.write_bytes(lines)
             self._sent += len(lines)
         if run.exists() and (now := run.read_bytes()) != self._run:
-            copied(run, self.address / RUN)
+            copied(run, address / RUN)
             self._run = now
 
     def _remove_parts(self, address: AnyPath) -> None:
