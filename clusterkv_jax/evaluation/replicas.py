@@ -24,7 +24,7 @@ from clusterkv_jax.checkpoints import Model, load
 from clusterkv_jax.evaluation.batching import Batch, shares
 from clusterkv_jax.evaluation.responses import Answer, Respond, responder
 from clusterkv_jax.evaluation.runner import Answers, answer
-from clusterkv_jax.sharding import mesh_sizes, named_mesh
+from clusterkv_jax.sharding import fitted_mesh, mesh_sizes, named_mesh
 
 # Between two looks at what other processes have sent.
 POLL_SECONDS = 0.2
@@ -80,9 +80,11 @@ class Replica:
     def copy(self, model: Model) -> Model:
         """A model that lies on other devices of this process, on these: it is read from the disk once."""
 
+        mesh = None if self.mesh is None else fitted_mesh(self.mesh, model.config.num_kv_heads)
+
         def there(x: jax.Array) -> jax.Array:
             spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-            return jax.device_put(x, self.devices[0] if self.mesh is None else NamedSharding(self.mesh, spec))
+            return jax.device_put(x, self.devices[0] if mesh is None else NamedSharding(mesh, spec))
 
         # Threads must not share a tokenizer: it refuses a call while it answers another.
         tokenizer = deepcopy(model.tokenizer)
