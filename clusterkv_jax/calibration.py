@@ -27,11 +27,13 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax import hub, schema
 from clusterkv_jax.arrays import all_finite, digest
+from clusterkv_jax.buckets import place, there
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.errors import is_count
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.schema import AnyPath
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.weight_files import header
 
@@ -287,27 +289,30 @@ def push(
         return hub.upload(file, named[0], revision=named[1], private=private)
 
 
-def _located(place: str | os.PathLike[str]) -> Path:
-    """The file of a calibration that is a file, a folder that holds it, or a hub id."""
-    path = Path(place).expanduser()
-    if not path.exists() and path.suffix not in (".safetensors", ".yaml", ".yml"):
-        named = hub.parse(str(place))
+def _located(name: str | os.PathLike[str]) -> AnyPath:
+    """The file of a calibration that is a file, a folder that holds it, an address of either, or a hub id."""
+    path = place(name)
+    if isinstance(path, Path) and not path.exists() and path.suffix not in (".safetensors", ".yaml", ".yml"):
+        named = hub.parse(str(name))
         if named is None:
             return path
         try:
             path = hub.snapshot(*named, _FILES)
         except ValueError as error:
-            raise ValueError(f"There is no file {place}, and the hub did not deliver a calibration: {error}") from error
+            raise ValueError(f"There is no file {name}, and the hub did not deliver a calibration: {error}") from error
+    if not isinstance(path, Path) and not there(path):
+        raise ValueError(f"There is no calibration at {name}.")
     if not path.is_dir():
         return path
     found = [path / name for name in _FILES if (path / name).is_file()]
     if not found:
-        raise ValueError(f"{place} holds no calibration, neither {_FILES[0]} nor {_FILES[1]}.")
+        raise ValueError(f"{name} holds no calibration, neither {_FILES[0]} nor {_FILES[1]}.")
     return found[0]
 
 
 def read(file: str | os.PathLike[str]) -> Calibration:
-    """Read what `write` wrote: a file, a folder that holds one, or a hub id, "owner/name" or "owner/name@revision".
+    """Read what `write` wrote: a file, a folder that holds one, a gs:// address of either, or a hub id, "owner/name" or
+    "owner/name@revision".
 
     Raises ValueError, naming the file and the key, if it is no such file.
     """

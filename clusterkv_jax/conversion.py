@@ -3,6 +3,7 @@
 Parts of half a gigabyte are saved by Orbax in a folder of their own beside the target, `.TARGET.started`, each with the
 digests of its parameters. What a killed process has saved is not saved again. When all parts are there, Orbax joins
 them in another folder, which takes the target's name when it is whole; the parts' data are linked there, not copied.
+A model for a bucket is made on this machine and then copied, the manifest last: without it nothing there is a model.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 from msgspec import Struct, to_builtins
 
 from clusterkv_jax.arrays import all_finite, whole
+from clusterkv_jax.buckets import answering, copied, place, there, working_folder
 from clusterkv_jax.checkpoints import (
     DTYPES,
     Checkpoint,
@@ -36,6 +39,7 @@ from clusterkv_jax.folders import files_beside, nearby
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.models.transformer import TensorSpec, abstract
 from clusterkv_jax.orbax_files import (
+    MANIFEST,
     WEIGHTS,
     Fingerprints,
     Manifest,
@@ -47,12 +51,14 @@ from clusterkv_jax.orbax_files import (
     write_manifest,
 )
 from clusterkv_jax.safetensors_files import InFile, StackInFiles
-from clusterkv_jax.schema import MIB, checked, from_json, read_text
+from clusterkv_jax.schema import MIB, AnyPath, checked, from_json, read_text
 from clusterkv_jax.sharding import TENSOR_PARALLEL
 from clusterkv_jax.stacks import Stack
 
 # Of a part, unless one parameter is larger; and of what Orbax stores and reads as one.
 PART, _CHUNK = 512 * MIB, 8 * MIB
+# Objects that are copied at once.
+_COPIES = 8
 _SPLIT = (*TENSOR_PARALLEL, "kv_heads")
 _DONE, _ORIGIN = "digests.json", "origin.json"
 
@@ -89,7 +95,8 @@ def convert(
 
     Args:
         source: "demo", a local folder, a hub id or a gs:// address, with safetensors.
-        target: a folder that does not exist. It appears when it is whole; a call that was killed goes on.
+        target: a folder or gs:// address that does not exist. It appears when it is whole; a call that was killed goes
+            on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
         progress: called with the bytes that are saved and those of the model.
 
@@ -102,28 +109,33 @@ def convert(
         OSError: one sentence, if the system refuses to write it.
     """
     partial_saves = _orbax()
-    if str(target).startswith("gs:/"):
-        raise ValueError(f"A model is written to a local folder, and copied to a bucket afterwards, got {target}.")
-    target = Path(target).expanduser()
-    if not target.parent.is_dir():
-        raise ValueError(f"The folder {target.parent} does not exist; make it before a model is written there.")
+    goal = place(target)
+    made = goal if isinstance(goal, Path) else working_folder(goal) / "model"
+    if goal == made and not goal.parent.is_dir():
+        raise ValueError(f"The folder {goal.parent} does not exist; make it before a model is written there.")
     checkpoint = open_checkpoint(source)
     if checkpoint.manifest is not None:
         raise ValueError(f"{checkpoint.folder} is converted already.")
     kind = stored_type(checkpoint.dtype) if dtype is None else checked_dtype(dtype)
     fingerprints = {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES}
     origin = _Origin(kind.name, Fingerprints(**fingerprints))
-    work = target.with_name(f".{target.name}.started")
-    if target.exists():
-        _check_whole(target, origin)
+    work = made.with_name(f".{made.name}.started")
+    if there(goal) and not there(goal / _ORIGIN):
+        _check_whole(goal, origin)
         shutil.rmtree(work, ignore_errors=True)
         return False
-    with naming(target):
-        work.mkdir(exist_ok=True)
-    with alone(work, target):
+    with naming(made):
+        work.mkdir(parents=goal != made, exist_ok=True)
+    with alone(work, goal):
         _begin(work, origin)
-        tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
-        _finish(partial_saves, work, target, checkpoint, Manifest(origin.fingerprints, {}, tensors))
+        if made.exists():  # only its copy is missing
+            _check_whole(made, origin)
+        else:
+            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
+            _finish(partial_saves, work, made, checkpoint, Manifest(origin.fingerprints, {}, tensors))
+        if goal != made:
+            _copy(made, goal, work / _ORIGIN)
+            shutil.rmtree(made)
         shutil.rmtree(work, ignore_errors=True)
     return True
 
@@ -132,7 +144,7 @@ def _orbax() -> Any:
     return library("orbax.checkpoint.experimental.v1", "Writing an Orbax checkpoint", "pods")
 
 
-def _check_whole(target: Path, origin: _Origin) -> None:
+def _check_whole(target: AnyPath, origin: _Origin) -> None:
     if not target.is_dir() or not is_converted(target):
         raise ValueError(f"{target} exists; a model is written to a free place.")
     manifest = read_manifest(target)
@@ -252,6 +264,25 @@ def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manife
                 shutil.copyfile(folder / name, new / name)
         digests = {name: file_digest(new / name) for name in files}
         write_manifest(new, Manifest(manifest.fingerprints, digests, manifest.tensors))
+
+
+def _copy(folder: Path, goal: AnyPath, origin: Path) -> None:
+    """A whole model into a bucket. What a killed process has copied of its data is not copied again."""
+    if there(goal / _ORIGIN) and (goal / _ORIGIN).read_bytes() != origin.read_bytes():
+        raise ValueError(f"{goal} was begun with another model or type; remove it, or choose another address.")
+    copied(origin, goal / _ORIGIN)
+    files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def copy(name: Path) -> None:
+        known = name.parent.name == "d" and there(goal / name)  # these names are of one saving alone
+        if not known:
+            copied(folder / name, goal / name)
+
+    with ThreadPoolExecutor(_COPIES) as threads:
+        list(threads.map(copy, [name for name in files if str(name) != MANIFEST]))
+    copied(folder / MANIFEST, goal / MANIFEST)
+    with answering(goal / _ORIGIN):
+        (goal / _ORIGIN).unlink()
 
 
 def _link(source: str, target: str) -> None:

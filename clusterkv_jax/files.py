@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from filelock import FileLock, Timeout
 
@@ -88,7 +88,7 @@ def _number(error: Exception) -> int | None:
 
 
 @contextmanager
-def alone(folder: Path, path: Path) -> Iterator[None]:
+def alone(folder: Path, path: PurePath) -> Iterator[None]:
     """Holds the lock of a folder in which `path` is made. Raises ValueError where another process holds it."""
     try:
         with FileLock(folder / "lock", timeout=0):

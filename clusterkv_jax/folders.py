@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_jax import hub
-from clusterkv_jax.extras import library
+from clusterkv_jax.buckets import SCHEME, place, there
 from clusterkv_jax.schema import AnyPath, shown
 from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json, weight_names
 
@@ -54,7 +54,7 @@ def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
         return folder
     if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
         raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
-    if path.startswith("gs://"):
+    if path.startswith(SCHEME):
         return _in_bucket(path)
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -79,12 +79,11 @@ def _download(name: str, repo: str, revision: str | None) -> Path:
 
 
 def _in_bucket(address: str) -> AnyPath:
-    paths = library("etils.epath", f"Reading {address}", "pods")
-    folder = paths.Path(address)
     try:
-        found = (folder / "config.json").is_file()
-    except Exception as error:  # of the client that etils takes, which may be missing
-        raise CheckpointError(f"{address} cannot be read: {shown(error)}.") from error
+        folder = place(address)
+        found = there(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
     if not found:
         raise CheckpointError(f"There is no model in {address}: it lacks config.json.")
     return folder

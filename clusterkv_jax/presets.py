@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from clusterkv_jax import methods, schema
+from clusterkv_jax.buckets import place
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, with_shares
 from clusterkv_jax.calibration import read as read_calibration
@@ -117,7 +118,7 @@ def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
 def find_preset(name: str) -> Preset:
     """Look a preset up by its name, its method's name in small letters, or its file."""
     if name.endswith((".yaml", ".yml")):
-        return read_preset(Path(name))
+        return read_preset(place(name))
     entries = list_presets()
     if name not in entries:
         raise ValueError(

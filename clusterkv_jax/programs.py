@@ -36,8 +36,8 @@ _MAPPINGS, _MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_
 # what distinguishes it, the least recently used first.
 _kept: OrderedDict[Any, Any] = OrderedDict()
 _lock = threading.Lock()
-# Programs that threads compile, and that the block of `compilation` waits for.
-_aside: ContextVar[list[Future[Any]] | None] = ContextVar("aside", default=None)
+# Whose compiling a block of `compilation` counts: its thread's, and that of threads it waits for.
+_aside: ContextVar["_Aside | None"] = ContextVar("aside", default=None)
 
 # What jax calls compiling, and finding a program in its compilation cache; tracing is not among them.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -113,16 +113,30 @@ class Compilation:
     cached: int = 0
 
 
+@dataclass(frozen=True)
+class _Aside:
+    """Threads that compile for a block, and the programs that they compile."""
+
+    threads: set[int]
+    programs: list[Future[Any]]
+
+    def compiled(self, lowered: Any) -> Any:
+        self.threads.add(threading.get_ident())
+        return lowered.compile()
+
+
 @contextlib.contextmanager
 def compilation() -> Iterator[Compilation]:
-    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles.
+    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles. What other
+    threads compile for themselves, another replica's say, is not counted.
 
     A program's error is raised at the block's end. After an error, or an interrupt, no other program is begun.
     """
-    total, spans, aside, lock = Compilation(), [], [], threading.Lock()
+    total, spans, lock = Compilation(), [], threading.Lock()
+    aside = _Aside({threading.get_ident()}, [])
 
     def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
-        if event in (_LOWERED, _COMPILED):
+        if threading.get_ident() in aside.threads and event in (_LOWERED, _COMPILED):
             end = time.monotonic()
             with lock:
                 spans.append((end - duration_secs, end))
@@ -131,17 +145,17 @@ def compilation() -> Iterator[Compilation]:
 
     def on_event(event: str, **_: str | int) -> None:
         with lock:
-            total.cached += event == _FOUND
+            total.cached += event == _FOUND and threading.get_ident() in aside.threads
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
     token = _aside.set(aside)
     try:
         yield total
-        for program in aside:
+        for program in aside.programs:
             program.result()
     finally:
-        for program in aside:
+        for program in aside.programs:
             program.cancel()
         _aside.reset(token)
         jax.monitoring.unregister_event_duration_listener(on_duration)
@@ -176,7 +190,7 @@ def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[
             if aside is None:
                 results[key] = _shapes(lowered.out_info, lowered.compile())
             else:
-                aside.append(threads.submit(lowered.compile))
+                aside.programs.append(threads.submit(aside.compiled, lowered))
                 results[key] = _shapes(lowered.out_info, None)
         return results[key]
 

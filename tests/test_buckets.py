@@ -64,6 +64,33 @@ def test_conversion_from_a_bucket(cloud, tmp_path):
     assert there.calibration is not None
 
 
+def test_conversion_into_a_bucket(cloud, tmp_path, monkeypatch):
+    folder, _ = cloud
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path)
+    original = conversion.copied
+
+    def without_tokenizer(source, target):
+        if target.name == "tokenizer.json":
+            raise OSError("The connection is lost.")
+        original(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "copied", without_tokenizer)
+        with pytest.raises(OSError, match="connection"):
+            conversion.convert("demo", "gs://my-bucket/new")
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load("gs://my-bucket/new")
+    with pytest.raises(ValueError, match="was begun with another model or type"):
+        conversion.convert("demo", "gs://my-bucket/new", dtype="float16")
+    assert conversion.convert("demo", "gs://my-bucket/new")
+    assert same(load("demo").params, load("gs://my-bucket/new").params)
+    assert not conversion.convert("demo", "gs://my-bucket/new")
+    assert {file.name for file in (folder / "new").iterdir()} == {file.name for file in (folder / "orbax").iterdir()}
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"^gs://my-bucket/hf exists; a model is written to a free place\.$"):
+        conversion.convert("demo", "gs://my-bucket/hf")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -111,6 +111,18 @@ def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatc
     assert long != pytest.approx(full.loglikelihood_rolling(text)[1], abs=1e-2)
 
 
+def test_answers_are_kept_as_they_come(folder):
+    """Under what `--use_cache` looks them up by: the request's own arguments."""
+    ours, kept = model(folder), {}
+    ours.set_cache_hook(
+        SimpleNamespace(add_partial=lambda name, args, answer: kept.update({(name, str(args)): answer}))
+    )
+    texts = asked((TEXT, WANTED), (TEXT[:30], WANTED))
+    for name, requests in (("generate_until", texts), ("loglikelihood", PAIRS)):
+        answers = getattr(ours, name)(requests)
+        assert answers == [kept[name, str(request.args)] for request in requests]
+
+
 def test_what_it_cannot_do_is_said(folder, caplog):
     ours = model(folder, max_length=64)
     with pytest.raises(ValueError, match="leave no room"):

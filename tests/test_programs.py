@@ -198,3 +198,11 @@ def compiled_shape(size, turns):
 )
 def test_what_spans_share_counts_once(spans, seconds):
     assert programs.covered(spans) == seconds
+
+
+def test_what_another_thread_compiles_for_itself_is_not_counted():
+    other = threading.Thread(target=lambda: jax.jit(lambda x: x * 3 - 17)(jnp.ones(3)))
+    with programs.compilation() as total:
+        other.start()
+        other.join()
+    assert (total.seconds, total.programs) == (0, 0)

@@ -1,6 +1,5 @@
 """`clusterkv convert`: a model of the hub as an Orbax checkpoint that every host reads its own part of."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,14 +12,14 @@ EXAMPLES = """[bold]What for[/bold]
 A model that many hosts share is read from one folder or bucket by all of them, each its own part of every tensor.
 Orbax's format (OCDBT) is made for that:
 
-  clusterkv convert meta-llama/Llama-3.1-70B ./llama-70b
-  gcloud storage cp --recursive ./llama-70b gs://my-bucket/
+  clusterkv convert meta-llama/Llama-3.1-70B gs://my-bucket/llama-70b
 
   clusterkv evaluate --suite ruler --model gs://my-bucket/llama-70b ...
 
-The model passes through memory in parts of half a gigabyte. Killed, the same command goes on where it was; the folder
-gets its name when it is whole. Weights in fp8, int8 or int4 are written as the numbers that they stand for. Needs the
-extra pods: pip install 'clusterkv-jax[pods]'.
+The model passes through memory in parts of half a gigabyte. One for a bucket is made on this machine first, and takes
+its size on the disk. Killed, the same command goes on where it was; the folder gets its name when it is whole. Weights
+in fp8, int8 or int4 are written as the numbers that they stand for. Needs the extra pods:
+pip install 'clusterkv-jax[pods]'.
 """
 
 
@@ -28,7 +27,9 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="A folder of safetensors, a hub id (@revision), or demo.", show_default=False)
     ],
-    target: Annotated[Path, typer.Argument(help="The folder to write, which does not exist.", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(help="The folder or gs:// address to write, which does not exist.", show_default=False)
+    ],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="that of the token embeddings")
     ] = None,

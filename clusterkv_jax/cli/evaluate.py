@@ -1,7 +1,6 @@
 """`clusterkv evaluate`: a suite through methods and budgets, as results.jsonl, run.json, table.md and report.html."""
 
 import json
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,14 @@ from rich.table import Table
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
+    CacheFolder,
     CompilationCache,
+    CoordinatorAddress,
+    Distributed,
+    Mesh,
+    NumProcesses,
+    PeerTimeout,
+    ProcessId,
     budgets_option,
     cache_dtype_option,
     methods_option,
@@ -28,7 +34,6 @@ from clusterkv_jax.cli.options import (
 from clusterkv_jax.cli.terminal import one_sentence_errors, pace, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
-_where = partial(typer.Option, rich_help_panel="Where it runs")
 
 
 def evaluate(
@@ -37,9 +42,9 @@ def evaluate(
     methods: Annotated[list[str], methods_option()] = ["full"],
     budgets: Annotated[list[str], budgets_option()] = ["1.0"],
     cache_dtype: Annotated[str | None, cache_dtype_option()] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the results; a run that was stopped goes on there.")] = Path(
-        "results"
-    ),
+    output: Annotated[
+        str, typer.Option(help="Folder of the results, or gs://; a run that was stopped goes on there.")
+    ] = "results",
     tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
     limit: Annotated[int | None, _what(help="Most examples of each task.", min=1, show_default="the suite's")] = None,
@@ -58,25 +63,14 @@ def evaluate(
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
     ] = None,
-    mesh: Annotated[
-        str | None,
-        _where(help="Replicas and the devices of each, such as data=2,model=4.", show_default="one for each process"),
-    ] = None,
-    distributed: Annotated[
-        bool, _where("--distributed", help="One of several processes, which all get this command.")
-    ] = False,
-    coordinator_address: Annotated[
-        str | None, _where(help="HOST:PORT of process 0.", show_default="found on TPU pods and under SLURM")
-    ] = None,
-    num_processes: Annotated[int | None, _where(help="How many they are.", min=1, show_default="found")] = None,
-    process_id: Annotated[int | None, _where(help="Which one this is, from 0.", min=0, show_default="found")] = None,
-    peer_timeout: Annotated[
-        float, _where(help="Seconds without a sign of a process after which all end with 75.", min=1)
-    ] = 120,
+    mesh: Mesh = None,
+    distributed: Distributed = False,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    peer_timeout: PeerTimeout = 120,
     compilation_cache: CompilationCache = True,
-    cache_folder: Annotated[
-        Path | None, _where(help="Folder of compiled programs, one for all hosts say.", show_default="yours")
-    ] = None,
+    cache_folder: CacheFolder = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Answer a suite's questions with compressed caches and make a table of the scores."""
@@ -85,17 +79,17 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
-        _check_local(output)
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.cli import together
-        from clusterkv_jax.evaluation import batching, manifest, records, replicas, responses, runner
+        from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
 
+        results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
         who = coordinator_address, num_processes, process_id
-        others = stack.enter_context(together.together(distributed, output, *who, peer_timeout, debug))
+        others = stack.enter_context(together.together(distributed, results, *who, peer_timeout, debug))
         model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
@@ -103,10 +97,12 @@ def evaluate(
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)
         process = 0 if others is None else others.index
+        if process == 0:
+            stack.enter_context(results.opened())
         here = [replica for replica in everywhere if process in replica.processes]
-        networks = [replica.load(model, dtype) for replica in here]
-        networks = [network if measured is None else calibrated(network, measured) for network in networks]
-        network = networks[0]
+        network = here[0].load(model, dtype)
+        network = network if measured is None else calibrated(network, measured)
+        networks = [network, *(replica.copy(network) for replica in here[1:])]
         if network.tokenizer is None:
             raise ValueError(f"Model {model} has no tokenizer, which evaluation needs.")
         positions = network.config.max_positions
@@ -137,16 +133,10 @@ def evaluate(
             return
         about = manifest.about(mesh, None if others is None else others.hosts)
         with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere)) as on_lines:
-            lines = together.answered(output, config, about, batches, team, others, on_lines)
-        _show(_write(output, records.read_run(output), lines, peers), output)
-
-
-def _check_local(output: Path) -> None:
-    """Raise ValueError for a place that is no folder of this machine; a mounted bucket is one."""
-    if re.match(r"\w+:/", str(output)):
-        raise ValueError(
-            f"--output takes a folder, got {output}; mount the bucket (gcsfuse BUCKET FOLDER) and name its folder."
-        )
+            lines = together.answered(results, config, about, batches, team, others, on_lines)
+        summary = _write(results.folder, records.read_run(results.folder), lines, peers)
+        results.complete()
+        _show(summary, output)
 
 
 def join(
@@ -178,16 +168,32 @@ def join(
 
 def lm_eval(
     context: typer.Context,
+    mesh: Mesh = None,
+    distributed: Distributed = False,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    peer_timeout: PeerTimeout = 120,
+    cache_folder: CacheFolder = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """lm-evaluation-harness's own command, with this project's model: --model clusterkv --model_args method=..."""
     from clusterkv_jax.evaluation.extras import library
 
-    with one_sentence_errors(debug):
+    with ExitStack() as stack:
+        stack.enter_context(one_sentence_errors(debug))
         library("lm_eval", "clusterkv lm-eval")
+        from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import lm_eval_model
 
-        lm_eval_model.main(context.args)
+        use_compilation_cache(cache_folder is not None, cache_folder)
+        who = coordinator_address, num_processes, process_id
+        others = stack.enter_context(together.together(distributed, None, *who, peer_timeout, debug))
+        everywhere = together.the_replicas(mesh, others)
+        if others is not None and others.index:
+            lm_eval_model.follow(lm_eval_model.Pod(everywhere, others.index), others)
+        else:
+            lm_eval_model.main(context.args, lm_eval_model.Pod(everywhere, 0, others))
 
 
 # What the harness's command is told goes to it as it is, --help too.
@@ -212,7 +218,7 @@ def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -
     return summary
 
 
-def _show(summary: Any, output: Path) -> None:
+def _show(summary: Any, output: str | Path) -> None:
     """The table on the screen, and where the files are."""
     from clusterkv_jax.evaluation.report import table
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +16,24 @@ CompilationCache = Annotated[
 ]
 
 
-MODEL = "'demo', a folder, or a hub id as owner/name or owner/name@revision (a branch, tag or commit)."
-CALIBRATION = "What 'clusterkv calibrate' measured: a file, a folder, or a hub id such as owner/name."
+_where = partial(typer.Option, rich_help_panel="Where it runs")
+Mesh = Annotated[
+    str | None,
+    _where(help="Replicas and the devices of each, such as data=2,model=4.", show_default="one for each process"),
+]
+Distributed = Annotated[bool, _where("--distributed", help="One of several processes, which all get this command.")]
+CoordinatorAddress = Annotated[
+    str | None, _where(help="HOST:PORT of process 0.", show_default="found on TPU pods and under SLURM")
+]
+NumProcesses = Annotated[int | None, _where(help="How many they are.", min=1, show_default="found")]
+ProcessId = Annotated[int | None, _where(help="Which one this is, from 0.", min=0, show_default="found")]
+PeerTimeout = Annotated[float, _where(help="Seconds without a sign of a process after which all end with 75.", min=1)]
+CacheFolder = Annotated[
+    str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
+]
+
+MODEL = "'demo', a folder, a gs:// address, or a hub id as owner/name or owner/name@revision (a branch, tag or commit)."
+CALIBRATION = "What 'clusterkv calibrate' measured: a file, a folder, a gs:// address, or a hub id such as owner/name."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument MODEL.", show_default=False)]
 

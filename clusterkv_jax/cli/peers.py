@@ -123,10 +123,10 @@ class Peers:
             post.start()
             post.join(self._interval)
         held = self.writing.acquire(timeout=WRITE_SECONDS)
-        _log.error("%s%s", sentence, "" if held else " A line was still being written.")
+        _log.info("%s%s", sentence, "" if held else " A line was still being written.")
         print(f"Error: {sentence}", file=sys.stderr)
-        if self.index == 0:  # the others read its words as long as it is here
-            time.sleep(min(2 * self._interval, 1.5))
+        if self.index == 0:  # the others read its words as long as it is here, and must not start an error again
+            time.sleep(1.2 * self._interval if code == ERROR else min(2 * self._interval, 1.5))
         _leave(code)
 
     def _leave_word(self, code: int, text: str) -> None:

@@ -92,14 +92,18 @@ def pace(total: int, chips: int) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def use_compilation_cache(on: bool, folder: Path | None = None) -> None:
-    """Keep compiled programs in a folder, the user's by default, however little time they took to compile."""
+def use_compilation_cache(on: bool, folder: str | None = None) -> None:
+    """Keep compiled programs in a folder or bucket, the user's folder by default, however soon they were compiled."""
     if not on:
         return
     import jax
 
-    folder = folder or platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    from clusterkv_jax.buckets import place
+
+    programs = place(folder or platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs")
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    if not isinstance(programs, Path):  # XLA, which would keep what it measures of kernels, opens no bucket
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

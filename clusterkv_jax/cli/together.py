@@ -4,18 +4,18 @@ import json
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
 
 from clusterkv_jax.cli.peers import Peers, join
-from clusterkv_jax.cli.process import ERROR, INTERRUPTED
+from clusterkv_jax.cli.process import ERROR, INTERRUPTED, RESTART
 from clusterkv_jax.cli.terminal import sentence
 from clusterkv_jax.errors import shown
 from clusterkv_jax.evaluation import replicas, runner
 from clusterkv_jax.evaluation.batching import Batch
+from clusterkv_jax.evaluation.outputs import Lost, Output
 from clusterkv_jax.evaluation.replicas import Replica, Team
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def together(
     distributed: bool,
-    folder: Path,
+    output: Output | None,
     address: str | None,
     count: int | None,
     index: int | None,
@@ -33,7 +33,7 @@ def together(
 ) -> Iterator[Peers | None]:
     """The processes of a job, all of which end when the block does; None where there is one process alone.
 
-    Each of them notes in FOLDER/logs/process-K.log what it does.
+    Each of them notes in logs/process-K.log of the output, if there is one, what it does.
     """
     if not distributed:
         if (address, count, index) != (None, None, None):
@@ -42,7 +42,8 @@ def together(
         return
     peers = join(address, count, index, timeout)
     try:
-        _note(folder / "logs" / f"process-{peers.index}.log")
+        if output is not None:
+            _note(output.log(peers.index))
         _log.info("process %d of %d on %s", peers.index, len(peers.hosts), peers.hosts[peers.index])
         yield peers
         peers.finish()
@@ -54,6 +55,8 @@ def together(
         _log.info("%s", traceback.format_exc())
         if isinstance(error, jax.errors.JaxRuntimeError):
             peers.wait_for_a_loss()
+        if isinstance(error, Lost):
+            peers.fail(f"has lost its bucket: {error}", RESTART)
         peers.fail(sentence(error), ERROR)
 
 
@@ -64,7 +67,7 @@ def the_replicas(mesh: str | None, peers: Peers | None) -> list[Replica]:
 
 
 def answered(
-    folder: Path,
+    output: Output,
     config: Mapping[str, Any],
     about: Mapping[str, Any],
     batches: Sequence[Batch],
@@ -76,10 +79,12 @@ def answered(
     if peers is not None:
         peers.tell("config", _as_text(config))
         answers = replicas.spread(team, batches, peers)
-        return runner.record(folder, config, about, batches, answers, writing=peers.writing, on_lines=on_lines)
+        writing = output.sending(peers.writing)
+        return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
     alone = len(team.replicas) == 1
     answers = runner.in_turn(team.here[0][1]) if alone else replicas.spread(team, batches)
-    return runner.record(folder, config, about, batches, answers, on_lines=on_lines)
+    writing = output.sending(nullcontext())
+    return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
 
 
 def follow(config: Mapping[str, Any], batches: Sequence[Batch], team: Team, peers: Peers) -> None:
@@ -98,11 +103,8 @@ def _as_text(config: Mapping[str, Any]) -> str:
     return json.dumps(config)
 
 
-def _note(file: Path) -> None:
-    """Messages of this library go into the file from now on."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+def _note(handler: logging.Handler) -> None:
+    """Messages of this library go there from now on."""
     logger = logging.getLogger("clusterkv_jax")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

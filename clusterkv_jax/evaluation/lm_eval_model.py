@@ -4,6 +4,9 @@
 
 The harness finds models by imports of its own, so this project's command registers the model and then calls the
 harness's. What stands before an answer or a continuation, question included, is the context that is compressed.
+
+In a job of several processes the harness runs on process 0. The others hear of the model and, round by round, of the
+batches that they answer.
 """
 
 # The harness is an extra that the type checker need not have.
@@ -11,10 +14,11 @@ harness's. What stands before an answer or a continuation, question included, is
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
+import jax
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
@@ -22,9 +26,12 @@ from msgspec import Meta
 
 import clusterkv_jax as ckv
 from clusterkv_jax import schema
-from clusterkv_jax.evaluation import responses
-from clusterkv_jax.evaluation.batching import Job, batches
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.evaluation import responses, rounds
+from clusterkv_jax.evaluation.batching import Batch, Entry, Job, batches
+from clusterkv_jax.evaluation.replicas import Post, Replica, Team, replicas
 from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.rounds import Rounds
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import preset
@@ -60,22 +67,44 @@ class Arguments:
     device: Any = None
 
 
+@dataclass(frozen=True)
+class Pod:
+    """Where the model lies, and who else answers with it.
+
+    Attributes:
+        replicas: of all processes.
+        process: the number of this one.
+        post: what carries texts to and from the others; None where there are none.
+    """
+
+    replicas: Sequence[Replica]
+    process: int = 0
+    post: Post | None = None
+
+    def load(self, asked: Arguments) -> tuple[Model, Team]:
+        """The model on the devices of this process, and its team."""
+        here = [replica for replica in self.replicas if self.process in replica.processes]
+        model = here[0].load(asked.model, asked.dtype)
+        models = [model, *(replica.copy(model) for replica in here[1:])]
+        pairs = [(replica, replica.responder(model)) for replica, model in zip(here, models, strict=True)]
+        return model, Team(self.replicas, pairs, self.process)
+
+
 class CompressedLM(TemplateLM):
     """The harness's interface to a model whose caches a method compresses; made of `Arguments`."""
 
+    # The harness makes the model itself, of texts. Without a pod it lies on the first device.
+    pod: ClassVar[Pod | None] = None
+    rounds: ClassVar[Rounds] = Rounds(None)
+
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        schema.check_keys(given, [field.name for field in fields(Arguments)], "--model_args")
-        asked = schema.checked(given, Arguments, "--model_args")
-        if int(asked.batch_size) < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {asked.batch_size}.")
-        rows, ratio = asked.cache_tokens, asked.cache_ratio
-        if ratio is not None and rows is not None:
-            raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
-        self.method = preset(
-            asked.method, None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
-        )
-        self.loaded = ckv.load(asked.model, dtype=asked.dtype)
+        asked = _arguments(given)
+        pod = self.pod or Pod(replicas(None, jax.local_devices()[:1]))
+        self.entry = _entry(asked)
+        self.method = self.entry.method
+        self.rounds.load(given)
+        self.loaded, self.team = pod.load(asked)
         if self.loaded.tokenizer is None:
             raise ValueError(f"Model {asked.model} has no tokenizer, which the harness needs.")
         self.tokenizer = self.loaded.tokenizer
@@ -90,13 +119,20 @@ class CompressedLM(TemplateLM):
     # --- what the harness asks about the tokenizer ---
 
     @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
+    def eot_token_id(self) -> int | None:
+        """The token that ends a text, where the tokenizer names one."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """What stands before a text without context. Raises ValueError where the tokenizer names no such token."""
+        first = self._first_token
+        if first is None:
+            raise ValueError(f"The tokenizer of {self.loaded.name} names no token to begin or end a text with.")
+        return first
+
+    @property
+    def _first_token(self) -> int | None:
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
@@ -109,7 +145,8 @@ class CompressedLM(TemplateLM):
         """Tokens of a text; a text that begins with the first token of texts gets no second one."""
         del kwargs
         if add_special_tokens is None:
-            first = self.tokenizer.decode([self.prefix_token_id])
+            token = self._first_token
+            first = "" if token is None else self.tokenizer.decode([token])
             add_special_tokens = not (first and string.startswith(first))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
 
@@ -128,7 +165,11 @@ class CompressedLM(TemplateLM):
         """Continuations up to a stop text; sampled where the task asks for a temperature above 0."""
         del disable_tqdm
         jobs = [self._generation(number, *request.args) for number, request in enumerate(requests)]
-        return [answer.text for answer in self._answers(jobs)]
+
+        def keep(number: int, answer: Answer) -> None:
+            self.cache_hook.add_partial("generate_until", requests[number].args, answer.text)
+
+        return [answer.text for answer in self._answers(jobs, keep)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of max_length; within one, every 256 tokens the cache of all that
@@ -157,7 +198,11 @@ class CompressedLM(TemplateLM):
         for number, (_, context, continuation) in enumerate(requests):
             context_cut = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
             jobs.append(_job(number, context_cut, continuation))
-        return [(sum(answer.logprobs), answer.greedy) for answer in self._answers(jobs)]
+
+        def keep(number: int, answer: Answer) -> None:
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], _likelihood(answer))
+
+        return [_likelihood(answer) for answer in self._answers(jobs, keep)]
 
     # --- how they are answered ---
 
@@ -180,23 +225,49 @@ class CompressedLM(TemplateLM):
             _log.warning("A context of %d tokens loses its first %d to fit.", len(context), len(context) - room)
         return context[-room:]
 
-    def _answers(self, jobs: Sequence[Job]) -> list[Answer]:
-        """Answers in the order of the jobs; prompts that are too short for the budget get the full cache."""
-        respond = responses.responder(self.loaded)
+    def _answers(
+        self, jobs: Sequence[Job], keep: Callable[[int, Answer], None] = lambda number, answer: None
+    ) -> list[Answer]:
+        """Answers in the order of the jobs; prompts that are too short for the budget get the full cache.
+
+        Each answer goes to `keep` as it comes: to the file of --use_cache, which a job that starts again reads.
+        """
         fits = [responses.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
         if not all(fits):
             _log.warning(
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
             )
-        by_number: dict[int, Answer] = {}
+        asked = []
         for method, is_method in ((self.method, True), (Full(), False)):
-            for batch in batches(
-                [job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size
-            ):
-                case = batch[0].case
-                answers = respond(method, [job.prompt for job in batch], case.max_new_tokens, case.stop)
-                by_number.update((job.number, answer) for job, answer in zip(batch, answers, strict=True))
+            part = [job for job, fit in zip(jobs, fits, strict=True) if fit is is_method]
+            asked += [Batch(self.entry, method, tuple(batch)) for batch in batches(part, self.batch_size)]
+        by_number: dict[int, Answer] = {}
+        for batch, answers in self.rounds.answers(self.team, asked):
+            for job, answer in zip(batch.jobs, answers, strict=True):
+                by_number[job.number] = answer
+                keep(job.number, answer)
         return [by_number[job.number] for job in jobs]
+
+
+def _arguments(given: dict[str, Any]) -> Arguments:
+    schema.check_keys(given, [field.name for field in fields(Arguments)], "--model_args")
+    asked = schema.checked(given, Arguments, "--model_args")
+    if int(asked.batch_size) < 1:
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {asked.batch_size}.")
+    return asked
+
+
+def _entry(asked: Arguments) -> Entry:
+    """The method with its budget."""
+    rows, ratio = asked.cache_tokens, asked.cache_ratio
+    if ratio is not None and rows is not None:
+        raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
+    budget = None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
+    return Entry(asked.method, str(ratio or rows or "1.0"), preset(asked.method, budget))
+
+
+def _likelihood(answer: Answer) -> tuple[float, bool]:
+    return sum(answer.logprobs), answer.greedy
 
 
 def _job(number: int, context: Sequence[int], continuation: Sequence[int]) -> Job:
@@ -209,10 +280,26 @@ def register() -> None:
         model_registry.register(NAME)(CompressedLM)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """The harness's own command, with the model registered."""
+def main(arguments: Sequence[str], pod: Pod | None = None) -> None:
+    """The harness's own command, with the model registered. Raises ValueError where it ends with an error."""
     from lm_eval.__main__ import cli_evaluate
 
     register()
+    CompressedLM.pod, CompressedLM.rounds = pod, Rounds(None if pod is None else pod.post)
     sys.argv = ["lm_eval", *arguments]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except SystemExit as end:
+        if end.code:
+            raise ValueError(f"The harness ended with {end.code}; it says why above.") from end
+    CompressedLM.rounds.end()
+
+
+def follow(pod: Pod, post: Post) -> None:
+    """What the other processes do while the harness runs on process 0."""
+
+    def load(given: dict[str, Any]) -> tuple[Entry, Team]:
+        asked = _arguments(given)
+        return _entry(asked), pod.load(asked)[1]
+
+    rounds.follow(post, load)

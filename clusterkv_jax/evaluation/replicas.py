@@ -12,18 +12,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import msgspec
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.checkpoints import Model, load
 from clusterkv_jax.evaluation.batching import Batch, shares
 from clusterkv_jax.evaluation.responses import Answer, Respond, responder
 from clusterkv_jax.evaluation.runner import Answers, answer
-from clusterkv_jax.sharding import mesh_sizes, named_mesh
+from clusterkv_jax.sharding import fitted_mesh, mesh_sizes, named_mesh
 
 # Between two looks at what other processes have sent.
 POLL_SECONDS = 0.2
@@ -75,6 +76,19 @@ class Replica:
         """The model on these devices."""
         with self.place():
             return load(name, mesh=self.mesh, dtype=dtype)
+
+    def copy(self, model: Model) -> Model:
+        """A model that lies on other devices of this process, on these: it is read from the disk once."""
+
+        mesh = None if self.mesh is None else fitted_mesh(self.mesh, model.config.num_kv_heads)
+
+        def there(x: jax.Array) -> jax.Array:
+            spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+            return jax.device_put(x, self.devices[0] if mesh is None else NamedSharding(mesh, spec))
+
+        # Threads must not share a tokenizer: it refuses a call while it answers another.
+        tokenizer = deepcopy(model.tokenizer)
+        return replace(model, params=jax.tree.map(there, model.params), tokenizer=tokenizer, mesh=self.mesh)
 
     def responder(self, model: Model) -> Respond:
         """`responses.responder` on these devices."""

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from clusterkv_jax import cli
-from clusterkv_jax.evaluation.batching import shares
-from clusterkv_jax.evaluation.replicas import replicas
-from tests.support.job import Job, answers, evaluated, stub
+from clusterkv_jax.evaluation import rounds
+from clusterkv_jax.evaluation.batching import Batch, Entry, Job, shares
+from clusterkv_jax.evaluation.replicas import Replica, Team, replicas, spread
+from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.methods import Full
+from tests.support import job as processes
+from tests.support.job import answers, evaluated, stub
+
+WRITTEN = {"results.jsonl", "results.jsonl.parts", "run.json", "table.md", "report.html"}
 
 
 def device(number, process):
@@ -64,8 +73,97 @@ def test_replicas_of_one_process_answer_as_one_device(model, alone, tmp_path):
     assert session["seconds"] > 0
 
 
+def test_a_bucket_for_the_model_and_the_results(model, alone, tmp_path, monkeypatch):
+    pytest.importorskip("etils.epath")
+    from tests.support.buckets import bucket
+
+    shutil.copytree(model, tmp_path / "model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with bucket(tmp_path, "my-bucket"):
+        said = evaluated("gs://my-bucket/model", "gs://my-bucket/results")
+    assert "Written to gs://my-bucket/results:" in said
+    assert answers(tmp_path / "results") == alone
+    assert {file.name for file in (tmp_path / "results").iterdir()} == WRITTEN
+
+
+def test_replicas_answer_at_the_same_time():
+    """Each answer waits for one of the other replica."""
+    everywhere = [Replica(i, (device(i, 0),), None) for i in range(2)]
+    both = threading.Barrier(2, timeout=30)
+
+    def respond(method, prompts, new, stop):
+        return [Answer(str(both.wait()))]
+
+    entry = Entry("full", "1.0", Full())
+    jobs = [Job(i, Case(str(i), "t"), Prompt((1, 2, 3))) for i in range(8)]
+    batches = [Batch(entry, Full(), (job,)) for job in jobs]
+    answers = spread(Team(everywhere, [(replica, respond) for replica in everywhere]), batches)
+    assert {batch.jobs[0].number for batch, _ in answers(batches)} == set(range(8))
+
+
+class Board:
+    """Texts that threads leave for each other."""
+
+    def __init__(self):
+        self.texts, self.news = {}, threading.Condition()
+
+    def tell(self, name, text):
+        with self.news:
+            self.texts[name] = text
+            self.news.notify_all()
+
+    def hear(self, name):
+        with self.news:
+            assert self.news.wait_for(lambda: name in self.texts, timeout=30)
+            return self.texts[name]
+
+    def take(self, folder):
+        with self.news:
+            names = [name for name in self.texts if name.startswith(f"{folder}/")]
+            return [(name.rsplit("/", 1)[1], self.texts.pop(name)) for name in names]
+
+
+def test_batches_that_process_0_comes_upon_as_it_goes():
+    method, board, loaded = Full(cache_dtype="int8"), Board(), []
+    everywhere = [Replica(i, (device(i, i),), None) for i in range(3)]
+
+    def team(process):
+        def respond(given, prompts, new, stop):
+            return [Answer(f"{process} {given == method} {new} {stop}", rows=len(p.context)) for p in prompts]
+
+        return Team(everywhere, [(everywhere[process], respond)], process)
+
+    def load(process, about):
+        loaded.append(about)
+        return Entry("full", "1.0", method), team(process)
+
+    others = [
+        threading.Thread(target=rounds.follow, args=(board, partial(load, process)), daemon=True) for process in (1, 2)
+    ]
+    for other in others:
+        other.start()
+    ours = rounds.Rounds(board)
+    ours.load({"model": "demo"})
+    for size in (4, 1, 0, 2):
+        jobs = [
+            Job(i, Case(str(i), "t", max_new_tokens=5, stop=("\n",)), Prompt(tuple(range(9 + i)))) for i in range(size)
+        ]
+        methods = [method, Full()] * 2
+        batches = [Batch(Entry("full", "1.0", method), methods[job.number], (job,)) for job in jobs]
+        answers = {batch.jobs[0].number: answer for batch, [answer] in ours.answers(team(0), batches)}
+        assert [answers[i].rows for i in range(size)] == [9 + i for i in range(size)]
+        said = [answers[i].text.split(" ", 1) for i in range(size)]
+        assert [text for _, text in said] == [f"{i % 2 == 0} 5 ('\\n',)" for i in range(size)]
+        assert len({process for process, _ in said}) == min(3, size)
+    ours.end()
+    for other in others:
+        other.join(30)
+        assert not other.is_alive()
+    assert loaded == [{"model": "demo"}] * 2
+
+
 def test_a_process_that_is_asked_to_end_ends_all_of_them(tmp_path):
-    job = Job(tmp_path / "results", stub)
+    job = processes.Job(tmp_path / "results", stub)
     job.start(2)
     job.wait_for(lines=4)
     job.signal(signal.SIGTERM, 1)
@@ -90,7 +188,7 @@ def test_a_process_that_is_asked_to_end_ends_all_of_them(tmp_path):
             "--process-id is at most 1 with --num-processes 2, got 2.",
         ),
         (["--mesh", "model=3"], "The mesh model=3 is for 3 devices, and 1 processes have 8."),
-        (["--output", "gs://bucket/results"], "--output takes a folder, got gs:/bucket/results; mount the bucket"),
+        (["--output", "s3://bucket/results"], "A folder or a gs:// address is needed, got s3://bucket/results."),
     ],
 )
 def test_what_is_no_job(options, message):

@@ -1,6 +1,7 @@
 """A job of several processes that loses some of them ends with the unbroken run's answers, each of them once."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.job import ASKED, EXAMPLES, Job, answers, stub
 
-RESTART = 75
+RESTART, ERROR = 75, 2
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,35 @@ def test_a_frozen_process(job, unbroken, count, victim, again):
     goes_on(job, again, unbroken)
 
 
+def test_a_killed_process_whose_results_are_in_a_bucket(tmp_path, unbroken):
+    """Each start is on machines that have nothing."""
+    pytest.importorskip("etils.epath")
+    cloud = tmp_path / "cloud"
+    cloud.mkdir()
+
+    def command(folder, address, count, index):
+        return [*stub("gs://my-bucket/results", address, count, index), cloud]
+
+    job, parts = Job(cloud / "results", command), cloud / "results" / "results.jsonl.parts"
+    try:
+        job.start(2, XDG_CACHE_HOME=tmp_path / "first")
+        end = time.monotonic() + 60
+        while not parts.is_dir() or len(list(parts.iterdir())) < 4:
+            assert time.monotonic() < end, job.stop()
+            time.sleep(0.01)
+        job.signal(signal.SIGKILL, 0)
+        [(code, said)] = job.ends(1)
+        assert code == RESTART, said
+        assert "process 1 of 2" in (cloud / "results" / "logs" / "process-1.log").read_text()
+        job.start(2, XDG_CACHE_HOME=tmp_path / "second")
+        assert [code for code, _ in job.ends()] == [0, 0], job.stop()
+    finally:
+        job.stop()
+    assert job.answers() == unbroken
+    sessions = json.loads((cloud / "results" / "run.json").read_text())["sessions"]
+    assert [session.get("answers", EXAMPLES) < EXAMPLES for session in sessions] == [False, True]
+
+
 @pytest.mark.parametrize("mesh", ["data=2", "model=2"])
 def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
     cache = Path(jax.config.jax_compilation_cache_dir)
@@ -98,3 +128,57 @@ def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
     assert [process["devices"] for process in session["processes"]] == [1, 1]
     for index in range(2):
         assert "done" in (job.folder / "logs" / f"process-{index}.log").read_text()
+
+
+TASK = """task: whales
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+output_type: generate_until
+doc_to_text: '{{q}}'
+doc_to_target: '{{a}}'
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def test_the_harness_asks_two_processes(model, tmp_path):
+    """Its answers are those that one process gives it."""
+    pytest.importorskip("lm_eval")
+    rows = [{"q": f"Call me Ishmael, {i} times. " * (3 + i % 4), "a": "no"} for i in range(8)]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "whales.yaml").write_text(TASK.replace("ROWS", str(tmp_path / "rows.json")))
+
+    def command(folder, address, count, index):
+        asked = ["--model", "clusterkv", "--model_args", f"model={model},method=snapkv,cache_ratio=0.5"]
+        asked += f"--batch_size 2 --tasks whales --include_path {tmp_path} --output_path {folder} --log_samples".split()
+        asked += ["--cache-folder", jax.config.jax_compilation_cache_dir]
+        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index, "--distributed"]
+        return ["-m", "clusterkv_jax.cli", "lm-eval", *asked, *(who if count > 1 else [])]
+
+    found = []
+    for count in (1, 2):
+        job = Job(tmp_path / f"results-{count}", command)
+        job.start(count, HF_DATASETS_CACHE=tmp_path / "data", HF_HUB_OFFLINE=1)
+        ends = job.ends()
+        assert [code for code, _ in ends] == [0] * count, ends
+        assert "whales" in ends[0][1]
+        [file] = job.folder.rglob("samples_whales*.jsonl")
+        lines = map(json.loads, file.read_text().splitlines())
+        found.append([(line["doc_id"], line["resps"]) for line in lines])
+    assert found[0] == found[1]
+    assert len(found[0]) == len(rows)
+
+
+def test_a_harness_that_refuses_ends_all(tmp_path):
+    pytest.importorskip("lm_eval")
+
+    def command(folder, address, count, index):
+        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index]
+        return ["-m", "clusterkv_jax.cli", "lm-eval", "--distributed", *who, "--model", "clusterkv", "--nonsense"]
+
+    job = Job(tmp_path / "results", command)
+    job.start(2)
+    for code, said in job.ends():
+        assert code == ERROR, said
+        assert re.search(r"Error: (Process 0 .* ended: )?The harness ended with 2; it says why above\.", said)

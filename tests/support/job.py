@@ -1,9 +1,9 @@
 """A job of several processes: `clusterkv evaluate --distributed` with answers that need no model.
 
-    python -m tests.support.job FOLDER ADDRESS COUNT INDEX TIMEOUT
+    python -m tests.support.job OUTPUT ADDRESS COUNT INDEX TIMEOUT [BUCKET]
 
 runs 60 examples of unequal lengths, each of which takes some hundredths of a second; its answer depends on the prompt
-alone.
+alone. BUCKET is the folder that gs://my-bucket shows.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ class Job:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.said: list[Path] = []
 
-    def start(self, count: int) -> None:
-        """Starts the processes."""
+    def start(self, count: int, **more: Any) -> None:
+        """Starts the processes, with more in their environment."""
         self.stop()
         address = f"localhost:{free_port()}"
         flags = f"--xla_force_host_platform_device_count={self.devices}"
         environment = {**os.environ, **FLAGS, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        environment |= {name: str(value) for name, value in more.items()}
         self.processes, self.said = [], []
         for index in range(count):
             self.said.append(self.folder.with_name(f"{self.folder.name}-said-{index}.txt"))
@@ -107,7 +109,7 @@ def small_model(folder: Path) -> Path:
     return folder
 
 
-def evaluated(model: Path, folder: Path, *more: str) -> str:
+def evaluated(model: Path | str, folder: Path | str, *more: str) -> str:
     """`clusterkv evaluate` of a few examples in this process; what it said."""
     from typer.testing import CliRunner
 
@@ -130,12 +132,12 @@ def stub(folder: Path, address: str, count: int, index: int, *, timeout: float =
     return ["-m", "tests.support.job", folder, address, count, index, timeout]
 
 
-def main(folder: str, address: str, count: str, index: str, timeout: str) -> None:
+def main(output: str, address: str, count: str, index: str, timeout: str, cloud: str = "") -> None:
     """One process of the job."""
     import jax
 
     from clusterkv_jax.cli.together import answered, follow, together
-    from clusterkv_jax.evaluation import batching, manifest, replicas, runner
+    from clusterkv_jax.evaluation import batching, manifest, outputs, replicas, runner
     from clusterkv_jax.evaluation.responses import Answer
     from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
     from clusterkv_jax.methods import Full
@@ -152,14 +154,24 @@ def main(folder: str, address: str, count: str, index: str, timeout: str) -> Non
     entries = [batching.Entry("full", "1.0", Full())]
     config = runner.settings({"suite": "stub", "model": "stub"}, jobs, entries)
     batches = batching.plan(jobs, entries, 2)
-    with together(count != "0", Path(folder), address, int(count), int(index), float(timeout), False) as peers:
+    with ExitStack() as stack:
+        if cloud:
+            from tests.support.buckets import bucket
+
+            stack.enter_context(bucket(Path(cloud), "my-bucket"))
+        results = outputs.at(output)
+        peers = stack.enter_context(
+            together(count != "0", results, address, int(count), int(index), float(timeout), False)
+        )
         everywhere = replicas.replicas(None)
         process = 0 if peers is None else peers.index
         here = [(replica, respond) for replica in everywhere if process in replica.processes]
         team = replicas.Team(everywhere, here, process)
         assert jax.process_count() == int(count)
         if process == 0:
-            answered(Path(folder), config, manifest.about(), batches, team, peers, lambda lines, tokens: None)
+            stack.enter_context(results.opened())
+            answered(results, config, manifest.about(), batches, team, peers, lambda lines, tokens: None)
+            results.complete()
         else:
             assert peers is not None
             follow(config, batches, team, peers)
