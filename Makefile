@@ -14,12 +14,16 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
+# What `make test` leaves out because it takes minutes.
+ROOMS := mesh build engine sweeps learned caches pages kernels
+
+.PHONY: help demo test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    answer a question from a book chapter with the full cache and with an eighth of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
+	@echo "make test-rooms  what the eight targets from test-build to test-mesh run, at once"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
@@ -49,7 +53,12 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build caches compile engine kernels learned mesh pages parity sweeps) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,$(ROOMS) compile parity) $(ARGS)
+
+# The rooms below that need nothing else, in one run: they start once, and share what their workers compiled. Those with
+# long tests come first, so that no worker waits for the other at the end.
+test-rooms: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) $(addprefix tests/,$(ROOMS))
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
 test-compile: $(STAMPS)/compile
@@ -112,7 +121,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(STAMPS)/parity
-	$(BIN)/python -m pytest -m parity $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

@@ -9,12 +9,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Fusion emitters take most of a small program's compilation, and one of several parts costs more than it saves where
 # workers share the cores; an XLA that does not know a flag ends the process.
-QUICKLY = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        *QUICKLY * version("jaxlib").startswith("0.10."),
+        *["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+        * version("jaxlib").startswith("0.10."),
     ]
 ).strip()
 # Commands called in tests keep their programs where the tests keep theirs, not in the user's folder.

@@ -42,7 +42,7 @@ class Job:
         """Starts the processes."""
         self.stop()
         address = f"localhost:{free_port()}"
-        flags = f"--xla_force_host_platform_device_count={self.devices}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.devices}"
         environment = {**os.environ, **FLAGS, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         self.processes, self.said = [], []
         for index in range(count):
