@@ -60,9 +60,10 @@ test: $(STAMPS)/test
 test-rooms: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) $(addprefix tests/,$(ROOMS))
 
-# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
+# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file share
+# what one process compiled, so they stay together.
 test-compile: $(STAMPS)/compile
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/compile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" $(ARGS) tests/compile
 
 # Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
 test-kernels: $(STAMPS)/test
@@ -79,11 +80,11 @@ test-engine: $(STAMPS)/test
 
 # Apart from `make test`: pages, windows, quantised rows, rows in host memory, and recall from them.
 test-caches: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/caches
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/caches
 
 # Apart from `make test`: learned scores against their goldens, and the methods that keep rows by them.
 test-learned: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/learned
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/learned
 
 # Apart from `make test`: every method at every step, and on a family of models each (ARGS="-m exhaustive" tries the
 # other pairs).
