@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from clusterkv_jax.checkpoints import calibrated
 from clusterkv_jax.learned.fitting import products, ridge
 from clusterkv_jax.learned.network import network
 from clusterkv_jax.learned.surrogates import predicted_scores
-from tests.support.tiny import prompt, taught, tiny
+from tests.support.byte_model import byte_tokenizer
+from tests.support.tiny import prompt, random_params, taught, tiny
 
 TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 
@@ -210,9 +212,10 @@ def test_heads_below_the_mean_share_merge_everything():
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    model = ckv.load("demo")
-    ids = model.tokenizer.encode(TEXT.read_text(), add_special_tokens=False)
-    pieces, file, seen = [ids[:320], ids[320:640]], tmp_path / "started", []
+    pieces, file, seen = [prompt(1, 200), prompt(2, 200)], tmp_path / "started", []
+    config = dataclasses.replace(tiny().config, vocab_size=257, max_positions=1024)
+    words = SimpleNamespace(encode=lambda text, **options: byte_tokenizer().encode(text).ids)
+    model = ckv.Model(random_params(config), config, tokenizer=words, mesh=None, name="bytes")
     monkeypatch.setattr(observation, "SAVE_SECONDS", -1.0)
     whole = observation.calibrate(model, pieces)
 
@@ -234,4 +237,4 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         observation.calibrate(model, pieces, resume=file, progress=stop)
     seen.clear()
     observation.calibrate(model, pieces[::-1], resume=file, progress=lambda *now: seen.append(now))
-    assert seen[0][0] <= 6
+    assert seen[0][0] <= 2
