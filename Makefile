@@ -60,8 +60,8 @@ test: $(STAMPS)/test
 test-rooms: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) $(addprefix tests/,$(ROOMS))
 
-# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file share
-# what one process compiled, so they stay together.
+# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file
+# share what one process compiled, so they stay together.
 test-compile: $(STAMPS)/compile
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" $(ARGS) tests/compile
 
