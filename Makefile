@@ -14,12 +14,16 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
+# What `make test` leaves out because it takes minutes.
+ROOMS := mesh build engine sweeps learned caches pages kernels
+
+.PHONY: help demo test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    answer a question from a book chapter with the full cache and with an eighth of it"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
+	@echo "make test-rooms  what the eight targets from test-build to test-mesh run, at once"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
 	@echo "make test-build    archives built and installed, training and benchmarks in small"
 	@echo "make test-kernels  every backend of every op against its definition"
@@ -49,11 +53,17 @@ demo: $(STAMPS)/base
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,build caches compile engine kernels learned mesh pages parity sweeps) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,$(ROOMS) compile parity) $(ARGS)
 
-# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers.
+# The rooms below that need nothing else, in one run: they start once, and share what their workers compiled. Those with
+# long tests come first, so that no worker waits for the other at the end.
+test-rooms: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) $(addprefix tests/,$(ROOMS))
+
+# Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file
+# share what one process compiled, so they stay together.
 test-compile: $(STAMPS)/compile
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/compile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" $(ARGS) tests/compile
 
 # Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
 test-kernels: $(STAMPS)/test
@@ -70,11 +80,11 @@ test-engine: $(STAMPS)/test
 
 # Apart from `make test`: pages, windows, quantised rows, rows in host memory, and recall from them.
 test-caches: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/caches
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/caches
 
 # Apart from `make test`: learned scores against their goldens, and the methods that keep rows by them.
 test-learned: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/learned
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/learned
 
 # Apart from `make test`: every method at every step, and on a family of models each (ARGS="-m exhaustive" tries the
 # other pairs).
@@ -112,7 +122,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(STAMPS)/parity
-	$(BIN)/python -m pytest -m parity $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

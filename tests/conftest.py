@@ -7,12 +7,14 @@ from pathlib import Path
 
 # Before jax is imported: its platform and the number of its host devices are fixed by then.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Fusion emitters take most of a small program's compilation; an XLA that does not know a flag ends the process.
+# Fusion emitters take most of a small program's compilation, and one of several parts costs more than it saves where
+# workers share the cores; an XLA that does not know a flag ends the process.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
+        *["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+        * version("jaxlib").startswith("0.10."),
     ]
 ).strip()
 # Commands called in tests keep their programs where the tests keep theirs, not in the user's folder.
@@ -84,8 +86,8 @@ def _forget_programs():
 def _what_users_may_pass(request):
     """Tests of wrong arguments meet the library's own errors: its users run without the type checker."""
     wrong = request.node.get_closest_marker("wrong_arguments") is not None
-    # A mesh traces the same functions with the same shapes once more.
-    again = request.node.path.name == "test_sharding.py"
+    # A mesh traces the same functions with the same shapes once more; pages run as their readers run them.
+    again = request.node.path.parent.name in ("mesh", "pages")
     jaxtyping.config.update("jaxtyping_disable", wrong or again)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

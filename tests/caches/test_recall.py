@@ -184,9 +184,18 @@ METHODS = [
 ]
 PROMPTS = [prompt(1, 48), prompt(2, 33), prompt(3, 40)]
 STEPS = 3 * INTERVAL
-of_methods = pytest.mark.parametrize("method", METHODS, ids=["clusterkv", "per_kv_head", "quest", "infinigen", "alpha"])
+NAMES = ["clusterkv", "per_kv_head", "quest", "infinigen", "alpha"]
+of_methods = pytest.mark.parametrize("method", METHODS, ids=NAMES)
 # Those that differ in more than what they choose.
 of_kinds = pytest.mark.parametrize("method", [METHODS[0], *METHODS[2:4]], ids=["clusterkv", "quest", "infinigen"])
+# Where what they choose does not matter, or little, ordinary runs take those.
+kinds_first = pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=name, marks=[pytest.mark.exhaustive] * (name in ("per_kv_head", "alpha")))
+        for name, method in zip(NAMES, METHODS, strict=True)
+    ],
+)
 
 
 @of_kinds
@@ -230,7 +239,7 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
         np.testing.assert_array_equal(index["recalled"][0], single["recalled"][0])
 
 
-@of_methods
+@kinds_first
 def test_while_the_budget_covers_everything_a_step_is_that_of_the_full_cache(method):
     """With room for so much more text the index is there, is kept up to date, and leaves nothing out."""
     method = dataclasses.replace(method, budget=ckv.Budget(tokens=100))
@@ -309,7 +318,7 @@ def test_the_loop_holds_one_conditional_at_most(method, expected):
     assert len(re.findall(r"stablehlo\.(?:case|if)\b", lowered.as_text())) == expected
 
 
-@of_methods
+@kinds_first
 def test_padding_never_reaches_an_index(method):
     rng = np.random.default_rng(0)
     queries = jnp.asarray(rng.normal(size=(2, 4, 64, 8)), jnp.float32)
@@ -331,6 +340,7 @@ def test_padding_never_reaches_an_index(method):
     assert (result[1, :, expected.shape[2] :] == -1).all()
 
 
+@pytest.mark.exhaustive  # tests/mesh has each of them on a mesh
 @of_kinds
 def test_tokens_on_a_mesh_are_those_of_one_device(method):
     model, prompts = tiny(kv_heads=4), PROMPTS[:2]

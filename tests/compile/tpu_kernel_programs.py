@@ -1,10 +1,13 @@
-"""Compiles every TPU kernel for v5e, v5p and v6e and prints what it found as JSON; run by test_tpu_compile.
+"""Compiles TPU kernels for v5e, v5p and v6e and prints what it found as JSON; run by test_tpu_compile.
 
+Usage: python tests/compile/tpu_kernel_programs.py ordinary|others
+Each kernel is compiled for one of them in ordinary runs, and neighbours in the list for different ones.
 A process of its own, as tpu_decode_program. Shapes are those of Llama-3.1-8B: 8 KV heads of 128, 4 query heads each,
 whole on one device and split over the devices of the topology.
 """
 
 import json
+import sys
 from functools import partial
 
 import described
@@ -110,9 +113,11 @@ def compile_one(devices, op, operands, out_specs) -> dict[str, float]:
 
 if __name__ == "__main__":
     results = {}
-    for name in TOPOLOGIES:
+    for place, name in enumerate(TOPOLOGIES):
         devices = tpu_devices(name)
-        for program, make in PROGRAMS.items():
+        for number, (program, make) in enumerate(PROGRAMS.items()):
+            if (number % len(TOPOLOGIES) == place) != (sys.argv[1] == "ordinary"):
+                continue
             count = len(devices) if program in SPLIT else 1
             results[f"{program} on {count} {name}"] = compile_one(devices[:count], *make())
     print(json.dumps(results))

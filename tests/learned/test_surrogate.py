@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from clusterkv_jax.checkpoints import calibrated
 from clusterkv_jax.learned.fitting import products, ridge
 from clusterkv_jax.learned.network import network
 from clusterkv_jax.learned.surrogates import predicted_scores
-from tests.support.tiny import taught, tiny
+from tests.support.byte_model import byte_tokenizer
+from tests.support.tiny import prompt, random_params, taught, tiny
 
-TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "calibration.safetensors"
 
 
 def rows(seed, count=400, inputs=12, heads=2, noise=0.3):
@@ -69,10 +71,8 @@ def test_too_little_text_is_one_sentence():
 
 @pytest.fixture(scope="module")
 def measured():
-    """The demo model's calibration, from one short piece of its chapter."""
-    model = ckv.load("demo")
-    ids = model.tokenizer.encode(TEXT.read_text(), add_special_tokens=False)
-    return observation.calibrate(model, [ids[:384]])
+    """The demo model's calibration, which is packaged with it."""
+    return calibration.read(DEMO)
 
 
 def test_the_file_holds_everything(measured, tmp_path):
@@ -151,17 +151,19 @@ def test_a_model_takes_it_with_its_parameters(measured, tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        ckv.Composed(ckv.KVzap(ckv.Budget(ratio=0.25)), ckv.Full()),
-        ckv.Composed(ckv.OrbitKV(ckv.Budget(ratio=0.25)), ckv.H2O(ckv.Budget(ratio=0.5))),
-        ckv.Matched(ckv.OrbitKV(ckv.Budget(ratio=0.25)), queries=64),
+        ckv.Composed(ckv.KVzap(ckv.Budget(ratio=0.25), sinks=1, recent=1), ckv.Full()),
+        ckv.Composed(ckv.OrbitKV(ckv.Budget(ratio=0.25), sinks=1, recent=1), ckv.H2O(ckv.Budget(ratio=0.5))),
+        ckv.Matched(ckv.OrbitKV(ckv.Budget(ratio=0.25), sinks=1, recent=1), queries=64),
     ],
     ids=["full", "h2o", "matched"],
 )
 def test_methods_of_methods_get_the_shares_too(method):
-    result = ckv.generate(ckv.load("demo"), [TEXT.read_text()[:2000]], method=method, max_new_tokens=2)
+    least = tuple(tuple(tuple((shift - np.log(PARTS)).tolist()) for shift in (0.0, -3.0)) for _ in range(2))
+    model = dataclasses.replace(taught(), calibration=scored(least))
+    result = ckv.generate(model, [prompt(1, 200)], method=method, max_new_tokens=2)
     rows = [heads for layer in result.stats.kept_rows for heads in layer[0]]
     assert max(rows) > 8 * min(rows)
-    assert sum(rows) <= 0.25 * 12 * result.stats.prompt_tokens[0]
+    assert sum(rows) <= 0.25 * 4 * result.stats.prompt_tokens[0]
 
 
 def test_a_budget_of_tokens_needs_the_length_of_the_texts():
@@ -208,9 +210,10 @@ def test_heads_below_the_mean_share_merge_everything():
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    model = ckv.load("demo")
-    ids = model.tokenizer.encode(TEXT.read_text(), add_special_tokens=False)
-    pieces, file, seen = [ids[:320], ids[320:640]], tmp_path / "started", []
+    pieces, file, seen = [prompt(1, 200), prompt(2, 200)], tmp_path / "started", []
+    config = dataclasses.replace(tiny().config, vocab_size=257, max_positions=1024)
+    words = SimpleNamespace(encode=lambda text, **options: byte_tokenizer().encode(text).ids)
+    model = ckv.Model(random_params(config), config, tokenizer=words, mesh=None, name="bytes")
     monkeypatch.setattr(observation, "SAVE_SECONDS", -1.0)
     whole = observation.calibrate(model, pieces)
 
@@ -232,4 +235,4 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         observation.calibrate(model, pieces, resume=file, progress=stop)
     seen.clear()
     observation.calibrate(model, pieces[::-1], resume=file, progress=lambda *now: seen.append(now))
-    assert seen[0][0] <= 6
+    assert seen[0][0] <= 2

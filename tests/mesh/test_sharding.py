@@ -41,15 +41,20 @@ def placed(model, mesh):
     return dataclasses.replace(model, params=jax.device_put(model.params, shardings), mesh=mesh)
 
 
+def often(*case):
+    """A case for runs that try everything; test_every_method has a like one."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("shape", "method"),
     [
         ((1, 4), CHELSEA),
-        ((8,), CENTROID),
-        ((8,), ckv.AdaKV(HALF, window=4, kernel=3)),
+        often((8,), CENTROID),
+        often((8,), ckv.AdaKV(HALF, window=4, kernel=3)),
         ((8,), ckv.DropKV(HALF, window=4, kernel=3, scope="layer", decode_interval=4)),
-        ((8,), ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS)),
-        ((2, 4), ckv.ExpectedAttention(HALF, future=16, scope="layer", decode_interval=4)),
+        often((8,), ckv.KVzip(HALF, scope="layer", chunk=16, instruction=WORDS)),
+        often((2, 4), ckv.ExpectedAttention(HALF, future=16, scope="layer", decode_interval=4)),
     ],
 )
 def test_tokens_are_those_of_one_device(shape, method):

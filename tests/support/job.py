@@ -43,7 +43,7 @@ class Job:
         """Starts the processes, with more in their environment."""
         self.stop()
         address = f"localhost:{free_port()}"
-        flags = f"--xla_force_host_platform_device_count={self.devices}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.devices}"
         environment = {**os.environ, **FLAGS, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         environment |= {name: str(value) for name, value in more.items()}
         self.processes, self.said = [], []
