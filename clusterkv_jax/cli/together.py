@@ -78,7 +78,7 @@ def answered(
         answers = replicas.spread(team, batches, peers)
         return runner.record(folder, config, about, batches, answers, writing=peers.writing, on_lines=on_lines)
     alone = len(team.replicas) == 1
-    answers = runner.in_turn(team.here[0][1]) if alone else replicas.spread(team, batches)
+    answers = team.here[0][1] if alone else replicas.spread(team, batches)
     return runner.record(folder, config, about, batches, answers, on_lines=on_lines)
 
 

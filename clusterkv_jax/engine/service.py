@@ -117,6 +117,7 @@ class Engine:
         self._board = Board((), (None,) * slots)
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
+        self._held: tuple[Order, Reading] | None = None
         self._tally, self._added, self._read_count = Tally(), 0, 0
 
     @property
@@ -250,12 +251,7 @@ class Engine:
     def _sit(self, order: Order, slot: int) -> bool:
         """Put a request's cache into a slot; False if its prompt cannot be read."""
         try:
-            context = order.context
-            reading = (
-                read_batch(self.model, self.method, self._layout, order.batch, order.seed)
-                if context is None
-                else self._reading(context)
-            )
+            reading = self._prompt(order) if order.context is None else self._reading(order.context)
             self._slots = programs.insert(self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32))
         except (ValueError, MemoryError) as error:
             self._end(order.number, "failed", error)
@@ -360,6 +356,18 @@ class Engine:
             finally:
                 busy_s = time.perf_counter() - begin
                 self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
+
+    def _prompt(self, order: Order) -> Reading:
+        """What was read of a prompt; held only while the next in the queue has the same one."""
+        held, self._held = self._held, None
+        if held is None or not order.reads_as(held[0]):
+            del held
+            reading = read_batch(self.model, self.method, self._layout, order.batch, order.seed)
+        else:
+            reading = held[1]
+        if any(order.reads_as(other) for other in self._board.waiting[1:2]):
+            self._held = order, reading
+        return reading
 
     def _reading(self, context: Context) -> Reading:
         """What was read of a context, wherever it is; read again where nothing is left of it."""

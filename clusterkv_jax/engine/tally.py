@@ -1,6 +1,6 @@
 """What an engine has done so far, and what of it is shown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class EngineStats:
     """How an engine does.
 
     Attributes:
+        slots: how many there are.
         busy_s: seconds spent in steps, those of `read` included.
         compile_s: seconds of these that went into compiling programs.
         programs: programs compiled, or found in a compilation cache.
@@ -48,6 +49,7 @@ class EngineStats:
         memory: the plan of the device's memory.
     """
 
+    slots: int
     busy_s: float
     compile_s: float
     programs: int
@@ -66,6 +68,14 @@ class EngineStats:
     memory: MemoryPlan
 
 
+def in_a_line(engines: Sequence[EngineStats]) -> str:
+    """How engines do together, as commands show it while they work."""
+    slots, active, waiting = (sum(getattr(stats, name) for stats in engines) for name in ("slots", "active", "waiting"))
+    first = max(stats.ttft_s for stats in engines)
+    written = sum(stats.tokens_per_s for stats in engines)
+    return f"{written:,.0f} tokens/s written · {active} of {slots} slots · {waiting} wait · first token {first:.2f} s"
+
+
 def counted(tally: Tally, **more: float) -> Tally:
     """The tally with more of these sums."""
     return replace(tally, **{name: getattr(tally, name) + value for name, value in more.items()})
@@ -82,6 +92,7 @@ def shown_stats(
     slots, waiting, active = sizes
     seconds = tally.busy_s - tally.compile_s
     return EngineStats(
+        slots=slots,
         busy_s=tally.busy_s,
         compile_s=tally.compile_s,
         programs=tally.programs,
