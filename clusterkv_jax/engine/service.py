@@ -43,7 +43,7 @@ from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import fetch
+from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import shorten_at_stop, show
 
 # Steps of one call of the decode program; between two, requests enter and leave.
@@ -58,10 +58,10 @@ class Engine:
     Everything static is decided here. A request waits until a slot is free; those that came first enter first. Its
     prompt is read alone, compressed, and put into the slot; all slots decode together. Greedy tokens in float32 are
     those of `generate` for the prompt alone, and so are drawn ones of the same seed. One thread uses an engine, which
-    works while `stream`, `run` or `Handle.result` is called.
+    works while `stream`, `run` or `Handle.result` is called. On a mesh that spans processes all of them ask the same.
 
     Args:
-        model: from `load`, on one device.
+        model: from `load`.
         method: what is kept of the prompts; `Full()` by default.
         slots: sequences that are decoded together.
         max_tokens: most tokens of a prompt, its question and its answer; never more than the model's positions.
@@ -77,8 +77,7 @@ class Engine:
         prefill_chunk: as in `generate`.
 
     Raises:
-        ValueError: one sentence, for numbers that are not possible, a model on several devices, and what does not fit
-            `device_bytes`.
+        ValueError: one sentence, for numbers that are not possible, and what does not fit `device_bytes`.
     """
 
     def __init__(
@@ -105,15 +104,16 @@ class Engine:
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
         sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
         sums |= {"device_bytes": device_bytes or 0}
-        check_arguments(model, method, max_tokens, context_folder, counts, sums)
+        check_arguments(method, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, method)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk
-        self._layout = make_layout(model, self.method, *sizes)
+        with self._on_mesh():
+            self._layout = make_layout(model, self.method, *sizes)
+            self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
         places["disk"] = 0 if context_folder is None else context_disk_bytes
         self._shelf = Shelf(model.config, self.method, places, context_folder)
-        self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._board = Board((), (None,) * slots)
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
@@ -252,7 +252,9 @@ class Engine:
         """Put a request's cache into a slot; False if its prompt cannot be read."""
         try:
             reading = self._prompt(order) if order.context is None else self._reading(order.context)
-            self._slots = programs.insert(self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32))
+            self._slots = programs.insert(
+                self.method, self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32)
+            )
         except (ValueError, MemoryError) as error:
             self._end(order.number, "failed", error)
             return False
@@ -261,16 +263,14 @@ class Engine:
         return True
 
     def _ask(self, new: list[int]) -> None:
-        """Feed the questions of new slots, each as many tokens at a time as `generate` would."""
-        rest = {slot: self._seat(slot).order.question for slot in new}
-        steps = {slot: self._seat(slot).order.batch.step_tokens for slot in new}
-        while any(rest.values()):
-            texts = [rest.get(slot, [])[: steps.get(slot, 0)] for slot in range(len(self._board.seats))]
-            tokens = jnp.asarray(padded(texts, self._layout.limits.step_tokens))
-            counts = jnp.asarray([len(text) for text in texts], jnp.int32)
-            model = self.model
-            self._slots = programs.ask(model.params, model.config, self.method, self._slots, tokens, counts)
-            rest = {slot: text[steps[slot] :] for slot, text in rest.items()}
+        """Feed the questions of new slots, as many tokens at a time as `generate` would."""
+        for slot in new:
+            order = self._seat(slot).order
+            for start in range(0, len(order.question), order.batch.step_tokens):
+                part = order.question[start : start + order.batch.step_tokens]
+                tokens = jnp.asarray(padded([part], self._layout.limits.step_tokens))
+                what = self._slots, tokens, jnp.asarray([len(part)], jnp.int32), np.asarray(slot, np.int32)
+                self._slots = programs.ask(self.model.params, self.model.config, self.method, *what)
 
     def _start(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""
@@ -341,16 +341,21 @@ class Engine:
         """The result of a request; one that never had a slot has said nothing."""
         looked_at = None
         if slot is not None and not self.method.forgets:
-            looked_at = programs.of_slot(self._slots.cache, slot)
+            with self._on_mesh():
+                looked_at = programs.of_slot(self._slots.cache, slot)
         return result_of(self.model, seat, self._layout.one, looked_at, now, self._tally.compile_s)
 
     # --- small parts ---
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return on_mesh(self.model.mesh, self.model.config.num_kv_heads)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         begin = time.perf_counter()
         doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
-        with compilation() as total, out_of_memory_explained(doing, uses_host=self.method.holds == "host"):
+        explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
+        with compilation() as total, self._on_mesh(), explained:
             try:
                 yield
             finally:

@@ -2,7 +2,7 @@
 
     template   the shapes of one sequence's cache, of the longest request
     insert     a compressed prompt into a slot, at a traced number
-    ask        question tokens into the slots that have some
+    ask        question tokens into a slot
     start      the first token of slots that are new
     run        decode steps of the slots that are active, until a limit or until too few are
 
@@ -25,7 +25,7 @@ from clusterkv_jax.decoding import append_step, prefill, where_due
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, recompress, with_groups
+from clusterkv_jax.methods.chassis import due, placed, recompress, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
@@ -33,6 +33,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import NOT_FINITE
+from clusterkv_jax.sharding import constrain, constrain_cache
 
 # The narrowest prompt that `generate` reads.
 NARROWEST = 64
@@ -84,11 +85,22 @@ def template(
 
 
 def empty(one: KVCache, logits: Any, slots: int, method: Method) -> Slots:
-    """Slots that hold nothing."""
-    zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
-    cache, logits = jax.tree.map(zeros, (one, logits))
-    token = jnp.zeros(slots, jnp.int32)
-    return Slots(placed_on_host(cache, method), token, logits)
+    """Slots that hold nothing, on the devices of the ambient mesh."""
+
+    def made() -> Slots:
+        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
+        return _laid(method, Slots(*jax.tree.map(zeros, (one, jax.ShapeDtypeStruct((1,), jnp.int32), logits))))
+
+    empty = jit()(made)()
+    return replace(empty, cache=placed_on_host(empty.cache, method))
+
+
+def _laid(method: Method, slots: Slots) -> Slots:
+    """Slots on the devices of the ambient mesh, the same ones after each program, so that none is compiled twice."""
+    cache = slots.cache
+    layers, position = placed(method, cache.layers), constrain(cache.position, "batch")
+    cache = KVCache(layers, constrain_cache(cache.state), position)
+    return Slots(cache, constrain(slots.token, "batch"), constrain(slots.logits, "batch", None))
 
 
 def placed_on_host(cache: KVCache, method: Method) -> KVCache:
@@ -102,16 +114,16 @@ def placed_on_host(cache: KVCache, method: Method) -> KVCache:
     return commit(replace(cache, layers=layers))
 
 
-@jit(donate_argnames=("slots",))
-def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[Array | np.ndarray, ""]) -> Slots:
+@jit(static_argnames=("method",), donate_argnames=("slots",))
+def insert(
+    method: Method,
+    slots: Slots,
+    cache: KVCache,
+    logits: Float[Array, "1 V"],
+    slot: Int[Array | np.ndarray, ""],
+) -> Slots:
     """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
-
-    def put(x: Array, part: Array) -> Array:
-        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
-        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
-
-    new = jax.tree.map(put, (slots.cache, slots.logits), (cache, logits))
-    return Slots(new[0], slots.token, new[1])
+    return _put(method, slots, (cache, logits), slot)
 
 
 @jit(static_argnames=("config", "method"), donate_argnames=("slots",))
@@ -120,18 +132,38 @@ def ask(
     config: ModelConfig,
     method: Method,
     slots: Slots,
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
+    tokens: Int[Array, "1 T"],
+    count: Int[Array, " 1"],
+    slot: Int[Array | np.ndarray, ""],
 ) -> Slots:
-    """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
-    cache, latest = _step(params, config, method, slots.cache, tokens, counts)
-    return replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits))
+    """The first `count` of T question tokens enter a slot; its logits are those after the last of them.
+
+    Alone: T tokens of every slot would take as long as many decode steps. Rows of a host store stay where they are.
+    """
+    if method.holds == "host":
+        mine = jnp.arange(slots.token.shape[0]) == slot
+        every = jnp.broadcast_to(tokens, (mine.size, tokens.shape[1]))
+        cache, latest = _step(params, config, method, slots.cache, every, jnp.where(mine, count, 0))
+        return _laid(method, replace(slots, cache=cache, logits=jnp.where(mine[:, None], latest, slots.logits)))
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots.cache)
+    return _put(method, slots, _step(params, config, method, one, tokens, count), slot)
+
+
+def _put(
+    method: Method, slots: Slots, one: tuple[KVCache, Float[Array, "1 V"]], slot: Int[Array | np.ndarray, ""]
+) -> Slots:
+    def put(x: Array, part: Array) -> Array:
+        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
+        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
+
+    cache, logits = jax.tree.map(put, (slots.cache, slots.logits), one)
+    return _laid(method, Slots(cache, slots.token, logits))
 
 
 @jit(donate_argnames=("slots",))
 def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tuple[Slots, Int[Array, " B"]]:
     """The first token of slots that are new, and the tokens."""
-    token = jnp.where(new, draw(slots.logits, draws), slots.token)
+    token = constrain(jnp.where(new, draw(slots.logits, draws), slots.token), "batch")
     return replace(slots, token=token), token
 
 
@@ -184,7 +216,7 @@ def run(
     tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
     first = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, tokens
     step, (cache, token), _, tokens = jax.lax.while_loop(running, body, first)
-    return Slots(cache, token, slots.logits), tokens, step
+    return _laid(method, Slots(cache, token, slots.logits)), tokens, step
 
 
 def _step(

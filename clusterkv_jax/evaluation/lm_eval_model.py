@@ -23,7 +23,7 @@ from msgspec import Meta
 import clusterkv_jax as ckv
 from clusterkv_jax import schema
 from clusterkv_jax.evaluation import responses
-from clusterkv_jax.evaluation.batching import Job, batches
+from clusterkv_jax.evaluation.batching import Batch, Entry, Job, batches
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
@@ -182,20 +182,19 @@ class CompressedLM(TemplateLM):
 
     def _answers(self, jobs: Sequence[Job]) -> list[Answer]:
         """Answers in the order of the jobs; prompts that are too short for the budget get the full cache."""
-        respond = responses.responder(self.loaded)
         fits = [responses.possible(self.loaded, self.method, job.prompt, job.case.max_new_tokens) for job in jobs]
         if not all(fits):
             _log.warning(
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
             )
-        by_number: dict[int, Answer] = {}
-        for method, is_method in ((self.method, True), (Full(), False)):
-            for batch in batches(
-                [job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size
-            ):
-                case = batch[0].case
-                answers = respond(method, [job.prompt for job in batch], case.max_new_tokens, case.stop)
-                by_number.update((job.number, answer) for job, answer in zip(batch, answers, strict=True))
+        asked = [
+            Batch(Entry(NAME, "", self.method), method, tuple(part))
+            for method, is_method in ((self.method, True), (Full(), False))
+            for part in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size)
+        ]
+        found = responses.responder(self.loaded, asked, self.batch_size)(asked)
+        pairs = [pair for part, answers in found for pair in zip(part.jobs, answers, strict=True)]
+        by_number = {job.number: answer for job, answer in pairs}
         return [by_number[job.number] for job in jobs]
 
 

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def responder(
 
     def answers(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
         for key, parts in _by_room(missing).items():
-            yield from texts(Engine(model, method=key[0], **rooms[key]), parts, on_stats)
+            yield from texts(Engine(model, method=key[0], context_bytes=0, **rooms[key]), parts, on_stats)
         for batch in missing:
             if batch.scores:
                 yield batch, likelihoods(model, batch.method, [job.prompt for job in batch.jobs])
@@ -85,7 +86,7 @@ def _by_room(batches: Sequence[Batch]) -> dict[tuple[Method, int], list[Batch]]:
     return rooms
 
 
-def _room(batches: Sequence[Batch], slots: int) -> dict[str, int]:
+def _room(batches: Sequence[Batch], slots: int) -> dict[str, Any]:
     """What sizes the engine of these batches."""
     jobs = [job for batch in batches for job in batch.jobs]
     after = [len(job.prompt.question) + job.case.max_new_tokens for job in jobs]

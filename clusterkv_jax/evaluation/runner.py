@@ -4,7 +4,8 @@
     run.json        what was run: replaced whole, never half written
 
 The batches of a run depend on its configuration alone (see `batching`), and no text depends on what else is asked, so a
-resumed run computes what an unbroken one would have. It holds every line that it finds against the case that the line claims to answer.
+resumed run computes what an unbroken one would have. It holds every line that it finds against the case that the line
+claims to answer.
 """
 
 import hashlib
@@ -28,7 +29,6 @@ from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Method
-
 
 # A batch's answers, by its method, prompts, most new tokens and stop strings.
 Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], Sequence[Answer]]
