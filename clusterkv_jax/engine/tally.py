@@ -35,6 +35,7 @@ class EngineStats:
         compile_s: seconds of these that went into compiling programs.
         programs: programs compiled, or found in a compilation cache.
         new_tokens: tokens generated.
+        steps: of decoding, each for all slots.
         tokens_per_s: of the seconds that were not spent compiling.
         occupancy: mean share of the slots that generate, over all decode steps.
         ttft_s: mean seconds from `add` to a request's first token.
@@ -54,6 +55,7 @@ class EngineStats:
     compile_s: float
     programs: int
     new_tokens: int
+    steps: int
     tokens_per_s: float
     occupancy: float
     ttft_s: float
@@ -97,6 +99,7 @@ def shown_stats(
         compile_s=tally.compile_s,
         programs=tally.programs,
         new_tokens=tally.new_tokens,
+        steps=tally.steps,
         tokens_per_s=tally.new_tokens / seconds if seconds > 0 else 0.0,
         occupancy=tally.active_steps / (tally.steps * slots) if tally.steps else 0.0,
         ttft_s=tally.ttft_s / tally.firsts if tally.firsts else 0.0,
