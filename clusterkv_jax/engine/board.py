@@ -83,6 +83,12 @@ class Board:
     waiting: tuple[Order, ...]
     seats: tuple[Seat | None, ...]
 
+    def seat(self, slot: int) -> Seat:
+        """Who sits in a slot that is in use."""
+        seat = self.seats[slot]
+        assert seat is not None
+        return seat
+
     @property
     def active(self) -> tuple[int, ...]:
         """Slots in use."""
@@ -97,6 +103,12 @@ class Board:
 def joined(board: Board, order: Order) -> Board:
     """A request behind those that wait."""
     return replace(board, waiting=(*board.waiting, order))
+
+
+def is_full(board: Board, order: Order, most: int, most_bytes: int) -> bool:
+    """Whether a request has no place behind those that wait; the first one always has."""
+    nbytes = sum(other.waiting_bytes for other in board.waiting) + order.waiting_bytes
+    return bool(board.waiting) and (len(board.waiting) >= most or nbytes > most_bytes)
 
 
 def next_orders(board: Board, most: int) -> tuple[Order, ...]:

@@ -4,22 +4,20 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.batch import padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import slots as programs
 from clusterkv_jax.engine.board import (
     Board,
     Order,
     Seat,
+    is_full,
     joined,
     longer,
     next_draws,
@@ -28,23 +26,23 @@ from clusterkv_jax.engine.board import (
     seated,
     without,
 )
-from clusterkv_jax.engine.contexts import Context, Place, Reading, Shelf
+from clusterkv_jax.engine.contexts import Context, Place, Shelf, check_own
 from clusterkv_jax.engine.draws import key_words
 from clusterkv_jax.engine.handle import Handle, State
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
-from clusterkv_jax.engine.orders import check_settings, context_batch, prompt_batch
+from clusterkv_jax.engine.orders import check_settings
 from clusterkv_jax.engine.outcomes import check_tokens, result_of
-from clusterkv_jax.engine.readings import is_file, read_batch, read_file
+from clusterkv_jax.engine.readings import Reader, is_file
 from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats
-from clusterkv_jax.errors import out_of_memory_explained, shown
+from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.sharding import fetch, on_mesh
-from clusterkv_jax.texts import shorten_at_stop, show
+from clusterkv_jax.texts import Texts, shorten_at_stop, show
 
 # Steps of one call of the decode program; between two, requests enter and leave.
 SEGMENT = 32
@@ -117,7 +115,7 @@ class Engine:
         self._board = Board((), (None,) * slots)
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
-        self._held: tuple[Order, Reading] | None = None
+        self._reader = Reader(model, self.method, self._layout, self._shelf)
         self._tally, self._added, self._read_count = Tally(), 0, 0
 
     @property
@@ -126,6 +124,38 @@ class Engine:
         return self._layout.memory
 
     # --- what a caller says ---
+
+    def generate(
+        self,
+        prompts: Texts,
+        *,
+        questions: Texts | None = None,
+        on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        **options: Any,
+    ) -> list[Result]:
+        """What `generate` says of each prompt alone, in their order; equal ones that follow each other are read once.
+
+        Args:
+            prompts: as in `generate`.
+            questions: one per prompt, or none.
+            on_stats: called with how the engine does after each step.
+            options: of all of them, as in `add`.
+
+        Raises ValueError as `add`, and what goes wrong later.
+        """
+        asked = [None] * len(prompts) if questions is None else questions
+        if len(asked) != len(prompts):
+            raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(prompts)} prompts.")
+        handles: list[Handle] = []
+        try:
+            handles.extend(self.add(text, question, **options) for text, question in zip(prompts, asked, strict=True))
+            while not all(handle.done for handle in handles):
+                self.step()
+                on_stats(self.stats())
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
 
     def add(
         self,
@@ -153,12 +183,12 @@ class Engine:
         check_settings(sampling, seed)
         context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
         if context is not None:
-            self._check_own(context)
-        batch = self._batch(prompt if context is None else context, question, max_new_tokens, stop)
+            check_own(context, self._shelf)
+        batch = self._reader.batch(prompt if context is None else context, question, max_new_tokens, stop)
         length = len(batch.texts[0]) if context is None else context.length
         at = time.perf_counter(), self._tally.compile_s
         order = Order(self._added, batch, length, context, sampling, int(seed), tuple(stop), *at)
-        while self._is_full(order):
+        while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
             self.step()
         handle = Handle(self, order.number)
         self._handles[order.number] = handle
@@ -178,21 +208,12 @@ class Engine:
         check_settings(Sampling(), seed)
         number, self._read_count = self._read_count, self._read_count + 1
         with self._at_work():
-            if is_file(text):
-                length, reading = read_file(text, self.model, self.method, self._layout)
-                context = Context(number, (), length, Path(text), 0, max_new_tokens, self._shelf)
-            else:
-                batch = self._batch(text, None, max_new_tokens, ())
-                tokens = tuple(batch.texts[0])
-                context = Context(number, tokens, len(tokens), None, int(seed), max_new_tokens, self._shelf)
-                reading = read_batch(self.model, self.method, self._layout, batch, int(seed))
-            self._shelf.put(number, reading)
-        return context
+            return self._reader.read(number, text, int(seed), max_new_tokens)
 
     def save(self, context: Context, path: str | os.PathLike[str]) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
-        self._check_own(context)
-        saving.save(path, self._reading(context).cache, self.model.config, self.method)
+        check_own(context, self._shelf)
+        saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again."""
@@ -251,7 +272,10 @@ class Engine:
     def _sit(self, order: Order, slot: int) -> bool:
         """Put a request's cache into a slot; False if its prompt cannot be read."""
         try:
-            reading = self._prompt(order) if order.context is None else self._reading(order.context)
+            if order.context is None:
+                reading = self._reader.of_prompt(order, self._board.waiting[1:2])
+            else:
+                reading = self._reader.of_context(order.context)
             self._slots = programs.insert(
                 self.method, self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32)
             )
@@ -265,12 +289,9 @@ class Engine:
     def _ask(self, new: list[int]) -> None:
         """Feed the questions of new slots, as many tokens at a time as `generate` would."""
         for slot in new:
-            order = self._seat(slot).order
-            for start in range(0, len(order.question), order.batch.step_tokens):
-                part = order.question[start : start + order.batch.step_tokens]
-                tokens = jnp.asarray(padded([part], self._layout.limits.step_tokens))
-                what = self._slots, tokens, jnp.asarray([len(part)], jnp.int32), np.asarray(slot, np.int32)
-                self._slots = programs.ask(self.model.params, self.model.config, self.method, *what)
+            order = self._board.seat(slot).order
+            what = order.question, order.batch.step_tokens, self._layout.limits.step_tokens
+            self._slots = programs.ask_all(self.model, self.method, self._slots, slot, *what)
 
     def _start(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""
@@ -282,7 +303,7 @@ class Engine:
         )
         tokens, now = fetch(tokens), time.perf_counter()
         for slot in new:
-            waited = now - self._seat(slot).order.added_s
+            waited = now - self._board.seat(slot).order.added_s
             self._count(firsts=1, ttft_s=waited)
             self._tally = replace(self._tally, longest_ttft_s=max(self._tally.longest_ttft_s, waited))
             self._say(slot, [int(tokens[slot])], now)
@@ -312,7 +333,7 @@ class Engine:
 
     def _say(self, slot: int, new: list[int], now: float) -> None:
         """A slot's new tokens: what can be shown of them, and whether they are the last ones."""
-        model, before = self.model, self._seat(slot)
+        model, before = self.model, self._board.seat(slot)
         order, seat = before.order, longer(before, new, model.config.eos_ids, now)
         tokens = list(seat.tokens)
         try:
@@ -361,55 +382,6 @@ class Engine:
             finally:
                 busy_s = time.perf_counter() - begin
                 self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
-
-    def _prompt(self, order: Order) -> Reading:
-        """What was read of a prompt; held only while the next in the queue has the same one."""
-        held, self._held = self._held, None
-        if held is None or not order.reads_as(held[0]):
-            del held
-            reading = read_batch(self.model, self.method, self._layout, order.batch, order.seed)
-        else:
-            reading = held[1]
-        if any(order.reads_as(other) for other in self._board.waiting[1:2]):
-            self._held = order, reading
-        return reading
-
-    def _reading(self, context: Context) -> Reading:
-        """What was read of a context, wherever it is; read again where nothing is left of it."""
-        if (reading := self._shelf.get(context.number)) is not None:
-            return reading
-        if context.file is not None:
-            reading = read_file(context.file, self.model, self.method, self._layout)[1]
-        else:
-            reading = read_batch(
-                self.model,
-                self.method,
-                self._layout,
-                self._batch(list(context.tokens), None, context.max_new_tokens, ()),
-                context.seed,
-            )
-        self._shelf.put(context.number, reading)
-        return reading
-
-    def _batch(self, prompt: Any, question: Any, max_new_tokens: int, stop: Sequence[str]) -> Any:
-        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": self._layout.prefill_chunk}
-        if isinstance(prompt, Context):
-            return context_batch(self.model, self._layout.limits, prompt, question, **sizes)
-        return prompt_batch(self.model, self.method, self._layout.limits, prompt, question, **sizes)
-
-    def _seat(self, slot: int) -> Seat:
-        seat = self._board.seats[slot]
-        assert seat is not None
-        return seat
-
-    def _is_full(self, order: Order) -> bool:
-        waiting = self._board.waiting
-        nbytes = sum(other.waiting_bytes for other in waiting) + order.waiting_bytes
-        return bool(waiting) and (len(waiting) >= self._max_waiting or nbytes > self._max_waiting_bytes)
-
-    def _check_own(self, context: Any) -> None:
-        if not isinstance(context, Context) or context.shelf is not self._shelf:
-            raise ValueError(f"context must be one that this engine has read, got {shown(context)}.")
 
     def _cancel(self, handle: Handle) -> None:
         if handle.done:

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.batch import padded
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
+from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import append_step, prefill, where_due
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
@@ -34,6 +36,7 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.texts import Tokens
 
 # The narrowest prompt that `generate` reads.
 NARROWEST = 64
@@ -147,6 +150,17 @@ def ask(
         return _laid(method, replace(slots, cache=cache, logits=jnp.where(mine[:, None], latest, slots.logits)))
     one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots.cache)
     return _put(method, slots, _step(params, config, method, one, tokens, count), slot)
+
+
+def ask_all(
+    model: Model, method: Method, slots: Slots, slot: int, question: Tokens, step_tokens: int, width: int
+) -> Slots:
+    """A whole question enters a slot, so many tokens at a time; each call of the program has `width`."""
+    for start in range(0, len(question), step_tokens):
+        part = question[start : start + step_tokens]
+        tokens, count = jnp.asarray(padded([part], width)), jnp.asarray([len(part)], jnp.int32)
+        slots = ask(model.params, model.config, method, slots, tokens, count, np.asarray(slot, np.int32))
+    return slots
 
 
 def _put(
