@@ -34,7 +34,7 @@ from clusterkv_jax.engine.memory import MemoryPlan
 from clusterkv_jax.engine.orders import check_settings
 from clusterkv_jax.engine.outcomes import check_tokens, result_of
 from clusterkv_jax.engine.readings import Reader, is_file
-from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats
+from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats, with_first
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.presets import completed
@@ -213,7 +213,8 @@ class Engine:
     def save(self, context: Context, path: str | os.PathLike[str]) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
         check_own(context, self._shelf)
-        saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
+        with self._at_work():
+            saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again."""
@@ -303,9 +304,7 @@ class Engine:
         )
         tokens, now = fetch(tokens), time.perf_counter()
         for slot in new:
-            waited = now - self._board.seat(slot).order.added_s
-            self._count(firsts=1, ttft_s=waited)
-            self._tally = replace(self._tally, longest_ttft_s=max(self._tally.longest_ttft_s, waited))
+            self._tally = with_first(self._tally, now - self._board.seat(slot).order.added_s)
             self._say(slot, [int(tokens[slot])], now)
 
     def _decode(self, active: tuple[int, ...]) -> None:

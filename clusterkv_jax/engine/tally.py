@@ -83,6 +83,12 @@ def counted(tally: Tally, **more: float) -> Tally:
     return replace(tally, **{name: getattr(tally, name) + value for name, value in more.items()})
 
 
+def with_first(tally: Tally, waited_s: float) -> Tally:
+    """The tally with a request that has its first token after so long."""
+    longest = max(tally.longest_ttft_s, waited_s)
+    return replace(counted(tally, firsts=1, ttft_s=waited_s), longest_ttft_s=longest)
+
+
 def shown_stats(
     tally: Tally,
     sizes: tuple[int, int, int],
