@@ -292,7 +292,7 @@ class Engine:
         for slot in new:
             order = self._board.seat(slot).order
             what = order.question, order.batch.step_tokens, self._layout.limits.step_tokens
-            self._slots = programs.ask_all(self.model, self.method, self._slots, slot, *what)
+            self._slots = programs.ask_one(self.model, self.method, self._slots, slot, *what)
 
     def _start(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""

@@ -2,7 +2,7 @@
 
     template   the shapes of one sequence's cache, of the longest request
     insert     a compressed prompt into a slot, at a traced number
-    ask        question tokens into a slot
+    take, ask  a slot's copy, and question tokens into it
     start      the first token of slots that are new
     run        decode steps of the slots that are active, until a limit or until too few are
 
@@ -126,7 +126,19 @@ def insert(
     slot: Int[Array | np.ndarray, ""],
 ) -> Slots:
     """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
-    return _put(method, slots, (cache, logits), slot)
+
+    def put(x: Array, part: Array) -> Array:
+        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
+        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
+
+    new = jax.tree.map(put, (slots.cache, slots.logits), (cache, logits))
+    return _laid(method, Slots(new[0], slots.token, new[1]))
+
+
+@jit(static_argnames=("method",))
+def take(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
+    """A copy of one slot."""
+    return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
 
 
 @jit(static_argnames=("config", "method"), donate_argnames=("slots",))
@@ -135,43 +147,33 @@ def ask(
     config: ModelConfig,
     method: Method,
     slots: Slots,
-    tokens: Int[Array, "1 T"],
-    count: Int[Array, " 1"],
-    slot: Int[Array | np.ndarray, ""],
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
 ) -> Slots:
-    """The first `count` of T question tokens enter a slot; its logits are those after the last of them.
-
-    Alone: T tokens of every slot would take as long as many decode steps. Rows of a host store stay where they are.
-    """
-    if method.holds == "host":
-        mine = jnp.arange(slots.token.shape[0]) == slot
-        every = jnp.broadcast_to(tokens, (mine.size, tokens.shape[1]))
-        cache, latest = _step(params, config, method, slots.cache, every, jnp.where(mine, count, 0))
-        return _laid(method, replace(slots, cache=cache, logits=jnp.where(mine[:, None], latest, slots.logits)))
-    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots.cache)
-    return _put(method, slots, _step(params, config, method, one, tokens, count), slot)
+    """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
+    cache, latest = _step(params, config, method, slots.cache, tokens, counts)
+    return _laid(method, replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits)))
 
 
-def ask_all(
+def ask_one(
     model: Model, method: Method, slots: Slots, slot: int, question: Tokens, step_tokens: int, width: int
 ) -> Slots:
-    """A whole question enters a slot, so many tokens at a time; each call of the program has `width`."""
+    """A whole question enters a slot, so many tokens at a time; each call of the program has `width`.
+
+    In a copy of that slot: tokens of every slot would take as long as many decode steps, and one program that cuts a
+    slot out and puts it back copies all of them. Only rows of a host store stay where they are.
+    """
+    if not question:
+        return slots
+    number, in_place = np.asarray(slot, np.int32), method.holds == "host"
+    here = slots if in_place else take(method, slots, number)
     for start in range(0, len(question), step_tokens):
-        part = question[start : start + step_tokens]
-        tokens, count = jnp.asarray(padded([part], width)), jnp.asarray([len(part)], jnp.int32)
-        slots = ask(model.params, model.config, method, slots, tokens, count, np.asarray(slot, np.int32))
-    return slots
-
-
-def _put(
-    method: Method, slots: Slots, one: tuple[KVCache, Float[Array, "1 V"]], slot: Int[Array | np.ndarray, ""]
-) -> Slots:
-    def put(x: Array, part: Array) -> Array:
-        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
-        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
-
-    cache, logits = jax.tree.map(put, (slots.cache, slots.logits), one)
-    return _laid(method, Slots(cache, slots.token, logits))
+        texts = [question[start : start + step_tokens]]
+        if in_place:
+            texts = [texts[0] if other == slot else [] for other in range(slots.token.size)]
+        counts = jnp.asarray([len(text) for text in texts], jnp.int32)
+        here = ask(model.params, model.config, method, here, jnp.asarray(padded(texts, width)), counts)
+    return here if in_place else insert(method, slots, here.cache, here.logits, number)
 
 
 @jit(donate_argnames=("slots",))
