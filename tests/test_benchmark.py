@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
-from clusterkv_jax.benchmark import records, sides, summary, table
+from clusterkv_jax.benchmark import records, serving, sides, summary, table
 from clusterkv_jax.benchmark import run as runs
 from clusterkv_jax.benchmark.cells import OURS, Asked, Cell, cells, parse_tokens, turns
 from clusterkv_jax.benchmark.ours import clustering_seconds
@@ -213,6 +213,26 @@ def test_a_request_is_timed(model):
     assert first["read_bytes"] > first["cache_bytes"] > 0
     assert answer(measure, replace(cell, length=10**6), 0)["failed"].endswith("positions.")
     assert "Unknown method" in answer(measure, replace(cell, method="no"), 0)["failed"]
+
+
+def test_requests_that_come_and_go_are_timed(model, monkeypatch):
+    monkeypatch.setattr(serving, "QUESTIONS", 4)
+    asked = Asked(str(model), (("streamingllm", 32),), (40, 100), (2,), (), 1, 20, None, requests=6)
+    ((cell,),) = cells(asked, [OURS])
+    assert cell == Cell(OURS, "streamingllm", 32, 100, 2)
+    work = serving.requests(asked, 100)
+    assert [request.at for request in work] == sorted(request.at for request in work)
+    assert all(40 <= len(request.prompt) <= 100 and 16 <= request.new_tokens <= 20 for request in work)
+    assert work == serving.requests(asked, 100)
+    _, measure = opened(OURS, asked)
+    lines = [{"cell": vars(cell), "repeat": n, **answer(measure, cell, n)} for n in (0, 1)]
+    (row,) = summary.rows([cell], lines)
+    assert row.failed is None
+    assert row.programs == 0 < row.of_ideal.median
+    assert row.tokens_per_s == lines[1]["served_tokens_per_s"] > 0 < row.occupancy.median <= 1
+    assert 0 < row.question_gain.median <= 4
+    text = table.markdown([row], {"model": "m", "device": "d", "versions": {}, "bandwidth": None})
+    assert "of full batches | slots in use | compiled later | questions × |" in text
 
 
 def test_the_command_prints_one_object(model, tmp_path):

@@ -100,6 +100,28 @@ def test_two_methods_and_two_questions_stand_side_by_side(model, text):
         assert part in result.stdout
 
 
+def test_several_texts_are_answered_by_an_engine(model, text, tmp_path):
+    other, ways = tmp_path / "other.txt", ("--method", "centroidkv", "--cache-ratio", 0.5, "--slots", 2)
+    other.write_text(text.read_text()[::-1][:200])
+    both = _generate(model, text, "--prompt-file", other, *ways, "--question", "Who?", "--question", "Where?", "--json")
+    assert both.stderr == ""
+    content = json.loads(both.stdout)
+    alone = [
+        json.loads(_generate(model, file, *ways, "--question", question, "--json").stdout)["runs"][0]["texts"][0]
+        for file, question in ((text, "Who?"), (text, "Where?"), (other, "Who?"), (other, "Where?"))
+    ]
+    assert content["files"] == [str(text), str(other)]
+    (run,) = content["runs"]
+    assert run["texts"] == alone
+    assert [stats["prompt_tokens"] for stats in run["stats"]] == [[300], [300], [200], [200]]
+    assert (run["engine"]["finished"], run["engine"]["slots"]) == (4, 2)
+    shown = _generate(model, text, "--prompt-file", other, *ways, env={"COLUMNS": "100"})
+    assert shown.exit_code == 0, shown.stderr
+    for part in ("other.txt", "100-150 of 200-300", "tokens/s"):
+        assert part in shown.stdout
+    assert "0 of 2 slots" in shown.stderr
+
+
 def test_json_is_the_only_output_and_holds_everything(model, text):
     result = _generate(model, text, "--method", "full", "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
     assert result.exit_code == 0, result.stderr

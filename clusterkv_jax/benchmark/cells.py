@@ -54,6 +54,8 @@ class Asked:
         new_tokens: tokens generated in each timing.
         mesh: devices that share the model, such as "model=2".
         cache_dtypes: how rows of this library's methods are stored, each as in a `Cell`.
+        requests: that come and go in an engine, instead of batches; a cell's batch is then its slots, and prompts have
+            from the least to the most of `lengths`.
     """
 
     model: str
@@ -65,6 +67,7 @@ class Asked:
     new_tokens: int
     mesh: str | None
     cache_dtypes: tuple[str | None, ...] = (None,)
+    requests: int = 0
 
 
 def parse_tokens(text: str) -> int:
@@ -103,7 +106,8 @@ def check_peers(names: Sequence[str]) -> None:
 
 def cells(asked: Asked, sides: Sequence[str]) -> list[list[Cell]]:
     """Cells of these sides that take turns, the smaller caches first: memory's peak is then that of the last one."""
-    groups = sorted(((n, b) for n in asked.lengths for b in asked.batches), key=lambda group: group[0] * group[1])
+    lengths = (max(asked.lengths),) if asked.requests else asked.lengths
+    groups = sorted(((n, b) for n in lengths for b in asked.batches), key=lambda group: group[0] * group[1])
     rows = {group: [cell for side in sides for cell in _of_side(asked, side, *group)] for group in groups}
     return [sorted(group, key=_size) for group in rows.values() if group]
 

@@ -46,7 +46,11 @@ def open_side(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[
         "platform": jax.default_backend(),
         "versions": {"python": platform.python_version(), **versions(VERSIONS)},
     }
-    return hello, partial(measure, model, asked.new_tokens)
+    if not asked.requests:
+        return hello, partial(measure, model, asked.new_tokens)
+    from clusterkv_jax.benchmark import serving
+
+    return hello, partial(serving.measure, model, asked)
 
 
 def the_device() -> str:

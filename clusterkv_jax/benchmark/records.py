@@ -29,6 +29,9 @@ class Line(TypedDict, total=False):
     `repeat` 0 is the call that compiles; it alone has `compile_s`, bytes and `clustering_s`, seconds of clustering per
     step. `read_bytes` are weights and cache, which a step reads; `earlier_peak_bytes` the device's peak before the
     call. `bandwidth` is bytes a second, read beside this timing.
+
+    Requests in an engine have more: tokens a second, as a share of those of full batches, the share of slots in use,
+    programs compiled meanwhile, and how many times faster questions to one context are than reading it for each.
     """
 
     cell: dict[str, Any]
@@ -44,6 +47,11 @@ class Line(TypedDict, total=False):
     earlier_peak_bytes: Bytes | None
     clustering_s: Seconds | None
     bandwidth: Annotated[float, Meta(ge=0, le=1e15)]
+    served_tokens_per_s: Annotated[float, Meta(ge=0, le=1e12)]
+    of_ideal: Annotated[float, Meta(ge=0, le=100)]
+    occupancy: Annotated[float, Meta(ge=0, le=1)]
+    programs: Annotated[int, Meta(ge=0, le=10**6)]
+    question_gain: Annotated[float, Meta(ge=0, le=10**6)]
 
 
 def read(folder: Path | None) -> list[Line]:

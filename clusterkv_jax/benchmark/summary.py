@@ -41,6 +41,11 @@ class Row:
         peak_is_own: whether the cell raised that peak; if not, its own is at most as large.
         floor_s: seconds to read weights and cache once.
         clustering: share of decoding that is clustering; None where no clustering was seen.
+        served: tokens a second of requests that come and go, `of_ideal` as a share of those of full batches.
+        of_ideal: see `served`.
+        occupancy: share of the slots in use.
+        programs: compiled while they were served.
+        question_gain: times that questions to one context are faster than reading it for each.
     """
 
     cell: Cell
@@ -54,16 +59,23 @@ class Row:
     peak_is_own: bool = True
     floor_s: float | None = None
     clustering: float | None = None
+    served: Spread | None = None
+    of_ideal: Spread | None = None
+    occupancy: Spread | None = None
+    programs: int | None = None
+    question_gain: Spread | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of the whole batch in a second of decoding."""
+        """Tokens of the whole batch in a second of decoding, or of all requests in a second of serving them."""
+        if self.served is not None:
+            return self.served.median
         return self.cell.batch / self.tpot.median if self.tpot and self.tpot.median else None
 
     @property
     def end_to_end_s(self) -> float | None:
         """Seconds until every sequence has `ANSWER` tokens."""
-        if self.ttft is None or self.tpot is None:
+        if self.ttft is None or self.tpot is None or self.served is not None:
             return None
         return self.cell.batch * self.ttft.median + (ANSWER - 1) * self.tpot.median
 
@@ -97,17 +109,23 @@ def _row(cell: Cell, lines: Sequence[Line], reads: float | None) -> Row:
     failed = next((line["failed"] for line in lines if "failed" in line), None)
     first = next((line for line in lines if line.get("repeat") == 0 and "failed" not in line), Line())
     timed = [line for line in lines if line.get("repeat") and "failed" not in line]
+    of = lambda name: spread([line[name] for line in timed if name in line])  # noqa: E731
     row = Row(
         cell,
         failed,
         repeats=len(timed),
-        ttft=spread([line["ttft_s"] for line in timed if "ttft_s" in line]),
-        tpot=spread([line["tpot_s"] for line in timed if "tpot_s" in line]),
+        ttft=of("ttft_s"),
+        tpot=of("tpot_s"),
         compile_s=first.get("compile_s"),
         cache_bytes=first.get("cache_bytes"),
         peak_bytes=(peak := first.get("peak_bytes")),
         peak_is_own=peak != first.get("earlier_peak_bytes"),
         floor_s=first["read_bytes"] / reads if reads and "read_bytes" in first else None,
+        served=of("served_tokens_per_s"),
+        of_ideal=of("of_ideal"),
+        occupancy=of("occupancy"),
+        programs=max((line["programs"] for line in timed if "programs" in line), default=None),
+        question_gain=of("question_gain"),
     )
     clustering = first.get("clustering_s")
     if clustering is None or row.tpot is None or not row.tpot.median:

@@ -24,6 +24,10 @@ HEAD = (
     "cache MiB",
     "× floor",
     "clustering",
+    "of full batches",
+    "slots in use",
+    "compiled later",
+    "questions ×",
 )
 LEFT = ("method",)
 NONE = "–"
@@ -51,8 +55,8 @@ def cells_of(row: Row) -> list[str]:
         who(cell),
         kept(cell),
         cell.cache_dtype or NONE,
-        _seconds(row.ttft, 1),
-        _seconds(row.tpot, 1e3),
+        _reach(row.ttft, 1),
+        _reach(row.tpot, 1e3),
         NONE if row.tokens_per_s is None else _three(row.tokens_per_s),
         NONE if row.end_to_end_s is None else _three(row.end_to_end_s),
         _peak(row),
@@ -60,6 +64,10 @@ def cells_of(row: Row) -> list[str]:
         NONE if row.cache_bytes is None else _three(row.cache_bytes / 2**20),
         NONE if row.over_floor is None else f"{row.over_floor:.2f}",
         NONE if row.clustering is None else f"{row.clustering:.1%}",
+        _reach(row.of_ideal, 100, " %"),
+        NONE if row.occupancy is None else f"{row.occupancy.median:.0%}",
+        NONE if row.programs is None else f"{row.programs}",
+        _reach(row.question_gain, 1),
     ]
 
 
@@ -97,12 +105,12 @@ def footnote(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     return f"{about['model']} on {about['device']}; {versions}.{read} Median of {repeats} (least to most)."
 
 
-def _seconds(times: Spread | None, scale: float) -> str:
+def _reach(values: Spread | None, scale: float, unit: str = "") -> str:
     """A median with its reach."""
-    if times is None:
+    if values is None:
         return NONE
-    median, least, most = (_three(scale * x) for x in (times.median, times.least, times.most))
-    return f"{median} ({least} to {most})"
+    median, least, most = (_three(scale * x) for x in (values.median, values.least, values.most))
+    return f"{median}{unit} ({least} to {most})"
 
 
 def _three(number: float) -> str:

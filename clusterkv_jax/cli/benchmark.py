@@ -25,6 +25,11 @@ Llama-3.1-8B's shapes with random weights, beside transformers:
     --budgets 0.2 --lengths 16k,64k --batches 1,16 \\
     --peers transformers,transformers-static --output speed
 
+Requests that come and go, with 1k to 16k tokens, in 16 slots:
+
+  clusterkv benchmark --model llama-3.1-8b --methods full,centroidkv \
+    --budgets 0.2 --engine 200 --lengths 1k,16k --batches 16
+
 The same command goes on where it was stopped, and prints the table of a run that is done.
 """
 MODEL = "'demo', a folder or hub id in Hugging Face format, or a packaged shape such as llama-3.1-8b."
@@ -47,6 +52,15 @@ def benchmark(
     ] = "transformers",
     repeats: Annotated[int, _what(help="Timings of each, beside the first, which compiles.", min=1)] = 5,
     new_tokens: Annotated[int, _what(help="Tokens generated in each timing.", min=2)] = 289,
+    engine: Annotated[
+        int,
+        _what(
+            help="Time so many requests that come and go, instead of batches: --batches are slots, --lengths the least "
+            "and the most tokens.",
+            min=0,
+            show_default=False,
+        ),
+    ] = 0,
     mesh: Annotated[
         str | None, _what(help="Devices that share the model, such as model=2.", show_default="one device")
     ] = None,
@@ -66,7 +80,7 @@ def benchmark(
         if markdown is not None and output is None:
             raise ValueError(f"--markdown {markdown} needs --output, whose name says which table of the page it is.")
         asked = the_question(
-            model, methods, budgets, lengths, batches, peers, repeats, new_tokens, mesh, split(cache_dtype)
+            model, methods, budgets, lengths, batches, peers, repeats, new_tokens, mesh, split(cache_dtype), engine
         )
         with _progress(as_json) as on_step:
             results = run(asked, output, on_step)
@@ -96,6 +110,7 @@ def the_question(
     new_tokens: int,
     mesh: str | None,
     dtypes: tuple[str, ...],
+    requests: int = 0,
 ) -> Any:
     """What is asked, checked. Raises ValueError for what no side could answer."""
     from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
@@ -119,7 +134,8 @@ def the_question(
             f"{config.max_positions} positions."
         )
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
-    return Asked(model, budgets_of, *counts, split(peers), repeats, new_tokens, mesh, stored)
+    others = () if requests else split(peers)  # what other libraries time are batches
+    return Asked(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests)
 
 
 def _number(budget: str) -> float | int | None:

@@ -15,7 +15,7 @@ PICTURES = {"ttft": ("seconds to the first token", 1.0), "tpot": ("ms per token"
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """A picture of each of `PICTURES` and batch; raises ValueError without matplotlib."""
     library("matplotlib", "Drawing a benchmark")
-    rows = [row for row in rows if row.tpot is not None]
+    rows = [row for row in rows if row.tpot is not None and row.served is None]
     files = []
     for batch in sorted({row.cell.batch for row in rows}):
         here = [row for row in rows if row.cell.batch == batch]

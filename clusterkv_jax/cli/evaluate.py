@@ -58,7 +58,7 @@ def evaluate(
     ] = None,
     seed: Annotated[int, _what(help="Of everything that is generated.", min=0)] = 0,
     calibration: Annotated[str | None, typer.Option(help=f"{CALIBRATION} All methods get it.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Most examples read together.", min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Most examples answered together.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
@@ -126,13 +126,17 @@ def evaluate(
         }
         config = runner.settings(config, jobs, entries)
         batches = batching.plan(jobs, entries, batch_size, partial(responses.possible, network))
-        pairs = zip(here, networks, strict=True)
-        team = replicas.Team(everywhere, [(replica, replica.responder(each)) for replica, each in pairs], process)
+        serving: dict[int, Any] = {}
+        answers = [
+            replica.responder(each, batches, batch_size, partial(serving.__setitem__, replica.number))
+            for replica, each in zip(here, networks, strict=True)
+        ]
+        team = replicas.Team(everywhere, list(zip(here, answers, strict=True)), process)
         if others is not None and process:
             together.follow(config, batches, team, others)
             return
         about = manifest.about(mesh, None if others is None else others.hosts)
-        with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere)) as on_lines:
+        with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere), serving) as on_lines:
             lines = together.answered(results, config, about, batches, team, others, on_lines)
         summary = _write(results.folder, records.read_run(results.folder), lines, peers)
         results.complete()

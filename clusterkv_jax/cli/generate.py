@@ -41,6 +41,11 @@ Compare two methods on two questions, with 1,024 rows kept:
   clusterkv generate --prompt-file book.txt --question "Who?" \\
     --question "Where?" --method full --method centroidkv --cache-tokens 1024
 
+Answer about many texts, eight at a time:
+
+  clusterkv generate --prompt-file one.txt --prompt-file two.txt \
+    --prompt-file three.txt --question "Who?" --method centroidkv --cache-ratio .25
+
 From a pipe to a program, with a model of your own:
 
   cat report.txt | clusterkv generate --model ./my-llama --prompt-file - \\
@@ -64,16 +69,19 @@ _output = partial(typer.Option, rich_help_panel="Output")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One method's answers, one per question, and what they cost."""
+    """One method's answers, one per file and question, and what they cost: all together, or each in an engine."""
 
     name: str
     method: Any
     texts: list[str]
-    stats: Any
+    stats: list[Any]
+    engine: Any = None
 
 
 def generate(
-    prompt_file: Annotated[str, typer.Option(help="The text to read, UTF-8; '-' reads standard input.")],
+    prompt_file: Annotated[
+        list[str], typer.Option(help="The text to read, UTF-8; '-' reads standard input; repeatable.")
+    ],
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     methods: Annotated[list[str], methods_option(rich_help_panel="Cache")] = ["full"],
     budgets: Annotated[list[str] | None, budgets_option(rich_help_panel="Cache")] = None,
@@ -103,6 +111,7 @@ def generate(
     seed: Annotated[int, _drawing(help="The same seed draws the same tokens.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
+    slots: Annotated[int, typer.Option(help="Most answers written together, where several texts are read.", min=1)] = 8,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
     compilation_cache: CompilationCache = True,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object and nothing else.")] = False,
@@ -110,7 +119,7 @@ def generate(
 ) -> None:
     """Continue a text, or answer questions about it, from a compressed cache."""
     with one_sentence_errors(debug):
-        text = read_text(prompt_file)
+        texts = [read_text(file) for file in prompt_file]
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
@@ -126,25 +135,29 @@ def generate(
         asked = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
         network = network if measured is None else calibrated(network, measured)
-        prompts, questions = _wrap(network.tokenizer, text, question or [], chat)
+        prompts, questions = _wrap(network.tokenizer, texts, question or [], chat)
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         sizes |= {"sampling": asked if sampling is None else network.sampling, "stop": tuple(stop or ())}
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
         for name, candidate in candidates:
+            if len(texts) > 1:
+                runs.append(_served(name, candidate, network, prompts, sizes, seed, slots, quiet=as_json))
+                continue
             with compiling(name, quiet=as_json) as on_program:
                 compile_ahead(network, prompts, method=candidate, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
                 result = answer(method=candidate, progress=progress, on_text=_streamer(clear) if stream else None)
-            runs.append(Run(name, candidate, result.texts, result.stats))
+            runs.append(Run(name, candidate, result.texts, [result.stats]))
+        files = prompt_file if len(texts) > 1 else []
         if as_json:
-            print(json.dumps(_as_json(model, question or [], runs), indent=2, ensure_ascii=False))
+            print(json.dumps(_as_json(model, files, question or [], runs), indent=2, ensure_ascii=False))
             return
         console = Console()
         console.print()
         if not stream:
-            console.print(_answers(question or [], runs))
+            console.print(_answers(files, question or [], runs))
         console.print(_costs(runs))
 
 
@@ -206,19 +219,59 @@ def _methods(
     return candidates
 
 
-def _wrap(tokenizer: Any, text: str, questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:
-    """One prompt per question and the questions as fed, inside the chat template if asked."""
+def _wrap(tokenizer: Any, texts: list[str], questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:
+    """One prompt per text and question, and the questions as fed, inside the chat template if asked."""
     from clusterkv_jax.chat import cut_turn, turn
 
-    if not text.strip():
+    if not all(text.strip() for text in texts):
         raise ValueError("The prompt is empty; give a text of at least one token.")
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError("--chat needs a model whose tokenizer has a chat template, and this one has none.")
     if not questions:
-        return [turn(tokenizer, text) if chat else text], None
+        return [turn(tokenizer, text) if chat else text for text in texts], None
     # An empty question stays one, and is refused as such.
-    parts = [cut_turn(tokenizer, text, q) if chat and q.strip() else (text, q) for q in questions]
+    asked = [(text, q) for text in texts for q in questions]
+    parts = [cut_turn(tokenizer, text, q) if chat and q.strip() else (text, q) for text, q in asked]
     return [head for head, _ in parts], [tail for _, tail in parts]
+
+
+def _served(
+    name: str,
+    method: Any,
+    network: Any,
+    prompts: list[str],
+    sizes: dict[str, Any],
+    seed: int,
+    slots: int,
+    *,
+    quiet: bool,
+) -> Run:
+    """Answers about several texts, by an engine that is as large as they need; a line says how it does."""
+    import clusterkv_jax as ckv
+    from clusterkv_jax.batch import make_batch
+    from clusterkv_jax.engine.tally import in_a_line
+
+    how = {name: sizes[name] for name in ("max_new_tokens", "stop", "sampling")} | {"seed": seed}
+    shape = {name: sizes[name] for name in ("questions", "max_new_tokens", "stop", "prefill_chunk")}
+    batch = make_batch(network, prompts, **shape)
+    asked = batch.questions or [[] for _ in prompts]
+    after = max(map(len, asked)) + batch.max_new_tokens
+    engine = ckv.Engine(
+        network,
+        method=method,
+        slots=min(slots, len(prompts)),
+        max_tokens=max(map(len, batch.texts)) + after,
+        reserve=after,
+        context_bytes=0,
+        prefill_chunk=sizes["prefill_chunk"],
+    )
+    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    with console.status(name) as line:
+        show = lambda stats: line.update(f"{name}: {stats.finished} of {len(prompts)} · {in_a_line([stats])}")  # noqa: E731
+        results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
+    stats = engine.stats()
+    console.print(f"{name}: {in_a_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
+    return Run(name, method, [result.texts[0] for result in results], [result.stats for result in results], stats)
 
 
 @contextmanager
@@ -252,17 +305,20 @@ def _streamer(clear: Callable[[], None]) -> Callable[[int, str], None]:
     return write
 
 
-def _answers(questions: list[str], runs: list[Run]) -> Table:
-    """Answers side by side: a row per question, a column per method."""
-    table = Table(box=SIMPLE_HEAD, show_lines=len(questions) > 1, title_justify="left", title_style="")
+def _answers(files: list[str], questions: list[str], runs: list[Run]) -> Table:
+    """Answers side by side: a row per file and question, a column per method."""
+    table = Table(box=SIMPLE_HEAD, show_lines=len(runs[0].texts) > 1, title_justify="left", title_style="")
     if len(questions) == 1:
         table.title = Text(questions[0].strip())
+    if files:
+        table.add_column("text", overflow="fold")
     if len(questions) > 1:
         table.add_column("question", overflow="fold")
     for run in runs:
         table.add_column(run.name, overflow="fold")
     for row in range(len(runs[0].texts)):
-        cells = [questions[row]] if len(questions) > 1 else []
+        file, question = divmod(row, max(len(questions), 1))
+        cells = ([files[file]] if files else []) + ([questions[question]] if len(questions) > 1 else [])
         table.add_row(*(Text(cell.strip()) for cell in [*cells, *(run.texts[row] for run in runs)]))
     return table
 
@@ -270,20 +326,21 @@ def _answers(questions: list[str], runs: list[Run]) -> Table:
 def _costs(runs: list[Run]) -> Table:
     """What each method kept and how fast it was."""
     table = Table(box=SIMPLE_HEAD)
-    recalling = any(run.stats.recalled_rows for run in runs)
+    recalling = any(stats.recalled_rows for run in runs for stats in run.stats)
     recalled = ("recalled",) if recalling else ()
     for column in ("method", "kept rows", *recalled, "cache MB", "of full", "TTFT s", "tokens/s"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for run in runs:
-        stats = run.stats
+        total = lambda name: sum(getattr(stats, name) for stats in run.stats)  # noqa: B023, E731
+        recalled = [stats.recalled_rows for stats in run.stats if stats.recalled_rows]
         table.add_row(
             run.name,
-            f"{_span(stats.kept_rows)} of {_span(stats.prompt_tokens)}",
-            *([_span(stats.recalled_rows) if stats.recalled_rows else "-"] if recalling else []),
-            f"{stats.cache_bytes / 1e6:.2f}",
-            f"{stats.cache_bytes / stats.full_cache_bytes:.1%}",
-            f"{stats.ttft_s:.2f}",
-            _speed(stats),
+            " of ".join(_span([getattr(s, name) for s in run.stats]) for name in ("kept_rows", "prompt_tokens")),
+            *([_span(recalled) if recalled else "-"] if recalling else []),
+            f"{(run.engine.memory.slots if run.engine else total('cache_bytes')) / 1e6:.2f}",
+            f"{total('cache_bytes') / total('full_cache_bytes'):.1%}",
+            f"{max(stats.ttft_s for stats in run.stats):.2f}",
+            f"{run.engine.tokens_per_s:.1f}" if run.engine else _speed(run.stats[0]),
         )
     return table
 
@@ -294,16 +351,16 @@ def _speed(stats: Any) -> str:
     return f"{(sum(stats.new_tokens) - len(stats.new_tokens)) / (steps * stats.tpot_s):.1f}" if steps else "-"
 
 
-def _as_json(model: str, questions: list[str], runs: list[Run]) -> dict[str, Any]:
-    """The same as the tables, for programs."""
-    return {
-        "model": model,
-        "questions": questions,
-        "runs": [
-            {"name": run.name, "method": repr(run.method), "texts": run.texts, "stats": dataclasses.asdict(run.stats)}
-            for run in runs
-        ],
-    }
+def _as_json(model: str, files: list[str], questions: list[str], runs: list[Run]) -> dict[str, Any]:
+    """The same as the tables, for programs; of several files `stats` are a list, and `engine` says how all went."""
+
+    def one(run: Run) -> dict[str, Any]:
+        said = {"name": run.name, "method": repr(run.method), "texts": run.texts}
+        stats = [dataclasses.asdict(stats) for stats in run.stats]
+        return said | ({"stats": stats, "engine": dataclasses.asdict(run.engine)} if files else {"stats": stats[0]})
+
+    named = {"files": files} if files else {}
+    return {"model": model, **named, "questions": questions, "runs": [one(run) for run in runs]}
 
 
 def _numbers(nested: Any) -> list[int]:

@@ -1,9 +1,10 @@
 """What the commands share on a terminal: errors of one sentence, bars for long work, and what compiling takes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import typer
@@ -64,18 +65,22 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def pace(total: int, chips: int) -> Iterator[Callable[[int, int], None]]:
-    """A line with the examples and tokens that pass in a second, and what is left; called with both numbers so far.
+def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callable[[int, int], None]]:
+    """A line with the examples and tokens that pass in a second, what is left, and how the engines do that are
+    `serving` (`EngineStats` by replica); called with both numbers so far.
 
     On a terminal it is one line that changes. Elsewhere a new one is printed every half minute, and at the end.
     """
+    from clusterkv_jax.engine.tally import in_a_line
+
     console, begin, first, printed = Console(stderr=True), 0.0, (0, 0), 0.0
 
     def text(lines: int, tokens: int) -> str:
         seconds = max(time.monotonic() - begin, 1e-3)
         each, per_chip = (lines - first[0]) / seconds, (tokens - first[1]) / seconds / chips
         left = f"{(total - lines) / each:,.0f} s left" if each else "no estimate yet"
-        return f"{lines:,} of {total:,} examples · {each:.3g}/s · {per_chip:,.0f} tokens/s/chip · {left}"
+        engines = f" · {in_a_line(list(serving.values()))}" if serving else ""
+        return f"{lines:,} of {total:,} examples · {each:.3g}/s · {per_chip:,.0f} tokens/s/chip · {left}{engines}"
 
     def show(lines: int, tokens: int) -> None:
         nonlocal begin, first, printed

@@ -82,7 +82,7 @@ def answered(
         writing = output.sending(peers.writing)
         return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
     alone = len(team.replicas) == 1
-    answers = runner.in_turn(team.here[0][1]) if alone else replicas.spread(team, batches)
+    answers = team.here[0][1] if alone else replicas.spread(team, batches)
     writing = output.sending(nullcontext())
     return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
 

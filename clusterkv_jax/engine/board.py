@@ -47,6 +47,16 @@ class Order:
         prompt = 0 if self.context is not None else self.prompt_tokens
         return 8 * (prompt + len(self.question))
 
+    def reads_as(self, other: "Order") -> bool:
+        """Whether reading this prompt gives what reading the other one gave."""
+        mine, theirs = self.batch, other.batch
+        return (
+            self.context is None is other.context
+            and self.seed == other.seed
+            and (mine.max_new_tokens, mine.reserve) == (theirs.max_new_tokens, theirs.reserve)
+            and mine.texts == theirs.texts
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Seat:
@@ -73,6 +83,12 @@ class Board:
     waiting: tuple[Order, ...]
     seats: tuple[Seat | None, ...]
 
+    def seat(self, slot: int) -> Seat:
+        """Who sits in a slot that is in use."""
+        seat = self.seats[slot]
+        assert seat is not None
+        return seat
+
     @property
     def active(self) -> tuple[int, ...]:
         """Slots in use."""
@@ -89,15 +105,21 @@ def joined(board: Board, order: Order) -> Board:
     return replace(board, waiting=(*board.waiting, order))
 
 
+def is_full(board: Board, order: Order, most: int, most_bytes: int) -> bool:
+    """Whether a request has no place behind those that wait; the first one always has."""
+    nbytes = sum(other.waiting_bytes for other in board.waiting) + order.waiting_bytes
+    return bool(board.waiting) and (len(board.waiting) >= most or nbytes > most_bytes)
+
+
 def next_orders(board: Board, most: int) -> tuple[Order, ...]:
-    """Who enters now, at most one for each free slot: a prompt alone, since reading it takes long, or questions to
-    contexts together. Nobody passes another.
+    """Who enters now, at most one for each free slot: one prompt that must be read, since that takes long, and those
+    behind it that ask the same one or contexts. Nobody passes another.
     """
     room = min(most, len(board.free))
     group: list[Order] = []
     for order in board.waiting[:room]:
-        if order.context is None:
-            return tuple(group) or (order,)
+        if group and order.context is None and not order.reads_as(group[-1]):
+            break
         group.append(order)
     return tuple(group)
 

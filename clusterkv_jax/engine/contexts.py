@@ -17,6 +17,7 @@ import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.engine.slots import placed_on_host
+from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
 
@@ -45,6 +46,12 @@ class Context:
     seed: int
     max_new_tokens: int
     shelf: Any = field(repr=False)
+
+
+def check_own(context: Any, shelf: Any) -> None:
+    """Raise ValueError for anything but a context of the engine with this shelf."""
+    if not isinstance(context, Context) or context.shelf is not shelf:
+        raise ValueError(f"context must be one that this engine has read, got {shown(context)}.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,14 +55,10 @@ class Layout:
     prefill_chunk: int | None
 
 
-def check_arguments(
-    model: Model, method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]
-) -> None:
+def check_arguments(method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]) -> None:
     """Raise ValueError for an engine that cannot be: `counts` are at least 1, `sums` numbers of bytes."""
     if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as Full(), got {shown(method)}.")
-    if model.mesh is not None and model.mesh.size > 1:
-        raise ValueError(f"An engine must have its model on one device, got a mesh of {model.mesh.size}.")
     check_counts(1, **counts)
     check_counts(2, max_tokens=max_tokens)
     check_counts(0, 2**62, **sums)

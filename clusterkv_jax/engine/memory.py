@@ -1,12 +1,15 @@
 """What an engine takes of the device's memory, before it takes it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.reading import TOKENS_AT_ONCE
+from clusterkv_jax.sharding import HEAD_AXES, ambient_mesh, partition
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,17 @@ def memory_plan(params: Any, config: ModelConfig, one: Any, slots: int, width: i
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or of their shapes."""
-    return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes on one device of all arrays, or of shapes of caches on the ambient mesh, whose heads devices share."""
+    return sum(math.prod(_part(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _part(x: Any) -> tuple[int, ...]:
+    mesh = ambient_mesh()
+    if isinstance(x, jax.Array):
+        return x.sharding.shard_shape(x.shape)
+    if mesh is None:
+        return x.shape
+    return NamedSharding(mesh, partition(HEAD_AXES[x.ndim], x.shape, mesh)).shard_shape(x.shape)
 
 
 def device_limit() -> int | None:

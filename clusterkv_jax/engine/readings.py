@@ -1,6 +1,8 @@
 """Reading: a prompt with the model, or a saved cache from its file, into what a slot takes."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +14,63 @@ from clusterkv_jax.batch import Batch, padded
 from clusterkv_jax.cache import KVCache, WindowCache, group_heads, groups, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import prefill
-from clusterkv_jax.engine.contexts import Reading
+from clusterkv_jax.engine.board import Order
+from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
-from clusterkv_jax.engine.orders import request_of_batch
+from clusterkv_jax.engine.orders import context_batch, prompt_batch, request_of_batch
 from clusterkv_jax.methods.base import Method
+
+
+class Reader:
+    """Reads prompts and contexts: what the shelf holds of them, or else with the model."""
+
+    def __init__(self, model: Model, method: Method, layout: Layout, shelf: Shelf) -> None:
+        self.model, self.method, self.layout, self._shelf = model, method, layout, shelf
+        self._held: tuple[Order, Reading] | None = None
+
+    def batch(self, prompt: Any, question: Any, max_new_tokens: int, stop: Sequence[str]) -> Batch:
+        """A request, encoded. Raises ValueError for what cannot be served."""
+        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": self.layout.prefill_chunk}
+        if isinstance(prompt, Context):
+            return context_batch(self.model, self.layout.limits, prompt, question, **sizes)
+        return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
+
+    def read(self, number: int, text: Any, seed: int, max_new_tokens: int) -> Context:
+        """A new context on the shelf: of a text, token ids, or the path of a saved cache."""
+        if is_file(text):
+            length, reading = read_file(text, self.model, self.method, self.layout)
+            context = Context(number, (), length, Path(text), 0, max_new_tokens, self._shelf)
+        else:
+            batch = self.batch(text, None, max_new_tokens, ())
+            tokens = tuple(batch.texts[0])
+            context = Context(number, tokens, len(tokens), None, seed, max_new_tokens, self._shelf)
+            reading = read_batch(self.model, self.method, self.layout, batch, seed)
+        self._shelf.put(number, reading)
+        return context
+
+    def of_context(self, context: Context) -> Reading:
+        """What was read of a context, wherever it is; read again where nothing is left of it."""
+        if (reading := self._shelf.get(context.number)) is not None:
+            return reading
+        if context.file is not None:
+            reading = read_file(context.file, self.model, self.method, self.layout)[1]
+        else:
+            batch = self.batch(list(context.tokens), None, context.max_new_tokens, ())
+            reading = read_batch(self.model, self.method, self.layout, batch, context.seed)
+        self._shelf.put(context.number, reading)
+        return reading
+
+    def of_prompt(self, order: Order, following: Sequence[Order]) -> Reading:
+        """What is read of a prompt; held for the next one in the queue, where that is the same."""
+        held, self._held = self._held, None
+        if held is None or not order.reads_as(held[0]):
+            del held  # there is room for one prompt at a time
+            reading = read_batch(self.model, self.method, self.layout, order.batch, order.seed)
+        else:
+            reading = held[1]
+        if any(order.reads_as(other) for other in following):
+            self._held = order, reading
+        return reading
 
 
 def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> Reading:

@@ -4,22 +4,20 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.batch import padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import slots as programs
 from clusterkv_jax.engine.board import (
     Board,
     Order,
     Seat,
+    is_full,
     joined,
     longer,
     next_draws,
@@ -28,23 +26,23 @@ from clusterkv_jax.engine.board import (
     seated,
     without,
 )
-from clusterkv_jax.engine.contexts import Context, Place, Reading, Shelf
+from clusterkv_jax.engine.contexts import Context, Place, Shelf, check_own
 from clusterkv_jax.engine.draws import key_words
 from clusterkv_jax.engine.handle import Handle, State
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
-from clusterkv_jax.engine.orders import check_settings, context_batch, prompt_batch
+from clusterkv_jax.engine.orders import check_settings
 from clusterkv_jax.engine.outcomes import check_tokens, result_of
-from clusterkv_jax.engine.readings import is_file, read_batch, read_file
-from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats
-from clusterkv_jax.errors import out_of_memory_explained, shown
+from clusterkv_jax.engine.readings import Reader, is_file
+from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats, with_first
+from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import fetch
-from clusterkv_jax.texts import shorten_at_stop, show
+from clusterkv_jax.sharding import fetch, on_mesh
+from clusterkv_jax.texts import Texts, shorten_at_stop, show
 
 # Steps of one call of the decode program; between two, requests enter and leave.
 SEGMENT = 32
@@ -58,10 +56,10 @@ class Engine:
     Everything static is decided here. A request waits until a slot is free; those that came first enter first. Its
     prompt is read alone, compressed, and put into the slot; all slots decode together. Greedy tokens in float32 are
     those of `generate` for the prompt alone, and so are drawn ones of the same seed. One thread uses an engine, which
-    works while `stream`, `run` or `Handle.result` is called.
+    works while `stream`, `run` or `Handle.result` is called. On a mesh that spans processes all of them ask the same.
 
     Args:
-        model: from `load`, on one device.
+        model: from `load`.
         method: what is kept of the prompts; `Full()` by default.
         slots: sequences that are decoded together.
         max_tokens: most tokens of a prompt, its question and its answer; never more than the model's positions.
@@ -77,8 +75,7 @@ class Engine:
         prefill_chunk: as in `generate`.
 
     Raises:
-        ValueError: one sentence, for numbers that are not possible, a model on several devices, and what does not fit
-            `device_bytes`.
+        ValueError: one sentence, for numbers that are not possible, and what does not fit `device_bytes`.
     """
 
     def __init__(
@@ -105,18 +102,20 @@ class Engine:
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
         sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
         sums |= {"device_bytes": device_bytes or 0}
-        check_arguments(model, method, max_tokens, context_folder, counts, sums)
+        check_arguments(method, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, method)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk
-        self._layout = make_layout(model, self.method, *sizes)
+        with self._on_mesh():
+            self._layout = make_layout(model, self.method, *sizes)
+            self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
         places["disk"] = 0 if context_folder is None else context_disk_bytes
         self._shelf = Shelf(model.config, self.method, places, context_folder)
-        self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._board = Board((), (None,) * slots)
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
+        self._reader = Reader(model, self.method, self._layout, self._shelf)
         self._tally, self._added, self._read_count = Tally(), 0, 0
 
     @property
@@ -125,6 +124,38 @@ class Engine:
         return self._layout.memory
 
     # --- what a caller says ---
+
+    def generate(
+        self,
+        prompts: Texts,
+        *,
+        questions: Texts | None = None,
+        on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        **options: Any,
+    ) -> list[Result]:
+        """What `generate` says of each prompt alone, in their order; equal ones that follow each other are read once.
+
+        Args:
+            prompts: as in `generate`.
+            questions: one per prompt, or none.
+            on_stats: called with how the engine does after each step.
+            options: of all of them, as in `add`.
+
+        Raises ValueError as `add`, and what goes wrong later.
+        """
+        asked = [None] * len(prompts) if questions is None else questions
+        if len(asked) != len(prompts):
+            raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(prompts)} prompts.")
+        handles: list[Handle] = []
+        try:
+            handles.extend(self.add(text, question, **options) for text, question in zip(prompts, asked, strict=True))
+            while not all(handle.done for handle in handles):
+                self.step()
+                on_stats(self.stats())
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
 
     def add(
         self,
@@ -152,12 +183,12 @@ class Engine:
         check_settings(sampling, seed)
         context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
         if context is not None:
-            self._check_own(context)
-        batch = self._batch(prompt if context is None else context, question, max_new_tokens, stop)
+            check_own(context, self._shelf)
+        batch = self._reader.batch(prompt if context is None else context, question, max_new_tokens, stop)
         length = len(batch.texts[0]) if context is None else context.length
         at = time.perf_counter(), self._tally.compile_s
         order = Order(self._added, batch, length, context, sampling, int(seed), tuple(stop), *at)
-        while self._is_full(order):
+        while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
             self.step()
         handle = Handle(self, order.number)
         self._handles[order.number] = handle
@@ -177,21 +208,13 @@ class Engine:
         check_settings(Sampling(), seed)
         number, self._read_count = self._read_count, self._read_count + 1
         with self._at_work():
-            if is_file(text):
-                length, reading = read_file(text, self.model, self.method, self._layout)
-                context = Context(number, (), length, Path(text), 0, max_new_tokens, self._shelf)
-            else:
-                batch = self._batch(text, None, max_new_tokens, ())
-                tokens = tuple(batch.texts[0])
-                context = Context(number, tokens, len(tokens), None, int(seed), max_new_tokens, self._shelf)
-                reading = read_batch(self.model, self.method, self._layout, batch, int(seed))
-            self._shelf.put(number, reading)
-        return context
+            return self._reader.read(number, text, int(seed), max_new_tokens)
 
     def save(self, context: Context, path: str | os.PathLike[str]) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
-        self._check_own(context)
-        saving.save(path, self._reading(context).cache, self.model.config, self.method)
+        check_own(context, self._shelf)
+        with self._at_work():
+            saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again."""
@@ -250,13 +273,13 @@ class Engine:
     def _sit(self, order: Order, slot: int) -> bool:
         """Put a request's cache into a slot; False if its prompt cannot be read."""
         try:
-            context = order.context
-            reading = (
-                read_batch(self.model, self.method, self._layout, order.batch, order.seed)
-                if context is None
-                else self._reading(context)
+            if order.context is None:
+                reading = self._reader.of_prompt(order, self._board.waiting[1:2])
+            else:
+                reading = self._reader.of_context(order.context)
+            self._slots = programs.insert(
+                self.method, self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32)
             )
-            self._slots = programs.insert(self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32))
         except (ValueError, MemoryError) as error:
             self._end(order.number, "failed", error)
             return False
@@ -265,16 +288,11 @@ class Engine:
         return True
 
     def _ask(self, new: list[int]) -> None:
-        """Feed the questions of new slots, each as many tokens at a time as `generate` would."""
-        rest = {slot: self._seat(slot).order.question for slot in new}
-        steps = {slot: self._seat(slot).order.batch.step_tokens for slot in new}
-        while any(rest.values()):
-            texts = [rest.get(slot, [])[: steps.get(slot, 0)] for slot in range(len(self._board.seats))]
-            tokens = jnp.asarray(padded(texts, self._layout.limits.step_tokens))
-            counts = jnp.asarray([len(text) for text in texts], jnp.int32)
-            model = self.model
-            self._slots = programs.ask(model.params, model.config, self.method, self._slots, tokens, counts)
-            rest = {slot: text[steps[slot] :] for slot, text in rest.items()}
+        """Feed the questions of new slots, as many tokens at a time as `generate` would."""
+        for slot in new:
+            order = self._board.seat(slot).order
+            what = order.question, order.batch.step_tokens, self._layout.limits.step_tokens
+            self._slots = programs.ask_one(self.model, self.method, self._slots, slot, *what)
 
     def _start(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""
@@ -286,9 +304,7 @@ class Engine:
         )
         tokens, now = fetch(tokens), time.perf_counter()
         for slot in new:
-            waited = now - self._seat(slot).order.added_s
-            self._count(firsts=1, ttft_s=waited)
-            self._tally = replace(self._tally, longest_ttft_s=max(self._tally.longest_ttft_s, waited))
+            self._tally = with_first(self._tally, now - self._board.seat(slot).order.added_s)
             self._say(slot, [int(tokens[slot])], now)
 
     def _decode(self, active: tuple[int, ...]) -> None:
@@ -316,7 +332,7 @@ class Engine:
 
     def _say(self, slot: int, new: list[int], now: float) -> None:
         """A slot's new tokens: what can be shown of them, and whether they are the last ones."""
-        model, before = self.model, self._seat(slot)
+        model, before = self.model, self._board.seat(slot)
         order, seat = before.order, longer(before, new, model.config.eos_ids, now)
         tokens = list(seat.tokens)
         try:
@@ -345,58 +361,26 @@ class Engine:
         """The result of a request; one that never had a slot has said nothing."""
         looked_at = None
         if slot is not None and not self.method.forgets:
-            looked_at = programs.of_slot(self._slots.cache, slot)
+            with self._on_mesh():
+                looked_at = programs.of_slot(self._slots.cache, slot)
         return result_of(self.model, seat, self._layout.one, looked_at, now, self._tally.compile_s)
 
     # --- small parts ---
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return on_mesh(self.model.mesh, self.model.config.num_kv_heads)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         begin = time.perf_counter()
         doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
-        with compilation() as total, out_of_memory_explained(doing, uses_host=self.method.holds == "host"):
+        explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
+        with compilation() as total, self._on_mesh(), explained:
             try:
                 yield
             finally:
                 busy_s = time.perf_counter() - begin
                 self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
-
-    def _reading(self, context: Context) -> Reading:
-        """What was read of a context, wherever it is; read again where nothing is left of it."""
-        if (reading := self._shelf.get(context.number)) is not None:
-            return reading
-        if context.file is not None:
-            reading = read_file(context.file, self.model, self.method, self._layout)[1]
-        else:
-            reading = read_batch(
-                self.model,
-                self.method,
-                self._layout,
-                self._batch(list(context.tokens), None, context.max_new_tokens, ()),
-                context.seed,
-            )
-        self._shelf.put(context.number, reading)
-        return reading
-
-    def _batch(self, prompt: Any, question: Any, max_new_tokens: int, stop: Sequence[str]) -> Any:
-        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": self._layout.prefill_chunk}
-        if isinstance(prompt, Context):
-            return context_batch(self.model, self._layout.limits, prompt, question, **sizes)
-        return prompt_batch(self.model, self.method, self._layout.limits, prompt, question, **sizes)
-
-    def _seat(self, slot: int) -> Seat:
-        seat = self._board.seats[slot]
-        assert seat is not None
-        return seat
-
-    def _is_full(self, order: Order) -> bool:
-        waiting = self._board.waiting
-        nbytes = sum(other.waiting_bytes for other in waiting) + order.waiting_bytes
-        return bool(waiting) and (len(waiting) >= self._max_waiting or nbytes > self._max_waiting_bytes)
-
-    def _check_own(self, context: Any) -> None:
-        if not isinstance(context, Context) or context.shelf is not self._shelf:
-            raise ValueError(f"context must be one that this engine has read, got {shown(context)}.")
 
     def _cancel(self, handle: Handle) -> None:
         if handle.done:

@@ -2,7 +2,7 @@
 
     template   the shapes of one sequence's cache, of the longest request
     insert     a compressed prompt into a slot, at a traced number
-    ask        question tokens into the slots that have some
+    take, ask  a slot's copy, and question tokens into it
     start      the first token of slots that are new
     run        decode steps of the slots that are active, until a limit or until too few are
 
@@ -19,13 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.batch import padded
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
+from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import append_step, prefill, where_due
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, recompress, with_groups
+from clusterkv_jax.methods.chassis import due, placed, recompress, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
@@ -33,6 +35,8 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import NOT_FINITE
+from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.texts import Tokens
 
 # The narrowest prompt that `generate` reads.
 NARROWEST = 64
@@ -84,11 +88,22 @@ def template(
 
 
 def empty(one: KVCache, logits: Any, slots: int, method: Method) -> Slots:
-    """Slots that hold nothing."""
-    zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
-    cache, logits = jax.tree.map(zeros, (one, logits))
-    token = jnp.zeros(slots, jnp.int32)
-    return Slots(placed_on_host(cache, method), token, logits)
+    """Slots that hold nothing, on the devices of the ambient mesh."""
+
+    def made() -> Slots:
+        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
+        return _laid(method, Slots(*jax.tree.map(zeros, (one, jax.ShapeDtypeStruct((1,), jnp.int32), logits))))
+
+    empty = jit()(made)()
+    return replace(empty, cache=placed_on_host(empty.cache, method))
+
+
+def _laid(method: Method, slots: Slots) -> Slots:
+    """Slots on the devices of the ambient mesh, the same ones after each program, so that none is compiled twice."""
+    cache = slots.cache
+    layers, position = placed(method, cache.layers), constrain(cache.position, "batch")
+    cache = KVCache(layers, constrain_cache(cache.state), position)
+    return Slots(cache, constrain(slots.token, "batch"), constrain(slots.logits, "batch", None))
 
 
 def placed_on_host(cache: KVCache, method: Method) -> KVCache:
@@ -102,8 +117,14 @@ def placed_on_host(cache: KVCache, method: Method) -> KVCache:
     return commit(replace(cache, layers=layers))
 
 
-@jit(donate_argnames=("slots",))
-def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[Array | np.ndarray, ""]) -> Slots:
+@jit(static_argnames=("method",), donate_argnames=("slots",))
+def insert(
+    method: Method,
+    slots: Slots,
+    cache: KVCache,
+    logits: Float[Array, "1 V"],
+    slot: Int[Array | np.ndarray, ""],
+) -> Slots:
     """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
 
     def put(x: Array, part: Array) -> Array:
@@ -111,7 +132,13 @@ def insert(slots: Slots, cache: KVCache, logits: Float[Array, "1 V"], slot: Int[
         return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
 
     new = jax.tree.map(put, (slots.cache, slots.logits), (cache, logits))
-    return Slots(new[0], slots.token, new[1])
+    return _laid(method, Slots(new[0], slots.token, new[1]))
+
+
+@jit(static_argnames=("method",))
+def take(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
+    """A copy of one slot."""
+    return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
 
 
 @jit(static_argnames=("config", "method"), donate_argnames=("slots",))
@@ -125,13 +152,34 @@ def ask(
 ) -> Slots:
     """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
     cache, latest = _step(params, config, method, slots.cache, tokens, counts)
-    return replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits))
+    return _laid(method, replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits)))
+
+
+def ask_one(
+    model: Model, method: Method, slots: Slots, slot: int, question: Tokens, step_tokens: int, width: int
+) -> Slots:
+    """A whole question enters a slot, so many tokens at a time; each call of the program has `width`.
+
+    In a copy of that slot: tokens of every slot would take as long as many decode steps, and one program that cuts a
+    slot out and puts it back copies all of them. Only rows of a host store stay where they are.
+    """
+    if not question:
+        return slots
+    number, in_place = np.asarray(slot, np.int32), method.holds == "host"
+    here = slots if in_place else take(method, slots, number)
+    for start in range(0, len(question), step_tokens):
+        texts = [question[start : start + step_tokens]]
+        if in_place:
+            texts = [texts[0] if other == slot else [] for other in range(slots.token.size)]
+        counts = jnp.asarray([len(text) for text in texts], jnp.int32)
+        here = ask(model.params, model.config, method, here, jnp.asarray(padded(texts, width)), counts)
+    return here if in_place else insert(method, slots, here.cache, here.logits, number)
 
 
 @jit(donate_argnames=("slots",))
 def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tuple[Slots, Int[Array, " B"]]:
     """The first token of slots that are new, and the tokens."""
-    token = jnp.where(new, draw(slots.logits, draws), slots.token)
+    token = constrain(jnp.where(new, draw(slots.logits, draws), slots.token), "batch")
     return replace(slots, token=token), token
 
 
@@ -184,7 +232,7 @@ def run(
     tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
     first = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, tokens
     step, (cache, token), _, tokens = jax.lax.while_loop(running, body, first)
-    return Slots(cache, token, slots.logits), tokens, step
+    return _laid(method, Slots(cache, token, slots.logits)), tokens, step
 
 
 def _step(

@@ -1,6 +1,6 @@
 """What an engine has done so far, and what of it is shown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,12 @@ class EngineStats:
     """How an engine does.
 
     Attributes:
+        slots: how many there are.
         busy_s: seconds spent in steps, those of `read` included.
         compile_s: seconds of these that went into compiling programs.
         programs: programs compiled, or found in a compilation cache.
         new_tokens: tokens generated.
+        steps: of decoding, each for all slots.
         tokens_per_s: of the seconds that were not spent compiling.
         occupancy: mean share of the slots that generate, over all decode steps.
         ttft_s: mean seconds from `add` to a request's first token.
@@ -48,10 +50,12 @@ class EngineStats:
         memory: the plan of the device's memory.
     """
 
+    slots: int
     busy_s: float
     compile_s: float
     programs: int
     new_tokens: int
+    steps: int
     tokens_per_s: float
     occupancy: float
     ttft_s: float
@@ -66,9 +70,23 @@ class EngineStats:
     memory: MemoryPlan
 
 
+def in_a_line(engines: Sequence[EngineStats]) -> str:
+    """How engines do together, as commands show it while they work."""
+    slots, active, waiting = (sum(getattr(stats, name) for stats in engines) for name in ("slots", "active", "waiting"))
+    first = max(stats.ttft_s for stats in engines)
+    written = sum(stats.tokens_per_s for stats in engines)
+    return f"{written:,.0f} tokens/s written · {active} of {slots} slots · {waiting} wait · first token {first:.2f} s"
+
+
 def counted(tally: Tally, **more: float) -> Tally:
     """The tally with more of these sums."""
     return replace(tally, **{name: getattr(tally, name) + value for name, value in more.items()})
+
+
+def with_first(tally: Tally, waited_s: float) -> Tally:
+    """The tally with a request that has its first token after so long."""
+    longest = max(tally.longest_ttft_s, waited_s)
+    return replace(counted(tally, firsts=1, ttft_s=waited_s), longest_ttft_s=longest)
 
 
 def shown_stats(
@@ -82,10 +100,12 @@ def shown_stats(
     slots, waiting, active = sizes
     seconds = tally.busy_s - tally.compile_s
     return EngineStats(
+        slots=slots,
         busy_s=tally.busy_s,
         compile_s=tally.compile_s,
         programs=tally.programs,
         new_tokens=tally.new_tokens,
+        steps=tally.steps,
         tokens_per_s=tally.new_tokens / seconds if seconds > 0 else 0.0,
         occupancy=tally.active_steps / (tally.steps * slots) if tally.steps else 0.0,
         ttft_s=tally.ttft_s / tally.firsts if tally.firsts else 0.0,

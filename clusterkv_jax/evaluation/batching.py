@@ -3,8 +3,8 @@
 jobs x entries -> batches of similar length -> their shares among replicas of the model
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -50,6 +50,16 @@ class Batch:
     def compressed(self) -> bool:
         """Whether the entry's own method answers."""
         return self.method == self.entry.method
+
+    @property
+    def scores(self) -> bool:
+        """Whether continuations are scored; otherwise texts are written."""
+        return bool(self.jobs[0].prompt.continuation)
+
+    def without(self, answered: Collection[Key]) -> "Batch | None":
+        """What is left of it; continuations are scored together, so that a sum's last bits are those of all."""
+        jobs = tuple(job for key, job in zip(self.keys, self.jobs, strict=True) if key not in answered)
+        return None if not jobs else self if self.scores else replace(self, jobs=jobs)
 
     @property
     def cost(self) -> int:

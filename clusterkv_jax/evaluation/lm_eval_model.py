@@ -81,13 +81,18 @@ class Pod:
     process: int = 0
     post: Post | None = None
 
-    def load(self, asked: Arguments) -> tuple[Model, Team]:
-        """The model on the devices of this process, and its team."""
+    def load(self, asked: Arguments) -> tuple[Model, Callable[[Sequence[Batch]], Team]]:
+        """The model on the devices of this process, and the team that answers such batches with it."""
         here = [replica for replica in self.replicas if self.process in replica.processes]
         model = here[0].load(asked.model, asked.dtype)
         models = [model, *(replica.copy(model) for replica in here[1:])]
-        pairs = [(replica, replica.responder(model)) for replica, model in zip(here, models, strict=True)]
-        return model, Team(self.replicas, pairs, self.process)
+
+        def team(batches: Sequence[Batch]) -> Team:
+            size = int(asked.batch_size)
+            answers = [replica.responder(each, batches, size) for replica, each in zip(here, models, strict=True)]
+            return Team(self.replicas, list(zip(here, answers, strict=True)), self.process)
+
+        return model, team
 
 
 class CompressedLM(TemplateLM):
@@ -237,13 +242,14 @@ class CompressedLM(TemplateLM):
             _log.warning(
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
             )
-        asked = []
-        for method, is_method in ((self.method, True), (Full(), False)):
-            part = [job for job, fit in zip(jobs, fits, strict=True) if fit is is_method]
-            asked += [Batch(self.entry, method, tuple(batch)) for batch in batches(part, self.batch_size)]
+        asked = [
+            Batch(self.entry, method, tuple(part))
+            for method, is_method in ((self.method, True), (Full(), False))
+            for part in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size)
+        ]
         by_number: dict[int, Answer] = {}
-        for batch, answers in self.rounds.answers(self.team, asked):
-            for job, answer in zip(batch.jobs, answers, strict=True):
+        for part, answers in self.rounds.answers(self.team(asked), asked):
+            for job, answer in zip(part.jobs, answers, strict=True):
                 by_number[job.number] = answer
                 keep(job.number, answer)
         return [by_number[job.number] for job in jobs]
@@ -298,7 +304,7 @@ def main(arguments: Sequence[str], pod: Pod | None = None) -> None:
 def follow(pod: Pod, post: Post) -> None:
     """What the other processes do while the harness runs on process 0."""
 
-    def load(given: dict[str, Any]) -> tuple[Entry, Team]:
+    def load(given: dict[str, Any]) -> tuple[Entry, Callable[[Sequence[Batch]], Team]]:
         asked = _arguments(given)
         return _entry(asked), pod.load(asked)[1]
 

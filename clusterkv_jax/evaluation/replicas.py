@@ -21,9 +21,8 @@ import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.checkpoints import Model, load
-from clusterkv_jax.evaluation.batching import Batch, shares
-from clusterkv_jax.evaluation.responses import Answer, Respond, responder
-from clusterkv_jax.evaluation.runner import Answers, answer
+from clusterkv_jax.evaluation.batching import Batch, Key, shares
+from clusterkv_jax.evaluation.responses import Answer, Answers, responder
 from clusterkv_jax.sharding import fitted_mesh, mesh_sizes, named_mesh
 
 # Between two looks at what other processes have sent.
@@ -90,13 +89,13 @@ class Replica:
         tokenizer = deepcopy(model.tokenizer)
         return replace(model, params=jax.tree.map(there, model.params), tokenizer=tokenizer, mesh=self.mesh)
 
-    def responder(self, model: Model) -> Respond:
+    def responder(self, model: Model, *args: Any) -> Answers:
         """`responses.responder` on these devices."""
-        respond = responder(model)
+        answers = responder(model, *args)
 
-        def placed(*args: Any) -> list[Answer]:
+        def placed(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
             with self.place():
-                return respond(*args)
+                yield from answers(missing)
 
         return placed
 
@@ -137,7 +136,7 @@ class Team:
     """All replicas, and what those with devices of this process answer with."""
 
     replicas: Sequence[Replica]
-    here: Sequence[tuple[Replica, Respond]]
+    here: Sequence[tuple[Replica, Answers]]
     process: int = 0
 
 
@@ -145,31 +144,32 @@ def spread(team: Team, batches: Sequence[Batch], post: Post | None = None) -> An
     """What process 0 gives `runner.record`: batches answered by all replicas, of other processes too.
 
     Only what is not answered yet is shared out, so that another number of processes may go on. Answers of others come
-    by `post`; without one there are none.
+    by `post`, each with its number among all; without one there are none.
     """
-    numbers = {id(batch): number for number, batch in enumerate(batches)}
+    singles = [replace(batch, jobs=(job,)) for batch in batches for job in batch.jobs]
+    numbers = _numbers(batches)
 
     def answers(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
         parts = shares([batch.cost for batch in missing], len(team.replicas))
-        work = [[numbers[id(missing[i])] for i in part] for part in parts]
+        work = [[numbers[key] for i in part for key in missing[i].keys] for part in parts]
         if post is not None:
             post.tell("work", msgspec.json.encode(work).decode())
-        done, left, looked = _begin(team, batches, work), {id(batch) for batch in missing}, 0.0
+        done, left, looked = _begin(team, batches, work), {number for part in work for number in part}, 0.0
         while left:
             found = _next(done)
             if post is not None and time.monotonic() - looked > POLL_SECONDS:
                 sent = post.take("answers")
-                found += [(int(number), msgspec.json.decode(text, type=list[Answer])) for number, text in sent]
+                found += [(int(number), msgspec.json.decode(text, type=Answer)) for number, text in sent]
                 looked = time.monotonic()
             for number, given in found:
-                left.discard(id(batches[number]))
-                yield batches[number], given
+                left.discard(number)
+                yield singles[number], [given]
 
     return answers
 
 
 def follow(team: Team, batches: Sequence[Batch], post: Post) -> None:
-    """What every other process does: its share of the batches, and the answers to process 0."""
+    """What every other process does: its share of the work, and the answers to process 0."""
     work = msgspec.json.decode(post.hear("work"), type=list[list[int]])
     done = _begin(team, batches, work)
     left = sum(len(work[replica.number]) for replica, _ in team.here)
@@ -180,8 +180,13 @@ def follow(team: Team, batches: Sequence[Batch], post: Post) -> None:
                 post.tell(f"answers/{number}", msgspec.json.encode(given).decode())
 
 
+def _numbers(batches: Sequence[Batch]) -> dict[Key, int]:
+    """The number of each answer among all."""
+    return {key: number for number, key in enumerate(key for batch in batches for key in batch.keys)}
+
+
 def _next(done: queue.SimpleQueue[Any]) -> list[tuple[int, Any]]:
-    """One batch that a replica here has answered, if there is one soon. Raises what stopped a replica."""
+    """One answer that a replica here has found, if there is one soon. Raises what stopped a replica."""
     try:
         item = done.get(timeout=POLL_SECONDS)
     except queue.Empty:
@@ -192,29 +197,29 @@ def _next(done: queue.SimpleQueue[Any]) -> list[tuple[int, Any]]:
 
 
 def _begin(team: Team, batches: Sequence[Batch], work: Sequence[Sequence[int]]) -> queue.SimpleQueue[Any]:
-    """Starts a thread for each replica here; its queue gets (number, answers), None for answers of another leader."""
+    """Starts a thread for each replica here; its queue gets (number, answer), None for an answer of another leader."""
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    numbers = _numbers(batches)
 
-    def answer_all(replica: Replica, respond: Respond) -> None:
+    def answer_all(replica: Replica, answers: Answers, mine: Sequence[Batch]) -> None:
+        begin, leads = time.monotonic(), replica.processes[0] == team.process
         try:
-            for number in work[replica.number]:
-                begin, batch = time.monotonic(), batches[number]
-                given = answer(respond, batch)
+            for part, given in answers(mine):
+                for key, answer in zip(part.keys, given, strict=True):
+                    done.put((numbers[key], answer if leads else None))
                 _log.info(
-                    "replica %d: batch %d, %s with budget %s, %d examples of up to %d tokens, %.1f s",
+                    "replica %d: %s with budget %s answers %s, %.1f s after it began",
                     replica.number,
-                    number,
-                    batch.entry.name,
-                    batch.entry.budget,
-                    len(batch.jobs),
-                    max(len(job.prompt.context) for job in batch.jobs),
+                    *part.keys[-1],
                     time.monotonic() - begin,
                 )
-                done.put((number, given if replica.processes[0] == team.process else None))
         except BaseException as error:
             done.put(error)
 
-    for replica, respond in team.here:
-        if work[replica.number]:
-            threading.Thread(target=answer_all, args=(replica, respond), daemon=True).start()
+    for replica, answers in team.here:
+        its_own = set(work[replica.number])
+        others = {key for key, number in numbers.items() if number not in its_own}
+        mine = [part for batch in batches if (part := batch.without(others)) is not None]
+        if mine:
+            threading.Thread(target=answer_all, args=(replica, answers, mine), daemon=True).start()
     return done

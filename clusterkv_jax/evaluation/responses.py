@@ -1,9 +1,11 @@
-"""What a model answers: batches of prompts through a method, by generation or by the likelihood of a continuation."""
+"""What a model answers: texts by an engine, or the likelihoods of continuations, a batch at a time."""
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,16 @@ from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend_step, prefill
+from clusterkv_jax.engine import Engine, EngineStats, Handle
 from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.evaluation.batching import Batch
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.generation import completed, generate
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.presets import completed
 from clusterkv_jax.programs import compilation, jit
 from clusterkv_jax.sharding import fetch, on_mesh
 
@@ -42,18 +46,75 @@ class Answer:
     seconds: float = 0.0
 
 
-Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], list[Answer]]
+# What answers batches; each answer is written down as it comes, in any order, with the part of a batch that it answers.
+Answers = Callable[[Sequence[Batch]], Iterator[tuple[Batch, Sequence[Answer]]]]
 
 
-def responder(model: Model) -> Respond:
-    """respond(method, prompts, max_new_tokens, stop): answers of a batch, all generated or all continuations."""
+def responder(
+    model: Model,
+    batches: Sequence[Batch],
+    slots: int,
+    on_stats: Callable[[EngineStats], None] = lambda stats: None,
+) -> Answers:
+    """answers(missing): continuations are scored batch by batch; texts are written by engines, and come one by one.
 
-    def respond(method: Method, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]) -> list[Answer]:
-        if prompts[0].continuation:
-            return likelihoods(model, method, prompts)
-        return generations(model, method, prompts, max_new_tokens, stop)
+    Args:
+        model: of which all are asked.
+        batches: all that may be missing; they size the engines, one for each method and power of two of tokens.
+        slots: most texts that are written together.
+        on_stats: called with how an engine does after each of its steps.
+    """
+    rooms = {key: _room(parts, slots) for key, parts in _by_room(batches).items()}
 
-    return respond
+    def answers(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+        for key, parts in _by_room(missing).items():
+            yield from texts(Engine(model, method=key[0], context_bytes=0, **rooms[key]), parts, on_stats)
+        for batch in missing:
+            if batch.scores:
+                yield batch, likelihoods(model, batch.method, [job.prompt for job in batch.jobs])
+
+    return answers
+
+
+def _by_room(batches: Sequence[Batch]) -> dict[tuple[Method, int], list[Batch]]:
+    """Batches of texts that an engine can serve without slots that are far too long for most."""
+    rooms: dict[tuple[Method, int], list[Batch]] = {}
+    for batch in batches:
+        if not batch.scores:
+            longest = max(len(job.prompt.context) for job in batch.jobs)
+            rooms.setdefault((batch.method, bucket(longest, 64).bit_length()), []).append(batch)
+    return rooms
+
+
+def _room(batches: Sequence[Batch], slots: int) -> dict[str, Any]:
+    """What sizes the engine of these batches."""
+    jobs = [job for batch in batches for job in batch.jobs]
+    after = [len(job.prompt.question) + job.case.max_new_tokens for job in jobs]
+    tokens = [len(job.prompt.context) + more for job, more in zip(jobs, after, strict=True)]
+    return {"slots": min(slots, len(jobs)), "max_tokens": max(tokens), "reserve": max(after)}
+
+
+def texts(
+    engine: Engine, batches: Sequence[Batch], on_stats: Callable[[EngineStats], None]
+) -> Iterator[tuple[Batch, list[Answer]]]:
+    """Greedy answers, as they come. Their seconds are those since the ones before, compiling left out."""
+    todo = deque(replace(batch, jobs=(job,)) for batch in batches for job in batch.jobs)
+    live: dict[Handle, Batch] = {}
+    before, stats = 0.0, engine.stats()
+    while todo or live:
+        while todo and len(live) <= stats.slots:  # one waits, so that a slot which ends is taken at once
+            job = todo[0].jobs[0]
+            sizes = {"max_new_tokens": job.case.max_new_tokens, "stop": job.case.stop}
+            live[engine.add(list(job.prompt.context), list(job.prompt.question) or None, **sizes)] = todo.popleft()
+        engine.step()
+        on_stats(stats := engine.stats())
+        if done := [handle for handle in live if handle.done]:
+            seconds = (stats.busy_s - stats.compile_s - before) / len(done)
+            before = stats.busy_s - stats.compile_s
+            for handle in done:
+                result, part = handle.result(), live.pop(handle)
+                (rows,) = _rows_each(result.stats.kept_rows, [part.jobs[0].prompt])
+                yield part, [Answer(result.texts[0], rows=rows, seconds=seconds)]
 
 
 def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
@@ -68,21 +129,6 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
         check_prompts(config, method, request, request.lengths)
         return True
     return False
-
-
-def generations(
-    model: Model, method: Method, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]
-) -> list[Answer]:
-    """Greedy answers; equal contexts are read once. All prompts have a question, or none has."""
-    question_ids = [list(prompt.question) for prompt in prompts] if prompts[0].question else None
-    contexts = [list(prompt.context) for prompt in prompts]
-    begin = time.perf_counter()
-    result = generate(
-        model, contexts, method=method, questions=question_ids, max_new_tokens=max_new_tokens, stop=tuple(stop)
-    )
-    seconds = (time.perf_counter() - begin - result.stats.compile_s) / len(prompts)
-    rows = _rows_each(result.stats.kept_rows, prompts)
-    return [Answer(text, rows=row_count, seconds=seconds) for text, row_count in zip(result.texts, rows, strict=True)]
 
 
 def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:

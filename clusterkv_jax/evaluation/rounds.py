@@ -69,8 +69,10 @@ class Rounds:
         return here
 
 
-def follow(post: Post, load: Callable[[dict[str, Any]], tuple[Entry, Team]]) -> None:
-    """What every other process does, until there is no more to do; `load` says who answers by which method."""
+def follow(post: Post, load: Callable[[dict[str, Any]], tuple[Entry, Callable[[Sequence[Batch]], Team]]]) -> None:
+    """What every other process does, until there is no more to do; `load` says who answers such batches, and by which
+    method.
+    """
     entry, team = None, None
     for number in count():
         here = _Round(post, number)
@@ -80,7 +82,8 @@ def follow(post: Post, load: Callable[[dict[str, Any]], tuple[Entry, Team]]) -> 
             case dict(about):
                 entry, team = load(about)
             case int(size) if entry is not None and team is not None:
-                replicas.follow(team, [_batch(here.hear(f"batches/{i}"), entry) for i in range(size)], here)
+                batches = [_batch(here.hear(f"batches/{i}"), entry) for i in range(size)]
+                replicas.follow(team(batches), batches, here)
 
 
 def _batch(text: str, entry: Entry) -> Batch:

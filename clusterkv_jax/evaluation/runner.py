@@ -1,10 +1,11 @@
 """Runs a suite through methods and budgets, and writes down every answer so that a kill loses nothing.
 
-    results.jsonl   one line per example, appended and synced batch by batch; a torn last line is dropped and redone
+    results.jsonl   one line per example, appended and synced as answers come; a torn last line is dropped and redone
     run.json        what was run: replaced whole, never half written
 
-The batches of a run depend on its configuration alone (see `batching`), so a resumed run computes what an unbroken one
-would have. It holds every line that it finds against the case that the line claims to answer.
+The batches of a run depend on its configuration alone (see `batching`), and no text depends on what else is asked, so a
+resumed run computes what an unbroken one would have. It holds every line that it finds against the case that the line
+claims to answer.
 """
 
 import hashlib
@@ -23,11 +24,14 @@ from clusterkv_jax import schema
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.batching import Batch, Entry, Job, Key, plan
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
-from clusterkv_jax.evaluation.responses import Answer, Respond
+from clusterkv_jax.evaluation.responses import Answer, Answers
 from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Method
+
+# A batch's answers, by its method, prompts, most new tokens and stop strings.
+Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], Sequence[Answer]]
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,6 @@ class _Asked:
     entry: Entry
     job: Job
     compressed: bool
-
-
-# What answers batches, in any order; each is written down as it comes.
-Answers = Callable[[Sequence[Batch]], Iterator[tuple[Batch, Sequence[Answer]]]]
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
         about: command, versions, commit: added to run.json's list of sessions.
         jobs: cases with their prompts.
         entries: methods with budgets.
-        respond: what answers a batch (`responses.responder`).
+        respond: what answers a batch.
         batch_size: most examples answered together.
         possible: whether a budget is possible for a prompt; where it is not, the full cache answers, and the line says
             so by `compressed` false.
@@ -82,15 +82,11 @@ def in_turn(respond: Respond) -> Answers:
 
     def answers(batches: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
         for batch in batches:
-            yield batch, answer(respond, batch)
+            first = batch.jobs[0].case
+            prompts = [job.prompt for job in batch.jobs]
+            yield batch, respond(batch.method, prompts, first.max_new_tokens, first.stop)
 
     return answers
-
-
-def answer(respond: Respond, batch: Batch) -> list[Answer]:
-    """The answers to a batch's jobs."""
-    first = batch.jobs[0].case
-    return respond(batch.method, [job.prompt for job in batch.jobs], first.max_new_tokens, first.stop)
 
 
 def settings(config: Mapping[str, Any], jobs: Sequence[Job], entries: Sequence[Entry]) -> Record:
@@ -127,7 +123,7 @@ def record(
             answered = _answered(file, asked)
         before, tokens = len(answered), sum(line["tokens"] for line in answered.values())
         on_lines(before, tokens)
-        missing = [batch for batch in batches if any(key not in answered for key in batch.keys)]
+        missing = [part for batch in batches if (part := batch.without(answered)) is not None]
         for batch, found in answers(missing):
             fresh = {
                 key: _line(asked[key], each) for key, each in zip(batch.keys, found, strict=True) if key not in answered

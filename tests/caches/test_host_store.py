@@ -238,7 +238,10 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
         batching.Job(i, Case(f"nll/{i}", "nll", metric="nll"), Prompt(context, (), tuple(prompt(9 + i, 6))))
         for i, context in enumerate(contexts)
     ]
-    answer, calls = responses.responder(tiny()), []
+    calls = []
+
+    def answer(method, prompts, *rest):
+        return responses.likelihoods(tiny(), method, prompts)
 
     def broken(*operands):
         calls.append(operands)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
+from clusterkv_jax.engine import readings
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import prompt, random_params, tiny
 
@@ -108,6 +109,28 @@ def test_a_context_is_read_once_and_asked_often():
     served.drop(context)
     assert served.stats().context_bytes == {"device": 0, "host": 0, "disk": 0}
     assert tuple(served.add(context, **EIGHT).result().tokens[0]) == alone(3, 50)  # read once more
+
+
+def test_equal_neighbours_are_read_once(monkeypatch):
+    lengths = []
+    read = readings.read_batch
+    monkeypatch.setattr(readings, "read_batch", lambda *args: lengths.append(len(args[3].texts[0])) or read(*args))
+    served, seen = engine(), []
+    asked = [(3, 50, n) for n in (1, 2, 3, 4, 5)] + [(5, 40, 2), (5, 40, 3), (3, 50, 5)]
+    prompts, questions = [prompt(s, n) for s, n, _ in asked], [prompt(900 + q, q) for _, _, q in asked]
+    results = served.generate(prompts, questions=questions, on_stats=seen.append, seed=3, **EIGHT)
+    assert [tuple(result.tokens[0]) for result in results] == [alone(*case) for case in asked]
+    assert lengths == [50, 40, 50]
+    assert [stats.finished for stats in seen] == [3, 6, 8]
+
+
+def test_what_one_of_many_cannot_be_leaves_nothing_behind():
+    served = engine()
+    with pytest.raises(ValueError, match="exceed the engine's max_tokens"):
+        served.generate([prompt(1, 20), prompt(2, 130)], **EIGHT)
+    with pytest.raises(ValueError, match="Questions must be one per prompt, got 1 for 2 prompts"):
+        served.generate([prompt(1, 20), prompt(2, 20)], questions=[prompt(3, 2)], **EIGHT)
+    assert (served.stats().waiting, served.stats().active) == (0, 0)
 
 
 def test_contexts_go_from_the_device_to_the_host_to_disk_and_back(tmp_path):

@@ -165,7 +165,7 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
         )
         everywhere = replicas.replicas(None)
         process = 0 if peers is None else peers.index
-        here = [(replica, respond) for replica in everywhere if process in replica.processes]
+        here = [(replica, runner.in_turn(respond)) for replica in everywhere if process in replica.processes]
         team = replicas.Team(everywhere, here, process)
         assert jax.process_count() == int(count)
         if process == 0:
