@@ -52,7 +52,7 @@ def session(batches_until_killed=None, config=CONFIG):
             if count == batches_until_killed:
                 raise Killed
             count += 1
-            yield batch, runner.answer(respond, batch)
+            yield from runner.in_turn(respond)([batch])
 
     batches = runner.plan(jobs(), ENTRIES, 4)
     asked = runner.settings(config, jobs(), ENTRIES)
