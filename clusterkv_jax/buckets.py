@@ -30,7 +30,7 @@ def place(name: str | os.PathLike[str]) -> AnyPath:
             raise ValueError(f"A folder or a gs:// address is needed, got {shown(text)}.")
         return Path(text).expanduser()
     if not text.removeprefix(SCHEME).strip("/"):
-        raise ValueError(f"gs:// is followed by a bucket and a folder, got {shown(text)}.")
+        raise ValueError(f"A bucket and a folder follow gs://, got {shown(text)}.")
     return library("etils.epath", text, "pods").Path(text)
 
 

@@ -151,7 +151,7 @@ def test_a_bucket_that_answers_no_more(cloud, monkeypatch):
     ("name", "message"),
     [
         ("s3://bucket/results", "A folder or a gs:// address is needed, got s3://bucket/results."),
-        ("gs://", "gs:// is followed by a bucket and a folder, got gs://."),
+        ("gs://", "A bucket and a folder follow gs://, got gs://."),
     ],
 )
 def test_other_addresses(name, message):

@@ -16,7 +16,7 @@ METHOD = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, inte
 
 @pytest.fixture(scope="module")
 def programs():
-    """What prefill and decoding lower to, with the names of the operations."""
+    """What prefill lowers to, and the decode program."""
     model, lowered = tiny(), []
 
     def run(program, *args):
@@ -29,11 +29,16 @@ def programs():
     state, number = DecodeState(cache, jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(1, bool)), jnp.int32(1)
     options = {"sampling": Sampling(), "eos_ids": (), "steps": 4}
     decoding = decode_loop.lower(*arguments, state, jax.random.key(0), number, number, **options)
-    return lowered, decoding
+    return lowered, decoding.compile()
 
 
 def paths(lowered):
     return set(re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True)))
+
+
+def names(compiled):
+    """The names of a compiled program's operations, as a profile shows them but for jitted functions on the way."""
+    return {re.sub(r"jit\([^)]*\)/", "", name) for name in re.findall(r'op_name="([^"]*)"', compiled.as_text())}
 
 
 @pytest.mark.parametrize(
@@ -48,15 +53,10 @@ def paths(lowered):
     ],
 )
 def test_decoding_names_its_stages(programs, stage):
-    assert any(f"/{stage}" in path for path in paths(programs[1]))
+    assert any(f"/{stage}/" in name for name in names(programs[1]))
 
 
 def test_prefill_names_its_stages(programs):
-    names = set().union(*map(paths, programs[0]))
+    found = set().union(*map(paths, programs[0]))
     for stage in ("embedding", "attention/project", "attention/attend", "attention/output", "mlp", "compress", "head"):
-        assert any(f"/{stage}" in path for path in names), stage
-
-
-def test_the_names_reach_the_compiled_program(programs):
-    names = re.findall(r'op_name="([^"]*)"', programs[1].compile().as_text())
-    assert any("/layer_1/attention/project/" in name for name in names)
+        assert any(f"/{stage}" in path for path in found), stage

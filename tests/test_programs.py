@@ -40,9 +40,9 @@ def answers():
 
 @pytest.fixture
 def few(tmp_path, monkeypatch):
-    """A process that has no programs, and where 200 mappings more than it has are half of what it is granted."""
+    """A process that has no programs, and where 100 mappings more than it has are half of what it is granted."""
     programs.make_room(0)
-    limit, file = programs.mappings() + 200, tmp_path / "max_map_count"
+    limit, file = programs.mappings() + 100, tmp_path / "max_map_count"
     file.write_text(f"{2 * limit}\n")
     monkeypatch.setattr(programs, "_MOST_MAPPINGS", file)
     return limit
