@@ -329,7 +329,8 @@ def test_the_command(tmp_path, whole):
     ("arguments", "message"),
     [
         (("source", "no/such/new"), "make it before a model is written there."),
-        (("source", "gs://bucket/new"), "A model is written to a local folder, and copied to a bucket afterwards"),
+        (("source", "gs://"), "A bucket and a folder follow gs://, got gs://."),
+        (("source", "s3://bucket/new"), "A folder or a gs:// address is needed, got s3://bucket/new."),
         (("nothing", "new"), "There is no folder"),
         (("target", "new"), "is converted already."),
         (("source", "new", "--dtype", "int8"), "dtype 'int8' is not supported; allowed: float32, bfloat16, float16."),
