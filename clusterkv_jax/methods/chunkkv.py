@@ -59,8 +59,10 @@ class ChunkKV(Windowed):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        """Every `reuse_layers`-th layer selects."""
-        return frozenset({"queries" if layer % self.reuse_layers == 0 else "selection"})
+        """Every `reuse_layers`-th layer selects; what is compressed while decoding remembers queries in every layer."""
+        if layer % self.reuse_layers == 0:
+            return frozenset({"queries"})
+        return frozenset({"selection"} if self.decode_interval is None else {"selection", "queries"})
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:

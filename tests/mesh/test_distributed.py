@@ -17,6 +17,7 @@ from clusterkv_jax.evaluation import rounds
 from clusterkv_jax.evaluation.batching import Batch, Entry, Job, shares
 from clusterkv_jax.evaluation.replicas import Replica, Team, replicas, spread
 from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.runner import in_turn
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
 from tests.support import job as processes
@@ -97,7 +98,7 @@ def test_replicas_answer_at_the_same_time():
     entry = Entry("full", "1.0", Full())
     jobs = [Job(i, Case(str(i), "t"), Prompt((1, 2, 3))) for i in range(8)]
     batches = [Batch(entry, Full(), (job,)) for job in jobs]
-    answers = spread(Team(everywhere, [(replica, respond) for replica in everywhere]), batches)
+    answers = spread(Team(everywhere, [(replica, in_turn(respond)) for replica in everywhere]), batches)
     assert {batch.jobs[0].number for batch, _ in answers(batches)} == set(range(8))
 
 
@@ -131,11 +132,11 @@ def test_batches_that_process_0_comes_upon_as_it_goes():
         def respond(given, prompts, new, stop):
             return [Answer(f"{process} {given == method} {new} {stop}", rows=len(p.context)) for p in prompts]
 
-        return Team(everywhere, [(everywhere[process], respond)], process)
+        return Team(everywhere, [(everywhere[process], in_turn(respond))], process)
 
     def load(process, about):
         loaded.append(about)
-        return Entry("full", "1.0", method), team(process)
+        return Entry("full", "1.0", method), lambda batches: team(process)
 
     others = [
         threading.Thread(target=rounds.follow, args=(board, partial(load, process)), daemon=True) for process in (1, 2)
