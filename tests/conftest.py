@@ -86,8 +86,8 @@ def _forget_programs():
 def _what_users_may_pass(request):
     """Tests of wrong arguments meet the library's own errors: its users run without the type checker."""
     wrong = request.node.get_closest_marker("wrong_arguments") is not None
-    # A mesh traces the same functions with the same shapes once more; pages run as their readers run them.
-    again = request.node.path.parent.name in ("mesh", "pages")
+    # A mesh traces the same functions with the same shapes once more.
+    again = request.node.path.parent.name == "mesh"
     jaxtyping.config.update("jaxtyping_disable", wrong or again)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

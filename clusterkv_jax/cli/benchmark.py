@@ -27,7 +27,7 @@ Llama-3.1-8B's shapes with random weights, beside transformers:
 
 Requests that come and go, with 1k to 16k tokens, in 16 slots:
 
-  clusterkv benchmark --model llama-3.1-8b --methods full,centroidkv \
+  clusterkv benchmark --model llama-3.1-8b --methods full,centroidkv \\
     --budgets 0.2 --engine 200 --lengths 1k,16k --batches 16
 
 The same command goes on where it was stopped, and prints the table of a run that is done.
