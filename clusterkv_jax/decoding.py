@@ -13,7 +13,7 @@ layers unrolled, its cache donated, and one scalar condition around the clusteri
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -121,11 +121,15 @@ def prefill(
         if repeats(config, method):
             args = params, config, repetition_of(method), tokens, prefill_chunk, hidden, position
             rows, logits = _read_and_repeat(*args, on_layer, run)
+
+        @cache
+        def planned(number: int) -> tuple[LayerPlan, Any]:
+            plan = plan_of_layer(config, method, number, request) if plans is None else plans[number]
+            return plan, rows_of_request(method, plan, lengths, config.global_number(number), request)
+
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
-            plan = plan_of_layer(config, method, number, request) if plans is None else plans[number]
-            budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
-            draw = jax.random.fold_in(key, number)
+            plan, budgets = planned(number)
             before = None if plan.selects else selection
             if rows is None:
                 _check_surrogate(weights, method, plan.needs)
@@ -135,8 +139,11 @@ def prefill(
                     on_layer(number, hidden)
             else:
                 prompt = rows.pop(0)
-            layer, memory, selection_here = run(_compress_layer, method, plan, prompt, budgets, draw, before)
-            del prompt  # a layer's rows go as soon as it is compressed
+            if number + 1 < config.num_layers:
+                planned(number + 1)  # while the device reads: it clusters in step with the host, and would wait
+            args = method, plan, prompt, budgets, key, np.int32(number), before
+            layer, memory, selection_here = run(_compress_layer, *args)
+            del prompt, args  # a layer's rows go as soon as it is compressed
             selection = selection_here if plan.selects and plan.window is None else selection
             layers.append(layer)
             state.append(memory)
@@ -394,10 +401,12 @@ def _compress_layer(
     method: Method,
     plan: LayerPlan,
     prompt: Prompt,
-    budgets: Int[Array, "B groups stages"],
+    budgets: Int[Array | np.ndarray, "B groups stages"],
     key: Key[Array, ""],
+    number: Int[Array | np.ndarray, ""],
     selection: Any,
 ) -> tuple[Layer, tuple[State, ...], Any]:
-    """What is left of a layer that was read."""
-    layer, state, selection = compress_layer(method, prompt, budgets, plan, key, selection)
+    """What is left of a layer that was read; `number` is its own, for methods that draw."""
+    draw = jax.random.fold_in(key, number)
+    layer, state, selection = compress_layer(method, prompt, budgets, plan, draw, selection)
     return placed(method, layer), constrain_cache(state), selection

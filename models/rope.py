@@ -72,12 +72,18 @@ def rotate(x: Float[Array, "B T heads D"], positions: Int[Array, "B T"], rope: R
     return _rotate(x, positions, rope, 1.0)
 
 
-def _rotate(x: Array, positions: Array, rope: Rope, magnitude: float) -> Array:
+def cosines_and_sines(
+    positions: Int[Array, "B T"], rope: Rope, magnitude: float | None = None
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """By which `encode` turns a token's pairs, float32; longer by `magnitude`, that of the scaling by default."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)[None, None, None]
+    magnitude = rope.magnitude if magnitude is None else magnitude
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if magnitude != 1:
-        cos, sin = magnitude * cos, magnitude * sin
-    return turn(x, cos, sin, rope)
+    return (cos, sin) if magnitude == 1 else (magnitude * cos, magnitude * sin)
+
+
+def _rotate(x: Array, positions: Array, rope: Rope, magnitude: float) -> Array:
+    return turn(x, *cosines_and_sines(positions, rope, magnitude), rope)
 
 
 def turn(x: Float[Array, "*rows D"], cos: Float[Array, "..."], sin: Float[Array, "..."], rope: Rope) -> Array:

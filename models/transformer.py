@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.kernels import token_products as few
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.expert_products import expert_products
+from clusterkv_jax.kernels.token_products import After, token_products
 from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.rope import encode
+from clusterkv_jax.models.rope import cosines_and_sines, encode
 from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
@@ -199,15 +202,20 @@ def qkv(
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
     by sqrt(D), whatever the model's scale.
     """
-    weights = layer["attention"]
-    x = attention_input(layer, config, hidden)
-    count, x = x.shape[1], _enough_rows(x, weights["k"])
-    product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
-    q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
+    weights, turn = layer["attention"], config.rope
+    if _few(config, hidden, weights["k"]):
+        angles = _angles_at_once(config, positions)
+        turn = None if angles is not None else turn
+        q, k, v = _heads_of_few(layer, config, hidden, angles)
+    else:
+        x = attention_input(layer, config, hidden)
+        count, x = x.shape[1], _enough_rows(x, weights["k"])
+        q, k, v = (_einsum("btm,hdm->bthd", x, weights[name])[:, :count] for name in ("q", "k", "v"))
+    q, k, v = (_with_bias(x, weights, name) for x, name in zip((q, k, v), ("q", "k", "v"), strict=True))
     if config.qk_norm:
         q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
-    if config.rope is not None:
-        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+    if turn is not None:
+        q, k = encode(q, positions, turn), encode(k, positions, turn)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
@@ -225,14 +233,23 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
-        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
-    with jax.named_scope("mlp"):
-        x = _entering(layer, "mlp", config, hidden)
-        if config.experts is not None and "experts" in layer:
-            out = mixtures.mixture(layer["experts"], config.experts, _ACTIVATIONS[config.activation], x)
+        if _adds_at_once(config, hidden, weights, "o"):
+            hidden = _added_by_few(hidden, attended, weights["o"])
         else:
-            out = _mlp(layer["mlp"], config, x)
+            product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
+            hidden = hidden + _leaving(
+                layer, "attention", config, _with_bias(product[:, : hidden.shape[1]], weights, "o")
+            )
+    with jax.named_scope("mlp"):
+        if config.experts is not None and "experts" in layer:
+            out = _mixture(layer, config, hidden)
+        elif _few(config, hidden, layer["mlp"]["up"]) and config.gated_mlp and not config.mlp_bias:
+            inner = _gated_of_few(layer, config, hidden)
+            if _adds_at_once(config, hidden, layer["mlp"], "down"):
+                return _added_by_few(hidden, inner, layer["mlp"]["down"])
+            out = _einsum("btf,fm->btm", inner, layer["mlp"]["down"])
+        else:
+            out = _mlp(layer["mlp"], config, _entering(layer, "mlp", config, hidden))
         return hidden + _leaving(layer, "mlp", config, out)
 
 
@@ -241,8 +258,15 @@ def finish(
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
-    x = _norm(params["final_norm"], config, hidden)
-    logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    if (hidden.ndim == 3 and _few(config, hidden, table)) or (
+        hidden.ndim == 2 and _few(config, hidden[:, None], table)
+    ):
+        norm = _norm_of_few(params["final_norm"], config)
+        logits = token_products(_rows(hidden), [table], across=False, norm=norm, after=After(wide=True))
+        logits = logits.reshape(*hidden.shape[:-1], -1)
+    else:
+        x = _norm(params["final_norm"], config, hidden)
+        logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
     logits = logits if config.logit_scale == 1 else logits * config.logit_scale
     return logits if config.logit_cap is None else config.logit_cap * jnp.tanh(logits / config.logit_cap)
 
@@ -283,6 +307,61 @@ def _layer_over_prompt(
     return finish(layer, config, hidden, attended)
 
 
+# --- few tokens, where a kernel reads their weights ---
+
+
+def _few(config: ModelConfig, hidden: Float[Array, "B T M"], weights: Array) -> bool:
+    return config.norm == "rms" and config.norm_place != "after" and few.serves(hidden, weights)
+
+
+def _norm_of_few(weights: Params, config: ModelConfig) -> tuple[Array, float, float]:
+    return weights["scale"], config.norm_eps, config.norm_offset
+
+
+def _rows(x: Float[Array, "B T ..."], dims: int = 1) -> Float[Array, "n _"]:
+    """Tokens one after the other, each with its last `dims` dimensions in one."""
+    return x.reshape(math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:]))
+
+
+def _angles_at_once(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Array, Array] | None:
+    """Cosines and sines of the tokens, where nothing comes between products and rotation, and heads turn whole."""
+    rope = config.rope
+    if rope is None or rope.interleaved or rope.dim != config.head_dim or config.qk_norm or config.qkv_bias:
+        return None
+    return tuple(_rows(x[:, :, 0]) for x in cosines_and_sines(positions, rope))
+
+
+def _heads_of_few(
+    layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], angles: tuple[Array, Array] | None
+) -> list[Float[Array, "B T _ D"]]:
+    """Queries, keys and values before biases; with angles the first two are turned."""
+    weights = [layer["attention"][name] for name in ("q", "k", "v")]
+    flat = [w.reshape(-1, w.shape[2]) for w in weights]
+    norm, after = _norm_of_few(layer["attention_norm"], config), After(head_dim=config.head_dim)
+    products = token_products(_rows(hidden), flat, across=False, norm=norm, after=after, angles=angles)
+    return [x.reshape(*hidden.shape[:2], *w.shape[:2]) for x, w in zip(products, weights, strict=True)]
+
+
+def _gated_of_few(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    """What enters an MLP's last product."""
+    weights, norm = [layer["mlp"][name] for name in ("gate", "up")], _norm_of_few(layer["mlp_norm"], config)
+    inner = token_products(_rows(hidden), weights, across=True, norm=norm, after=After(gate=config.activation))
+    return inner.reshape(*hidden.shape[:2], -1)
+
+
+def _adds_at_once(config: ModelConfig, hidden: Float[Array, "B T M"], weights: Params, name: str) -> bool:
+    """Whether a block's last product is added to the hidden states as it is."""
+    plain = config.norm_place == "before" and config.residual_scale == 1 and f"{name}_bias" not in weights
+    return plain and few.serves(hidden, weights[name])
+
+
+def _added_by_few(hidden: Float[Array, "B T M"], inner: Array, weights: Array) -> Float[Array, "B T M"]:
+    """The hidden states and the product of what is within a block with its last weights."""
+    flat = weights.reshape(-1, weights.shape[-1])
+    out = token_products(_rows(inner, inner.ndim - 2), [flat], across=True, residual=_rows(hidden))
+    return out.reshape(hidden.shape)
+
+
 # --- parts ---
 
 
@@ -308,6 +387,21 @@ def _enough_rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads
 def _with_bias(x: Array, weights: Params, name: str) -> Array:
     bias = weights.get(f"{name}_bias")
     return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
+
+
+def _mixture(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What a layer's experts give."""
+    weights, experts = layer["experts"], config.experts
+    assert experts is not None
+    plain = config.activation == "silu" and experts.clamp is None and not experts.bias
+    if not plain or not _few(config, hidden, weights["up"]):
+        x = _entering(layer, "mlp", config, hidden)
+        return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
+    norm, rows = _norm_of_few(layer["mlp_norm"], config), _rows(hidden)
+    logits = token_products(rows, [weights["router"]], across=False, norm=norm, after=After(wide=True))
+    products = weights["gate"], weights["up"], weights["down"]
+    route = {"per_token": experts.per_token, "normalize": experts.normalize}
+    return expert_products(rows, logits, *products, norm=norm, **route).reshape(hidden.shape)
 
 
 def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:

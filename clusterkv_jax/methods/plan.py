@@ -6,7 +6,6 @@ All of it is arithmetic on the host, in double precision where a budget is a rat
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -111,19 +110,19 @@ def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request:
 
 def rows_of_request(
     method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int | None, request: Request
-) -> Int[Array, "B groups stages"]:
-    """B of each prompt and group of the layer's heads, as device numbers that the host computes.
+) -> Int[Array | np.ndarray, "B groups stages"]:
+    """B of each prompt and group of the layer's heads, which the host computes where it knows the lengths.
 
     `layer` is its number among those that see every token. Without one it has a window and no budget, which is 0.
     """
     if layer is None:
-        return jnp.zeros((lengths.shape[0], 1, 1), jnp.int32)
+        return np.zeros((lengths.shape[0], 1, 1), np.int32)
     numbers = concrete(lengths)
     at = np.arange(int(np.max(request.lengths)) + 1) if numbers is None else numbers
     first = [heads[0] for heads in plan.heads]
     rows = np.minimum(stages(method.budget_rows(at, layer, request))[:, first], MOST_ROWS)
     if numbers is not None:
-        return jnp.asarray(rows, jnp.int32)
+        return rows.astype(np.int32)
     # Lengths that are traced cannot be checked: every head keeps at least what it must.
     return look_up(np.maximum(rows, method.protected.fewest), lengths)
 

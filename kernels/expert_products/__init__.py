@@ -1,0 +1,37 @@
+"""The experts of few tokens: a token's best experts, its way through each, and their outputs by its shares."""
+
+from jaxtyping import Array, Float
+
+from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.expert_products import pallas_gpu, reference
+
+BACKENDS = {"gpu": pallas_gpu.expert_products, "xla": reference.expert_products}
+
+
+def expert_products(
+    x: Float[Array, "n M"],
+    logits: Float[Array, "n E"],
+    gate: Float[Array, "E M F"],
+    up: Float[Array, "E M F"],
+    down: Float[Array, "E F M"],
+    *,
+    per_token: int,
+    normalize: bool,
+    norm: tuple[Float[Array, " M"], float, float],
+    backend: str | None = None,
+) -> Float[Array, "n M"]:
+    """Of each token the sum of `down (silu(gate x') * up x')` over its `per_token` best experts, by their shares.
+
+    Args:
+        x: few tokens, x' after the norm.
+        logits: float32, of the router; of equal ones the first expert is chosen.
+        gate, up, down: weights of all experts, of which those of the chosen ones are read.
+        normalize: shares are softmax probabilities among the chosen experts rather than among all.
+        norm: scale, eps and offset of an RMS norm, `x' = x / sqrt(mean(x²) + eps) * (offset + scale)`.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    options = {"per_token": per_token, "normalize": normalize, "norm": norm}
+    return dispatch("expert_products", BACKENDS, backend, x, logits, gate, up, down, **options)

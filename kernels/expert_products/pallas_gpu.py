@@ -1,0 +1,148 @@
+"""The experts of few tokens on GPU: two launches, and a sum that XLA joins to what follows.
+
+    grid (blocks of hidden units, tokens x experts of each)     gate and up, the activation
+    grid (blocks of outputs, tokens x experts of each)          down, times the share
+
+Bytes: the weights of the chosen experts, of a token's each once. Every program finds its expert among the logits, for
+the way to memory and back costs a launch, and the search less than the first weights' arrival.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from clusterkv_jax.kernels.expert_products import reference
+from clusterkv_jax.kernels.gpu import arange, call, dot, power_of_two
+from clusterkv_jax.kernels.token_products.pallas_gpu import LEAST, MOST_TOKENS, whole_block
+from clusterkv_jax.kernels.tuning import blocks
+
+ROWS = 16  # as the matrix unit wants; one is real
+SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 4}
+
+
+def expert_products(
+    x, logits, gate, up, down, *, per_token, normalize, norm, sizes=None, down_sizes=None, interpret=False
+):
+    """See `clusterkv_jax.kernels.expert_products.expert_products`.
+
+    `sizes` go before what was measured on this device (`kernels.tuning`): outputs of a program, inputs at a time, warps
+    and `stages`, blocks on their way at once; those of the last product are `down_sizes`.
+    """
+    if len(x) > MOST_TOKENS:
+        raise NotImplementedError(f"The GPU kernel of expert_products takes up to {MOST_TOKENS} tokens, got {len(x)}.")
+    if any(w.dtype != jnp.bfloat16 for w in (x, gate, up, down)):
+        raise NotImplementedError(f"The GPU kernel of expert_products takes bfloat16, got {x.dtype} and {gate.dtype}.")
+    _, inputs, units = gate.shape
+    into = SIZES | blocks("expert_products", inputs=inputs, outputs=units) | dict(sizes or {})
+    out = SIZES | blocks("expert_products", inputs=units, outputs=inputs) | dict(down_sizes or {})
+    into |= {"block": whole_block(into["block"], units), "depth": whole_block(into["depth"], inputs)}
+    out |= {"block": whole_block(out["block"], inputs), "depth": whole_block(out["depth"], units)}
+    if min(into["block"], into["depth"], out["block"], out["depth"]) < LEAST:
+        raise NotImplementedError(
+            f"The GPU kernel of expert_products takes inputs and hidden units in blocks of {LEAST}, got {inputs} and "
+            f"{units}."
+        )
+    scale, eps, offset = norm
+    static = tuple(sorted(into.items())), tuple(sorted(out.items()))
+    options = (per_token, normalize, eps, offset, *static, interpret)
+    return _run(options, x, logits, gate, up, down, scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(options, x, logits, gate, up, down, scale):
+    per_token, normalize, eps, offset, into, out, interpret = options
+    into, out = dict(into), dict(out)
+    rows, (_, inputs, units) = len(x) * per_token, gate.shape
+    route = {"per_token": per_token, "normalize": normalize}
+    inner = call(
+        partial(_into, block=into["block"], depth=into["depth"], eps=eps, offset=offset, **route),
+        jax.ShapeDtypeStruct((rows, units), x.dtype),
+        *(x, logits, scale, gate, up),
+        grid=(units // into["block"], rows),
+        warps=into["warps"],
+        stages=into["stages"],
+        interpret=interpret,
+    )
+    outputs = call(
+        partial(_out, block=out["block"], depth=out["depth"], **route),
+        jax.ShapeDtypeStruct((rows, inputs), jnp.float32),
+        *(inner, logits, down),
+        grid=(inputs // out["block"], rows),
+        warps=out["warps"],
+        stages=out["stages"],
+        interpret=interpret,
+    )
+    return jnp.sum(outputs.reshape(len(x), per_token, inputs), axis=1).astype(x.dtype)
+
+
+@_run.defjvp
+def _run_jvp(options, args, tangents):
+    """A kernel cannot be differentiated, the reference can."""
+    per_token, normalize, eps, offset, *_ = options
+
+    def definition(*operands):
+        norm = (operands[-1], eps, offset)
+        return reference.expert_products(*operands[:-1], per_token=per_token, normalize=normalize, norm=norm)
+
+    return _run(options, *args), jax.jvp(definition, args, tangents)[1]
+
+
+def _into(x, logits, scale, gate, up, out, *, block, depth, eps, offset, per_token, normalize):
+    row = pl.program_id(1)
+    token, columns, inputs = row // per_token, arange(block, pl.program_id(0) * block), x.shape[1]
+    expert, _ = _chosen(logits, token, row % per_token, per_token, normalize)
+    first = arange(ROWS) == 0
+
+    def body(i, state):
+        gates, ups, squares = state
+        k = arange(depth, i * depth)
+        wide = plgpu.load(x.at[token, k]).astype(jnp.float32)
+        squares = squares + jnp.sum(wide * wide)
+        scaled = wide * (offset + plgpu.load(scale.at[k]).astype(jnp.float32))
+        rows = jnp.where(first[:, None], scaled[None, :], 0.0).astype(x.dtype)
+        some = [plgpu.load(w.at[expert, k[:, None], columns[None, :]]) for w in (gate, up)]
+        return gates + dot(rows, some[0]), ups + dot(rows, some[1]), squares
+
+    zeros = jnp.zeros((ROWS, block), jnp.float32)
+    gates, ups, squares = jax.lax.fori_loop(0, inputs // depth, body, (zeros, zeros, jnp.zeros((), jnp.float32)))
+    factor = jax.lax.rsqrt(squares / inputs + eps)
+    gates, ups = gates * factor, ups * factor
+    inner = jnp.sum(gates / (1 + jnp.exp(-gates)) * ups, axis=0)
+    plgpu.store(out.at[row, columns], inner.astype(out.dtype))
+
+
+def _out(inner, logits, down, out, *, block, depth, per_token, normalize):
+    row = pl.program_id(1)
+    columns, units = arange(block, pl.program_id(0) * block), inner.shape[1]
+    expert, share = _chosen(logits, row // per_token, row % per_token, per_token, normalize)
+    first = arange(ROWS) == 0
+
+    def body(i, total):
+        k = arange(depth, i * depth)
+        some = plgpu.load(inner.at[row, k]).astype(jnp.float32)
+        rows = jnp.where(first[:, None], some[None, :], 0.0).astype(inner.dtype)
+        return total + dot(rows, plgpu.load(down.at[expert, k[:, None], columns[None, :]]))
+
+    total = jax.lax.fori_loop(0, units // depth, body, jnp.zeros((ROWS, block), jnp.float32))
+    plgpu.store(out.at[row, columns], jnp.sum(total, axis=0) * share)
+
+
+def _chosen(logits, token, place, per_token, normalize):
+    """The expert of a token at this place among its best ones, and its share."""
+    count = logits.shape[1]
+    number = arange(power_of_two(count, 16))
+    value = plgpu.load(logits.at[token, number], mask=number < count, other=-jnp.inf)
+    peak = jnp.max(value)
+    total = jnp.sum(jnp.exp(value - peak))
+    expert, share, together = jnp.int32(0), jnp.float32(0), jnp.float32(0)
+    for i in range(per_token):
+        best = jnp.max(value)
+        here = jnp.min(jnp.where(value == best, number, count))
+        part = jnp.exp(best - peak)
+        expert, share = jnp.where(place == i, here, expert), jnp.where(place == i, part, share)
+        together = together + part
+        value = jnp.where(number == here, -jnp.inf, value)
+    return expert, share / (together if normalize else total)
