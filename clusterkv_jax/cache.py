@@ -342,9 +342,11 @@ def some_at_once(function: Callable[[Any], Any], tree: Any, most: int) -> Any:
 
 def overflowed(cache: KVCache) -> Bool[Array, ""]:
     """True when more tokens were appended than some head has slots for."""
-    return jnp.any(
-        jnp.stack([jnp.any(group.length > group.capacity) for layer in cache.layers for group in groups(layer)])
-    )
+    over: dict[tuple[int, ...], Array] = {}  # layers alike together: a reduction each would be a launch each
+    for group in (group for layer in cache.layers for group in groups(layer)):
+        here = group.length > group.capacity
+        over[here.shape] = over[here.shape] | here if here.shape in over else here
+    return jnp.any(jnp.stack([jnp.any(heads) for heads in over.values()]))
 
 
 def nbytes(cache: KVCache) -> int:

@@ -16,14 +16,12 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.kernels import token_products as few
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.expert_products import expert_products
-from clusterkv_jax.kernels.token_products import After, token_products
 from clusterkv_jax.models import experts as mixtures
+from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.rope import cosines_and_sines, encode
+from clusterkv_jax.models.rope import encode
 from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
@@ -202,20 +200,18 @@ def qkv(
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
     by sqrt(D), whatever the model's scale.
     """
-    weights, turn = layer["attention"], config.rope
-    if _few(config, hidden, weights["k"]):
-        angles = _angles_at_once(config, positions)
-        turn = None if angles is not None else turn
-        q, k, v = _heads_of_few(layer, config, hidden, angles)
+    weights = layer["attention"]
+    if few_tokens.served(config, hidden, weights["k"]):
+        heads, turned = few_tokens.heads(layer, config, hidden, positions)
     else:
         x = attention_input(layer, config, hidden)
         count, x = x.shape[1], _enough_rows(x, weights["k"])
-        q, k, v = (_einsum("btm,hdm->bthd", x, weights[name])[:, :count] for name in ("q", "k", "v"))
-    q, k, v = (_with_bias(x, weights, name) for x, name in zip((q, k, v), ("q", "k", "v"), strict=True))
-    if config.qk_norm:
+        heads, turned = [_einsum("btm,hdm->bthd", x, weights[name])[:, :count] for name in ("q", "k", "v")], False
+    q, k, v = (_with_bias(x, weights, name) for x, name in zip(heads, ("q", "k", "v"), strict=True))
+    if config.qk_norm and not turned:
         q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
-    if turn is not None:
-        q, k = encode(q, positions, turn), encode(k, positions, turn)
+    if config.rope is not None and not turned:
+        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
@@ -233,24 +229,22 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        if _adds_at_once(config, hidden, weights, "o"):
-            hidden = _added_by_few(hidden, attended, weights["o"])
+        if few_tokens.added_at_once(config, hidden, weights, "o"):
+            hidden = few_tokens.added(hidden, attended, weights["o"])
         else:
             product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
-            hidden = hidden + _leaving(
-                layer, "attention", config, _with_bias(product[:, : hidden.shape[1]], weights, "o")
-            )
+            product = _with_bias(product[:, : hidden.shape[1]], weights, "o")
+            hidden = hidden + _leaving(layer, "attention", config, product)
     with jax.named_scope("mlp"):
         if config.experts is not None and "experts" in layer:
-            out = _mixture(layer, config, hidden)
-        elif _few(config, hidden, layer["mlp"]["up"]) and config.gated_mlp and not config.mlp_bias:
-            inner = _gated_of_few(layer, config, hidden)
-            if _adds_at_once(config, hidden, layer["mlp"], "down"):
-                return _added_by_few(hidden, inner, layer["mlp"]["down"])
-            out = _einsum("btf,fm->btm", inner, layer["mlp"]["down"])
-        else:
-            out = _mlp(layer["mlp"], config, _entering(layer, "mlp", config, hidden))
-        return hidden + _leaving(layer, "mlp", config, out)
+            return hidden + _leaving(layer, "mlp", config, _mixture(layer, config, config.experts, hidden))
+        weights = layer["mlp"]
+        inner = _inner(layer, config, hidden)
+        if few_tokens.added_at_once(config, hidden, weights, "down"):
+            return few_tokens.added(hidden, inner[:, : hidden.shape[1]], weights["down"])
+        product = _einsum("btf,fm->btm", _enough_rows(inner, weights["down"], "mlp"), weights["down"])
+        product = _with_bias(product[:, : hidden.shape[1]], weights, "down")
+        return hidden + _leaving(layer, "mlp", config, product)
 
 
 @_or_of_decoder
@@ -258,12 +252,9 @@ def finish(
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
-    if (hidden.ndim == 3 and _few(config, hidden, table)) or (
-        hidden.ndim == 2 and _few(config, hidden[:, None], table)
-    ):
-        norm = _norm_of_few(params["final_norm"], config)
-        logits = token_products(_rows(hidden), [table], across=False, norm=norm, after=After(wide=True))
-        logits = logits.reshape(*hidden.shape[:-1], -1)
+    tokens = hidden[:, None] if hidden.ndim == 2 else hidden
+    if tokens.ndim == 3 and few_tokens.served(config, tokens, table):
+        logits = few_tokens.logits(params, config, table, tokens).reshape(*hidden.shape[:-1], len(table))
     else:
         x = _norm(params["final_norm"], config, hidden)
         logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
@@ -307,61 +298,6 @@ def _layer_over_prompt(
     return finish(layer, config, hidden, attended)
 
 
-# --- few tokens, where a kernel reads their weights ---
-
-
-def _few(config: ModelConfig, hidden: Float[Array, "B T M"], weights: Array) -> bool:
-    return config.norm == "rms" and config.norm_place != "after" and few.serves(hidden, weights)
-
-
-def _norm_of_few(weights: Params, config: ModelConfig) -> tuple[Array, float, float]:
-    return weights["scale"], config.norm_eps, config.norm_offset
-
-
-def _rows(x: Float[Array, "B T ..."], dims: int = 1) -> Float[Array, "n _"]:
-    """Tokens one after the other, each with its last `dims` dimensions in one."""
-    return x.reshape(math.prod(x.shape[:-dims]), math.prod(x.shape[-dims:]))
-
-
-def _angles_at_once(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Array, Array] | None:
-    """Cosines and sines of the tokens, where nothing comes between products and rotation, and heads turn whole."""
-    rope = config.rope
-    if rope is None or rope.interleaved or rope.dim != config.head_dim or config.qk_norm or config.qkv_bias:
-        return None
-    return tuple(_rows(x[:, :, 0]) for x in cosines_and_sines(positions, rope))
-
-
-def _heads_of_few(
-    layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], angles: tuple[Array, Array] | None
-) -> list[Float[Array, "B T _ D"]]:
-    """Queries, keys and values before biases; with angles the first two are turned."""
-    weights = [layer["attention"][name] for name in ("q", "k", "v")]
-    flat = [w.reshape(-1, w.shape[2]) for w in weights]
-    norm, after = _norm_of_few(layer["attention_norm"], config), After(head_dim=config.head_dim)
-    products = token_products(_rows(hidden), flat, across=False, norm=norm, after=after, angles=angles)
-    return [x.reshape(*hidden.shape[:2], *w.shape[:2]) for x, w in zip(products, weights, strict=True)]
-
-
-def _gated_of_few(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
-    """What enters an MLP's last product."""
-    weights, norm = [layer["mlp"][name] for name in ("gate", "up")], _norm_of_few(layer["mlp_norm"], config)
-    inner = token_products(_rows(hidden), weights, across=True, norm=norm, after=After(gate=config.activation))
-    return inner.reshape(*hidden.shape[:2], -1)
-
-
-def _adds_at_once(config: ModelConfig, hidden: Float[Array, "B T M"], weights: Params, name: str) -> bool:
-    """Whether a block's last product is added to the hidden states as it is."""
-    plain = config.norm_place == "before" and config.residual_scale == 1 and f"{name}_bias" not in weights
-    return plain and few.serves(hidden, weights[name])
-
-
-def _added_by_few(hidden: Float[Array, "B T M"], inner: Array, weights: Array) -> Float[Array, "B T M"]:
-    """The hidden states and the product of what is within a block with its last weights."""
-    flat = weights.reshape(-1, weights.shape[-1])
-    out = token_products(_rows(inner, inner.ndim - 2), [flat], across=True, residual=_rows(hidden))
-    return out.reshape(hidden.shape)
-
-
 # --- parts ---
 
 
@@ -389,31 +325,28 @@ def _with_bias(x: Array, weights: Params, name: str) -> Array:
     return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
 
 
-def _mixture(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What a layer's experts give."""
-    weights, experts = layer["experts"], config.experts
-    assert experts is not None
-    plain = config.activation == "silu" and experts.clamp is None and not experts.bias
-    if not plain or not _few(config, hidden, weights["up"]):
-        x = _entering(layer, "mlp", config, hidden)
-        return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
-    norm, rows = _norm_of_few(layer["mlp_norm"], config), _rows(hidden)
-    logits = token_products(rows, [weights["router"]], across=False, norm=norm, after=After(wide=True))
-    products = weights["gate"], weights["up"], weights["down"]
-    route = {"per_token": experts.per_token, "normalize": experts.normalize}
-    return expert_products(rows, logits, *products, norm=norm, **route).reshape(hidden.shape)
-
-
-def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
-    activation, count = _ACTIVATIONS[config.activation], x.shape[1]
-    x = _enough_rows(x, weights["up"], "mlp")
+def _inner(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B _ F"]:
+    """What enters the last product of an MLP; behind few tokens there may be rows that mean nothing."""
+    activation, weights = _ACTIVATIONS[config.activation], layer["mlp"]
+    gates = config.gated_mlp and not config.mlp_bias and config.activation == "silu"
+    if gates and few_tokens.served(config, hidden, weights["up"]):
+        return few_tokens.gated(layer, config, hidden)
+    x = _enough_rows(_entering(layer, "mlp", config, hidden), weights["up"], "mlp")
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
     if config.gated_mlp:
         gate = _with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")
-        inner = activation(gate) * up
-    else:
-        inner = activation(up)
-    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"])[:, :count], weights, "down")
+        return activation(gate) * up
+    return activation(up)
+
+
+def _mixture(layer: Params, config: ModelConfig, experts: Experts, hidden: Float[Array, "B T M"]) -> Array:
+    """What a layer's experts give."""
+    weights = layer["experts"]
+    plain = config.activation == "silu" and experts.clamp is None and not experts.bias
+    if plain and few_tokens.served(config, hidden, weights["up"]):
+        return few_tokens.mixture(layer, config, experts, hidden)
+    x = _entering(layer, "mlp", config, hidden)
+    return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
 
 
 def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:

@@ -3,8 +3,9 @@
     grid (blocks of hidden units, tokens x experts of each)     gate and up, the activation
     grid (blocks of outputs, tokens x experts of each)          down, times the share
 
-Bytes: the weights of the chosen experts, of a token's each once. Every program finds its expert among the logits, for
-the way to memory and back costs a launch, and the search less than the first weights' arrival.
+Bytes: the weights of the chosen experts. Of one token every program finds its expert among the logits: XLA would take
+four launches for that, the search less than the first weights' arrival. Several tokens are sorted by expert, so that
+those of one expert read its weights together, and from memory once.
 """
 
 from functools import partial
@@ -57,10 +58,11 @@ def _run(options, x, logits, gate, up, down, scale):
     into, out = dict(into), dict(out)
     rows, (_, inputs, units) = len(x) * per_token, gate.shape
     route = {"per_token": per_token, "normalize": normalize}
+    routed = None if len(x) == 1 else _sorted(logits, **route)
     inner = call(
         partial(_into, block=into["block"], depth=into["depth"], eps=eps, offset=offset, **route),
         jax.ShapeDtypeStruct((rows, units), x.dtype),
-        *(x, logits, scale, gate, up),
+        *(x, logits, routed, scale, gate, up),
         grid=(units // into["block"], rows),
         warps=into["warps"],
         stages=into["stages"],
@@ -69,7 +71,7 @@ def _run(options, x, logits, gate, up, down, scale):
     outputs = call(
         partial(_out, block=out["block"], depth=out["depth"], **route),
         jax.ShapeDtypeStruct((rows, inputs), jnp.float32),
-        *(inner, logits, down),
+        *(inner, logits, routed, down),
         grid=(inputs // out["block"], rows),
         warps=out["warps"],
         stages=out["stages"],
@@ -90,10 +92,19 @@ def _run_jvp(options, args, tangents):
     return _run(options, *args), jax.jvp(definition, args, tangents)[1]
 
 
-def _into(x, logits, scale, gate, up, out, *, block, depth, eps, offset, per_token, normalize):
-    row = pl.program_id(1)
+def _sorted(logits, per_token, normalize):
+    """The way of each row by the experts' order: its number as token after token has it, its expert and share."""
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), per_token)
+    if normalize:
+        shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+    experts, shares = chosen.reshape(-1), shares.reshape(-1)
+    order = jnp.argsort(experts)
+    return order.astype(jnp.int32), experts[order], shares[order]
+
+
+def _into(x, logits, routed, scale, gate, up, out, *, block, depth, eps, offset, per_token, normalize):
+    row, expert, _ = _way(logits, routed, per_token, normalize)
     token, columns, inputs = row // per_token, arange(block, pl.program_id(0) * block), x.shape[1]
-    expert, _ = _chosen(logits, token, row % per_token, per_token, normalize)
     first = arange(ROWS) == 0
 
     def body(i, state):
@@ -114,10 +125,9 @@ def _into(x, logits, scale, gate, up, out, *, block, depth, eps, offset, per_tok
     plgpu.store(out.at[row, columns], inner.astype(out.dtype))
 
 
-def _out(inner, logits, down, out, *, block, depth, per_token, normalize):
-    row = pl.program_id(1)
+def _out(inner, logits, routed, down, out, *, block, depth, per_token, normalize):
+    row, expert, share = _way(logits, routed, per_token, normalize)
     columns, units = arange(block, pl.program_id(0) * block), inner.shape[1]
-    expert, share = _chosen(logits, row // per_token, row % per_token, per_token, normalize)
     first = arange(ROWS) == 0
 
     def body(i, total):
@@ -130,11 +140,19 @@ def _out(inner, logits, down, out, *, block, depth, per_token, normalize):
     plgpu.store(out.at[row, columns], jnp.sum(total, axis=0) * share)
 
 
-def _chosen(logits, token, place, per_token, normalize):
-    """The expert of a token at this place among its best ones, and its share."""
+def _way(logits, routed, per_token, normalize):
+    """The row of this program: its number, expert and share."""
+    number = pl.program_id(1)
+    if routed is not None:
+        return tuple(part[number] for part in routed)
+    return number, *_chosen(logits, number, per_token, normalize)
+
+
+def _chosen(logits, place, per_token, normalize):
+    """The expert of the only token at this place among its best ones, and its share."""
     count = logits.shape[1]
     number = arange(power_of_two(count, 16))
-    value = plgpu.load(logits.at[token, number], mask=number < count, other=-jnp.inf)
+    value = plgpu.load(logits.at[0, number], mask=number < count, other=-jnp.inf)
     peak = jnp.max(value)
     total = jnp.sum(jnp.exp(value - peak))
     expert, share, together = jnp.int32(0), jnp.float32(0), jnp.float32(0)

@@ -46,7 +46,8 @@ def token_products(
         block = whole_block(block, after.head_dim // 2)
     if min(block, depth) < LEAST:
         raise NotImplementedError(
-            f"The GPU kernel of token_products takes inputs and outputs in blocks of {LEAST}, got {inputs} and {outputs}."
+            f"The GPU kernel of token_products takes inputs and outputs in blocks of {LEAST}, got {inputs} inputs and "
+            f"{outputs} outputs."
         )
     sizes |= {"block": block, "depth": depth}
     eps, offset = (0.0, 0.0) if norm is None else norm[1:]
