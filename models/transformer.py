@@ -201,17 +201,17 @@ def qkv(
     by sqrt(D), whatever the model's scale.
     """
     weights = layer["attention"]
-    if few_tokens.served(config, hidden, weights["k"]):
-        heads, turned = few_tokens.heads(layer, config, hidden, positions)
+    x = attention_input(layer, config, hidden)
+    count, x = x.shape[1], _enough_rows(x, weights["k"])
+    product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
+    q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
+    if few_tokens.turns(config, q):
+        q, k = few_tokens.turned(weights, config, q, k, positions)
     else:
-        x = attention_input(layer, config, hidden)
-        count, x = x.shape[1], _enough_rows(x, weights["k"])
-        heads, turned = [_einsum("btm,hdm->bthd", x, weights[name])[:, :count] for name in ("q", "k", "v")], False
-    q, k, v = (_with_bias(x, weights, name) for x, name in zip(heads, ("q", "k", "v"), strict=True))
-    if config.qk_norm and not turned:
-        q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
-    if config.rope is not None and not turned:
-        q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+        if config.qk_norm:
+            q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
+        if config.rope is not None:
+            q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v
@@ -229,22 +229,15 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        if few_tokens.added_at_once(config, hidden, weights, "o"):
-            hidden = few_tokens.added(hidden, attended, weights["o"])
-        else:
-            product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
-            product = _with_bias(product[:, : hidden.shape[1]], weights, "o")
-            hidden = hidden + _leaving(layer, "attention", config, product)
+        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
+        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
+        x = _entering(layer, "mlp", config, hidden)
         if config.experts is not None and "experts" in layer:
-            return hidden + _leaving(layer, "mlp", config, _mixture(layer, config, config.experts, hidden))
-        weights = layer["mlp"]
-        inner = _inner(layer, config, hidden)
-        if few_tokens.added_at_once(config, hidden, weights, "down"):
-            return few_tokens.added(hidden, inner[:, : hidden.shape[1]], weights["down"])
-        product = _einsum("btf,fm->btm", _enough_rows(inner, weights["down"], "mlp"), weights["down"])
-        product = _with_bias(product[:, : hidden.shape[1]], weights, "down")
-        return hidden + _leaving(layer, "mlp", config, product)
+            out = _mixture(layer["experts"], config, config.experts, x)
+        else:
+            out = _mlp(layer["mlp"], config, x)
+        return hidden + _leaving(layer, "mlp", config, out)
 
 
 @_or_of_decoder
@@ -252,12 +245,8 @@ def finish(
 def unembed(params: Params, config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
     """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
     table = params["embed"] if config.tie_embeddings else params["lm_head"]
-    tokens = hidden[:, None] if hidden.ndim == 2 else hidden
-    if tokens.ndim == 3 and few_tokens.served(config, tokens, table):
-        logits = few_tokens.logits(params, config, table, tokens).reshape(*hidden.shape[:-1], len(table))
-    else:
-        x = _norm(params["final_norm"], config, hidden)
-        logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
+    x = _norm(params["final_norm"], config, hidden)
+    logits = _einsum("...m,vm->...v", x, table, preferred_element_type=jnp.float32)
     logits = logits if config.logit_scale == 1 else logits * config.logit_scale
     return logits if config.logit_cap is None else config.logit_cap * jnp.tanh(logits / config.logit_cap)
 
@@ -325,28 +314,24 @@ def _with_bias(x: Array, weights: Params, name: str) -> Array:
     return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
 
 
-def _inner(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B _ F"]:
-    """What enters the last product of an MLP; behind few tokens there may be rows that mean nothing."""
-    activation, weights = _ACTIVATIONS[config.activation], layer["mlp"]
-    gates = config.gated_mlp and not config.mlp_bias and config.activation == "silu"
-    if gates and few_tokens.served(config, hidden, weights["up"]):
-        return few_tokens.gated(layer, config, hidden)
-    x = _enough_rows(_entering(layer, "mlp", config, hidden), weights["up"], "mlp")
+def _mixture(weights: Params, config: ModelConfig, experts: Experts, x: Float[Array, "B T M"]) -> Array:
+    """What a layer's experts give."""
+    if not few_tokens.mixes(config, experts, x, weights):
+        return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
+    logits = _einsum("btm,em->bte", x, weights["router"], preferred_element_type=jnp.float32)
+    return few_tokens.mixture(weights, experts, x, logits)
+
+
+def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
+    activation, count = _ACTIVATIONS[config.activation], x.shape[1]
+    x = _enough_rows(x, weights["up"], "mlp")
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
     if config.gated_mlp:
         gate = _with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")
-        return activation(gate) * up
-    return activation(up)
-
-
-def _mixture(layer: Params, config: ModelConfig, experts: Experts, hidden: Float[Array, "B T M"]) -> Array:
-    """What a layer's experts give."""
-    weights = layer["experts"]
-    plain = config.activation == "silu" and experts.clamp is None and not experts.bias
-    if plain and few_tokens.served(config, hidden, weights["up"]):
-        return few_tokens.mixture(layer, config, experts, hidden)
-    x = _entering(layer, "mlp", config, hidden)
-    return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
+        inner = activation(gate) * up
+    else:
+        inner = activation(up)
+    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"])[:, :count], weights, "down")
 
 
 def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.attention import join_heads, query_heads
@@ -61,7 +62,7 @@ class Prompt:
 def compress_layer(
     method: Method,
     prompt: Prompt,
-    budgets: Int[Array, "B groups stages"],
+    budgets: Int[Array | np.ndarray, "B groups stages"],
     plan: LayerPlan,
     key: Array | None,
     selection: tuple[Any, ...] | None = None,

@@ -1,11 +1,20 @@
 """The experts of few tokens: a token's best experts, its way through each, and their outputs by its shares."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.dispatch import dispatch, platform
 from clusterkv_jax.kernels.expert_products import pallas_gpu, reference
+from clusterkv_jax.sharding import ambient_mesh
 
 BACKENDS = {"gpu": pallas_gpu.expert_products, "xla": reference.expert_products}
+
+
+def serves(x: Float[Array, "B T M"], weights: Float[Array, "E M F"]) -> bool:
+    """Whether a kernel takes these tokens through their experts here."""
+    mesh = ambient_mesh()
+    few = x.shape[0] * x.shape[1] <= pallas_gpu.MOST_TOKENS and (mesh is None or mesh.size == 1)
+    return few and platform() == "gpu" and x.dtype == weights.dtype == jnp.bfloat16
 
 
 def expert_products(
@@ -17,21 +26,19 @@ def expert_products(
     *,
     per_token: int,
     normalize: bool,
-    norm: tuple[Float[Array, " M"], float, float],
     backend: str | None = None,
 ) -> Float[Array, "n M"]:
-    """Of each token the sum of `down (silu(gate x') * up x')` over its `per_token` best experts, by their shares.
+    """Of each token the sum of `down (silu(gate x) * up x)` over its `per_token` best experts, by their shares.
 
     Args:
-        x: few tokens, x' after the norm.
-        logits: float32, of the router; of equal ones the first expert is chosen.
+        x: few tokens.
+        logits: of the router, float32; of equal ones the first expert is chosen.
         gate, up, down: weights of all experts, of which those of the chosen ones are read.
         normalize: shares are softmax probabilities among the chosen experts rather than among all.
-        norm: scale, eps and offset of an RMS norm, `x' = x / sqrt(mean(x²) + eps) * (offset + scale)`.
 
     Raises:
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    options = {"per_token": per_token, "normalize": normalize, "norm": norm}
-    return dispatch("expert_products", BACKENDS, backend, x, logits, gate, up, down, **options)
+    route = {"per_token": per_token, "normalize": normalize}
+    return dispatch("expert_products", BACKENDS, backend, x, logits, gate, up, down, **route)

@@ -17,16 +17,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.expert_products import reference
 from clusterkv_jax.kernels.gpu import arange, call, dot, power_of_two
-from clusterkv_jax.kernels.token_products.pallas_gpu import LEAST, MOST_TOKENS, whole_block
 from clusterkv_jax.kernels.tuning import blocks
 
+MOST_TOKENS = 16
 ROWS = 16  # as the matrix unit wants; one is real
+LEAST = 16  # inputs and outputs of a block, likewise
 SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 4}
 
 
-def expert_products(
-    x, logits, gate, up, down, *, per_token, normalize, norm, sizes=None, down_sizes=None, interpret=False
-):
+def expert_products(x, logits, gate, up, down, *, per_token, normalize, sizes=None, down_sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.expert_products.expert_products`.
 
     `sizes` go before what was measured on this device (`kernels.tuning`): outputs of a program, inputs at a time, warps
@@ -46,23 +45,26 @@ def expert_products(
             f"The GPU kernel of expert_products takes inputs and hidden units in blocks of {LEAST}, got {inputs} and "
             f"{units}."
         )
-    scale, eps, offset = norm
     static = tuple(sorted(into.items())), tuple(sorted(out.items()))
-    options = (per_token, normalize, eps, offset, *static, interpret)
-    return _run(options, x, logits, gate, up, down, scale)
+    return _run((per_token, normalize, *static, interpret), x, logits, gate, up, down)
+
+
+def whole_block(most: int, size: int) -> int:
+    """The largest power of two, up to `most`, of which `size` is a multiple."""
+    return min(most, size & -size)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(options, x, logits, gate, up, down, scale):
-    per_token, normalize, eps, offset, into, out, interpret = options
+def _run(options, x, logits, gate, up, down):
+    per_token, normalize, into, out, interpret = options
     into, out = dict(into), dict(out)
     rows, (_, inputs, units) = len(x) * per_token, gate.shape
     route = {"per_token": per_token, "normalize": normalize}
     routed = None if len(x) == 1 else _sorted(logits, **route)
     inner = call(
-        partial(_into, block=into["block"], depth=into["depth"], eps=eps, offset=offset, **route),
+        partial(_into, block=into["block"], depth=into["depth"], **route),
         jax.ShapeDtypeStruct((rows, units), x.dtype),
-        *(x, logits, routed, scale, gate, up),
+        *(x, logits, routed, gate, up),
         grid=(units // into["block"], rows),
         warps=into["warps"],
         stages=into["stages"],
@@ -83,12 +85,8 @@ def _run(options, x, logits, gate, up, down, scale):
 @_run.defjvp
 def _run_jvp(options, args, tangents):
     """A kernel cannot be differentiated, the reference can."""
-    per_token, normalize, eps, offset, *_ = options
-
-    def definition(*operands):
-        norm = (operands[-1], eps, offset)
-        return reference.expert_products(*operands[:-1], per_token=per_token, normalize=normalize, norm=norm)
-
+    per_token, normalize, *_ = options
+    definition = partial(reference.expert_products, per_token=per_token, normalize=normalize)
     return _run(options, *args), jax.jvp(definition, args, tangents)[1]
 
 
@@ -102,25 +100,18 @@ def _sorted(logits, per_token, normalize):
     return order.astype(jnp.int32), experts[order], shares[order]
 
 
-def _into(x, logits, routed, scale, gate, up, out, *, block, depth, eps, offset, per_token, normalize):
+def _into(x, logits, routed, gate, up, out, *, block, depth, per_token, normalize):
     row, expert, _ = _way(logits, routed, per_token, normalize)
-    token, columns, inputs = row // per_token, arange(block, pl.program_id(0) * block), x.shape[1]
-    first = arange(ROWS) == 0
+    columns, inputs = arange(block, pl.program_id(0) * block), x.shape[1]
 
     def body(i, state):
-        gates, ups, squares = state
         k = arange(depth, i * depth)
-        wide = plgpu.load(x.at[token, k]).astype(jnp.float32)
-        squares = squares + jnp.sum(wide * wide)
-        scaled = wide * (offset + plgpu.load(scale.at[k]).astype(jnp.float32))
-        rows = jnp.where(first[:, None], scaled[None, :], 0.0).astype(x.dtype)
-        some = [plgpu.load(w.at[expert, k[:, None], columns[None, :]]) for w in (gate, up)]
-        return gates + dot(rows, some[0]), ups + dot(rows, some[1]), squares
+        rows = _only_row(plgpu.load(x.at[row // per_token, k]))
+        weights = (plgpu.load(w.at[expert, k[:, None], columns[None, :]]) for w in (gate, up))
+        return [total + dot(rows, some) for total, some in zip(state, weights, strict=True)]
 
     zeros = jnp.zeros((ROWS, block), jnp.float32)
-    gates, ups, squares = jax.lax.fori_loop(0, inputs // depth, body, (zeros, zeros, jnp.zeros((), jnp.float32)))
-    factor = jax.lax.rsqrt(squares / inputs + eps)
-    gates, ups = gates * factor, ups * factor
+    gates, ups = jax.lax.fori_loop(0, inputs // depth, body, [zeros, zeros])
     inner = jnp.sum(gates / (1 + jnp.exp(-gates)) * ups, axis=0)
     plgpu.store(out.at[row, columns], inner.astype(out.dtype))
 
@@ -128,16 +119,20 @@ def _into(x, logits, routed, scale, gate, up, out, *, block, depth, eps, offset,
 def _out(inner, logits, routed, down, out, *, block, depth, per_token, normalize):
     row, expert, share = _way(logits, routed, per_token, normalize)
     columns, units = arange(block, pl.program_id(0) * block), inner.shape[1]
-    first = arange(ROWS) == 0
 
     def body(i, total):
         k = arange(depth, i * depth)
-        some = plgpu.load(inner.at[row, k]).astype(jnp.float32)
-        rows = jnp.where(first[:, None], some[None, :], 0.0).astype(inner.dtype)
+        rows = _only_row(plgpu.load(inner.at[row, k]))
         return total + dot(rows, plgpu.load(down.at[expert, k[:, None], columns[None, :]]))
 
     total = jax.lax.fori_loop(0, units // depth, body, jnp.zeros((ROWS, block), jnp.float32))
     plgpu.store(out.at[row, columns], jnp.sum(total, axis=0) * share)
+
+
+def _only_row(values):
+    """A tile for the matrix unit, whose first row these are."""
+    first = arange(ROWS) == 0
+    return jnp.where(first[:, None], values[None, :], jnp.zeros((), values.dtype))
 
 
 def _way(logits, routed, per_token, normalize):

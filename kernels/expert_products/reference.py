@@ -4,12 +4,8 @@ import jax
 import jax.numpy as jnp
 
 
-def expert_products(x, logits, gate, up, down, *, per_token, normalize, norm):
+def expert_products(x, logits, gate, up, down, *, per_token, normalize):
     """See `clusterkv_jax.kernels.expert_products.expert_products`."""
-    scale, eps, offset = norm
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    x = (wide * (offset + scale.astype(jnp.float32))[None]).astype(x.dtype)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), per_token)
     if normalize:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)

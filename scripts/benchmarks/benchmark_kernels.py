@@ -34,6 +34,7 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
@@ -44,6 +45,7 @@ from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.causal_attention import causal_attention
 
 HEADS, GROUP, DIM = LLAMA.num_kv_heads, LLAMA.num_heads // LLAMA.num_kv_heads, LLAMA.head_dim
@@ -56,7 +58,7 @@ CASES = 3  # of every shape that is checked; it is the compilation of each that 
 def kernels() -> dict[str, Callable[..., Any]]:
     """The kernels to be checked, as the CHECKS of tests/kernels/collect.py name them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
-    ops += [index_scores, select_rows, recalled_attention, row_merge]
+    ops += [index_scores, select_rows, recalled_attention, row_merge, expert_products, turned_heads]
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})

@@ -46,6 +46,7 @@ from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.planning.shapes import model_config
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
@@ -112,8 +113,8 @@ def programs(array):
             edges=method.edges,
         )
 
-    def decoding(method, **changes):
-        config = replace(LLAMA, vocab_size=1024, intermediate_size=1024, num_layers=2, **changes)
+    def decoding(method, model=LLAMA, **changes):
+        config = replace(model, vocab_size=1024, intermediate_size=1024, num_layers=2, **changes)
 
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
@@ -213,6 +214,7 @@ def programs(array):
         "decode with windows": decoding(
             ckv.CentroidKV(share), window=4096, sliding_layers=(0,), local_rope=LLAMA.rope, soft_cap=50.0
         ),
+        "decode with experts": decoding(ckv.CentroidKV(share), model_config("qwen3-30b-a3b"), max_positions=2 * PROMPT),
     }
     sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
     weights = {name: array(shape, bf16) for name, shape in sizes.items()}

@@ -96,6 +96,12 @@ def test_decoding_holds_one_cache(programs):
         assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
 
 
+def test_a_step_takes_few_launches_through_experts(programs):
+    """Two, and one for the norms and rotations of queries and keys."""
+    names = set(programs["decode with experts"]["names"])
+    assert {"turned_heads_kernel", "expert_products_into", "expert_products_out"} <= names
+
+
 def test_a_host_store_never_comes_to_the_device(programs):
     """Two layers' rows are on the host at the end, and on the way a step has no room for those of one."""
     if (name := "decode with recall from the host") not in programs:
@@ -123,6 +129,7 @@ def test_experts_of_a_step_are_read_where_they_lie(programs):
     for name in ("experts of a token", "experts of a batch"):
         assert programs[name]["temporary"] < 2048 * 768 * 2, name
         assert programs[name]["loops"] == 0, name
+    assert programs["decode with experts"]["temporary"] < programs["decode with experts"]["alias"] / 2
     # gpt-oss's, of which a matrix has 17 MB.
     assert programs["experts with biases"]["temporary"] < 2880 * 2880 * 2
     assert programs["experts with biases"]["loops"] == 0

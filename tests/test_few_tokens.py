@@ -1,0 +1,54 @@
+"""Few tokens through kernels: the decoder's own parts, whichever way they are taken."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clusterkv_jax.models import few_tokens, registry, transformer
+from tests.support.checkpoint_files import FAMILIES
+
+
+def one_layer(family: str):
+    config = registry.from_hf(FAMILIES[family])
+    params = transformer.init(jax.random.key(0), replace(config, num_layers=1), jnp.float32)
+    return params["layers"][0], config.of_layer(0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_layer_is_the_same_with_the_ops_of_few_tokens(family, monkeypatch):
+    layer, config = one_layer(family)
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, config.hidden_size))
+    positions = jnp.asarray([[5, 6, 7], [900, 901, 902]])
+
+    def parts():
+        q, k, v = transformer.qkv(layer, config, hidden, positions)
+        return q, k, v, transformer.finish(layer, config, hidden, q)
+
+    expected = parts()
+    monkeypatch.setattr(few_tokens, "turns", lambda config, q: True)
+    monkeypatch.setattr(few_tokens, "mixes", lambda config, experts, x, weights: True)
+    for mine, own in zip(parts(), expected, strict=True):
+        np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):
+    """Without norms of their own, with one norm for all, or turned in part."""
+    monkeypatch.setattr(few_tokens.by_heads, "serves", lambda q: True)
+    turned = {
+        name: few_tokens.turns(registry.from_hf(config), jnp.zeros((1, 1, 2, 8))) for name, config in FAMILIES.items()
+    }
+    assert turned["qwen3"]
+    assert turned["qwen3_moe"]
+    assert not any(turned[name] for name in ("mistral", "qwen2", "olmo2", "glm", "opt"))
+
+
+def test_experts_that_a_kernel_cannot_take_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr(few_tokens.by_experts, "serves", lambda x, weights: True)
+    served = {}
+    for name in ("qwen3_moe", "mixtral", "gpt_oss"):
+        config = registry.from_hf(FAMILIES[name])
+        served[name] = few_tokens.mixes(config, config.experts, jnp.zeros((1, 1, 8)), {"up": jnp.zeros((1, 8, 8))})
+    assert served == {"qwen3_moe": True, "mixtral": True, "gpt_oss": False}
