@@ -32,8 +32,9 @@ METHODS = [
     CLUSTERS,
     replace(CLUSTERS, store="host", cached_steps=2),
 ]
-# Tokens of prompt, question (0: none) and answer; temperatures. Two widths, more requests than slots.
-REQUESTS = [(40, 0, 12, 0.0), (90, 20, 30, 0.0), (40, 3, 20, 0.9), (70, 5, 9, 0.0), (64, 0, 50, 0.9), (40, 70, 3, 0.0)]
+# Tokens of prompt, question (0: none) and answer; temperatures. Two widths, more requests than slots. `generate` reads
+# two each by the same programs.
+REQUESTS = [(40, 0, 12, 0.9), (90, 70, 30, 0.0), (40, 3, 20, 0.9), (70, 66, 9, 0.0), (64, 0, 50, 0.9), (40, 16, 3, 0.9)]
 
 
 # A token that is there twice has the same score twice in the first layer, but for the last bits, in which a batch of
