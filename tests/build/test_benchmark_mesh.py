@@ -1,17 +1,21 @@
 """The benchmark of meshes runs, on two devices of the CPU."""
 
+import json
 import os
 from pathlib import Path
 
+from tests.support.checkpoint_files import LLAMA
+from tests.support.job import FLAGS
 from tests.support.processes import python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_mesh.py"
 
 
-def test_every_mesh_and_method_has_a_line():
-    small = ["--model", "demo", "--tokens", "512", "--dtype", "float32", "--repeats", "0", "--variant", "default"]
+def test_every_mesh_and_method_has_a_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 1024}))
+    small = ["--model", tmp_path, "--tokens", "512", "--dtype", "float32", "--repeats", "0", "--variant", "default"]
     meshes = ["--mesh", "one", "--mesh", "model=2", "--mesh", "sequence=2"]
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    said = python(SCRIPT, *small, *meshes, env={**os.environ, **flags}).stdout
+    devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    said = python(SCRIPT, *small, *meshes, env={**os.environ, **FLAGS, "XLA_FLAGS": devices}).stdout
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in said.splitlines() if "GiB" in line]
     assert lines == [[mesh, name, "default"] for mesh in meshes[1::2] for name in ("full", "centroidkv")]

@@ -84,14 +84,14 @@ def test_reading_a_prompt_makes_no_square_of_it():
     """Beside parameters and caches: the activations of one layer, its own full keys and values, and no n x n scores.
 
     H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/results/speed.md
-    has the others.
+    has the others. A quarter of the model shows it, and compiles in half of the time.
     """
-    programs = run("tpu_prefill_programs.py", "32768", "h2o", "adakv")
+    programs = run("tpu_prefill_programs.py", "32768", "4", "h2o", "adakv")
     for name, program in programs.items():
         assert program["temporary"] <= program["activations"] + program["full_cache"], name
         assert program["temporary"] < 32768**2 * 4, name  # not even the scores of a single head
         # The hidden states are handed on in place; what comes out beside them is the compressed cache.
-        assert program["alias"] == 32768 * 4096 * 2, name
+        assert program["alias"] == 32768 * 1024 * 2, name
         # The budget, the tokens that may be appended, and tiles, or pages that are not full: an interval at most.
         assert abs(program["slots"] - int(0.2 * 32768)) <= 128 + (128 if name == "adakv" else 16), name
 

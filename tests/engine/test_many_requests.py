@@ -1,8 +1,12 @@
 """Three hundred requests with cancels and failures, twice: the same to the letter, and nothing is left."""
 
+import pytest
+
 from tests.engine.test_engine import engine, many
 
 
+# Ordinary runs try sixty, in test_engine.
+@pytest.mark.exhaustive
 def test_three_hundred_requests_twice_are_the_same_and_leave_nothing():
     outcomes = []
     for _ in range(2):

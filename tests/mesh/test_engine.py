@@ -3,7 +3,7 @@
 import pytest
 
 import clusterkv_jax as ckv
-from tests.mesh.test_every_method import MESHES, METHODS, model_on
+from tests.mesh.test_every_method import MESHES, METHODS, layers_for, model_on
 from tests.mesh.test_sharding import CENTROID
 from tests.support.methods import named
 from tests.support.tiny import calmed, prompt, taught, untied
@@ -32,7 +32,8 @@ def said(model: ckv.Model, method) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize(("text", "method"), CASES, ids=lambda x: x if isinstance(x, str) else named(x))
 def test_an_engine_on_a_mesh_says_what_it_says_on_one_device(text, method):
-    alone, _ = said(calmed(untied(taught(kv_heads=4)), method), method)
-    tokens, programs = said(calmed(model_on(text), method), method)
+    layers = layers_for(method)
+    alone, _ = said(calmed(untied(taught(4, layers)), method), method)
+    tokens, programs = said(calmed(model_on(text, layers=layers), method), method)
     assert tokens == alone
     assert programs == 0

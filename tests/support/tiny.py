@@ -48,9 +48,9 @@ def sliding(
 
 
 @functools.cache
-def taught(kv_heads: int = 2) -> ckv.Model:
+def taught(kv_heads: int = 2, layers: int = 2) -> ckv.Model:
     """The same with a random surrogate of scores."""
-    return with_surrogate(tiny(kv_heads))
+    return with_surrogate(tiny(kv_heads, layers))
 
 
 def with_surrogate(model: ckv.Model) -> ckv.Model:

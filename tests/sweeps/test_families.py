@@ -1,4 +1,4 @@
-"""Every method on every family: the rows and tokens of a batch are those of its prompts alone, budgets are exact."""
+"""Every method on every family: no sequence of a batch notices another, budgets are exact."""
 
 import functools
 from dataclasses import replace
@@ -36,7 +36,8 @@ CASES = [
     for i, method in enumerate(METHODS)
     for j, name in enumerate(NAMES)
 ]
-LENGTHS = [48, 33]
+# Of two prompts, and of one that stands beside either.
+LENGTHS = [48, 33, 40]
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def answers(name: str, method: Any, seeds: list[int]) -> ckv.Result:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_rows_are_the_model_without_a_cache(name):
-    model, texts = model_of(name), [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+    model, texts = model_of(name), [prompt(seed, length) for seed, length in enumerate(LENGTHS[:2])]
     result = ckv.generate(model, texts, method=ckv.Full(), max_new_tokens=10)
     read = jax.jit(forward, static_argnums=1)
     for text, tokens in zip(texts, result.tokens, strict=True):
@@ -66,13 +67,15 @@ def test_all_rows_are_the_model_without_a_cache(name):
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
-def test_a_batch_is_its_prompts_alone_within_the_budget(name, method):
-    both = answers(name, method, [0, 1])
-    budgets = budget_rows(name, method)
-    for seed in (0, 1):
-        alone = answers(name, method, [seed])
-        assert both.tokens[seed] == alone.tokens[0]
-        held = [layer[0] for layer in alone.stats.kept_rows]
+def test_sequences_of_a_batch_are_their_own_within_the_budget(name, method):
+    """What stands beside a prompt, and which of them comes first, does not matter; all are batches of two, which share
+    their programs.
+    """
+    both, budgets = answers(name, method, [0, 1]), budget_rows(name, method)
+    for seed, others in ((0, [2, 0]), (1, [1, 2])):
+        moved, place = answers(name, method, others), others.index(seed)
+        assert both.tokens[seed] == moved.tokens[place]
+        held = [layer[place] for layer in moved.stats.kept_rows]
         assert [layer[seed] for layer in both.stats.kept_rows] == held
         if method.forgets:
             np.testing.assert_array_equal(np.sum(held, axis=1), budgets[:, seed])
@@ -82,7 +85,7 @@ def test_a_batch_is_its_prompts_alone_within_the_budget(name, method):
 
 def budget_rows(name: str, method: Any) -> np.ndarray:
     """The rows that the heads of each layer may hold together, of each prompt [L,B]."""
-    model, lengths = model_of(name), np.asarray(LENGTHS)
+    model, lengths = model_of(name), np.asarray(LENGTHS[:2])
     counts = {"max_new_tokens": 10, "reserve": 15, "step_tokens": 5}
     request = request_of_model(model.config, model.params["embed"].dtype, lengths, None, **counts)
     rows = [method.budget_rows(lengths, layer, request) for layer in range(request.num_layers)]
