@@ -35,10 +35,9 @@ from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, r
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
-    plan_of_layer,
+    planned_layer,
     repeats,
     repetition_of,
-    rows_of_request,
 )
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models import transformer
@@ -122,11 +121,7 @@ def prefill(
             args = params, config, repetition_of(method), tokens, prefill_chunk, hidden, position
             rows, logits = _read_and_repeat(*args, on_layer, run)
 
-        @cache
-        def planned(number: int) -> tuple[LayerPlan, Any]:
-            plan = plan_of_layer(config, method, number, request) if plans is None else plans[number]
-            return plan, rows_of_request(method, plan, lengths, config.global_number(number), request)
-
+        planned = cache(partial(planned_layer, config, method, request, lengths if numbers is None else numbers, plans))
         layers, state, selection = [], [], None
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)

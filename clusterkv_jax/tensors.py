@@ -113,7 +113,12 @@ def compress(
 
 @jit(static_argnames=("method", "plan", "most"))
 def _compress(
-    method: Method, prompt: Prompt, budgets: Int[Array, "B groups stages"], plan: LayerPlan, key: Array, most: int
+    method: Method,
+    prompt: Prompt,
+    budgets: Int[Array | np.ndarray, "B groups stages"],
+    plan: LayerPlan,
+    key: Array,
+    most: int,
 ) -> tuple[LayerCache | HeadGroups, dict[str, Bool[Array, ""]]]:
     """The layer's cache, and which of the prompt's arrays are sound: in one program they are read once."""
     layer: Any = compress_layer(method, prompt, budgets, plan, key)[0]

@@ -6,21 +6,31 @@ What they cannot take is left to XLA, as are all products of tokens with weights
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels import expert_products as by_experts
-from clusterkv_jax.kernels import turned_heads as by_heads
+from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.expert_products import expert_products
+from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
+from clusterkv_jax.sharding import ambient_mesh
 
 Params = dict[str, Any]
+MOST = 16  # tokens: beyond, launches are not what takes time
+
+
+def few(x: Float[Array, "B T ..."]) -> bool:
+    """Whether these are few tokens, and on one GPU."""
+    mesh = ambient_mesh()
+    return platform() == "gpu" and x.shape[0] * x.shape[1] <= MOST and (mesh is None or mesh.size == 1)
 
 
 def turns(config: ModelConfig, q: Float[Array, "B T H D"]) -> bool:
     """Whether a kernel normalises and turns these heads: whole ones, each by its own norm."""
     rope, own_norm = config.rope, config.qk_norm and not config.qk_norm_whole and not config.qkv_bias
     whole = rope is not None and rope.dim == config.head_dim and not rope.interleaved
-    return own_norm and whole and config.norm == "rms" and by_heads.serves(q)
+    return own_norm and whole and config.norm == "rms" and few(q)
 
 
 def turned(
@@ -35,14 +45,14 @@ def turned(
     cos, sin = (x.reshape(-1, x.shape[-1]) for x in cosines_and_sines(positions, config.rope))
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k)]
     operands = rows[0], rows[1], weights["q_norm"], weights["k_norm"], cos, sin
-    turned_q, turned_k = by_heads.turned_heads(*operands, eps=config.norm_eps, offset=config.norm_offset)
+    turned_q, turned_k = turned_heads(*operands, eps=config.norm_eps, offset=config.norm_offset)
     return turned_q.reshape(q.shape), turned_k.reshape(k.shape)
 
 
 def mixes(config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], weights: Params) -> bool:
     """Whether a kernel takes these tokens through their experts: gated by silu, without biases."""
     plain = config.activation == "silu" and experts.clamp is None and not experts.bias
-    return plain and by_experts.serves(x, weights["up"])
+    return plain and few(x) and x.dtype == weights["up"].dtype == jnp.bfloat16
 
 
 def mixture(
@@ -53,4 +63,4 @@ def mixture(
     rows = x.reshape(tokens, -1), logits.reshape(tokens, -1)
     route = {"per_token": experts.per_token, "normalize": experts.normalize}
     products = weights["gate"], weights["up"], weights["down"]
-    return by_experts.expert_products(*rows, *products, **route).reshape(x.shape)
+    return expert_products(*rows, *products, **route).reshape(x.shape)

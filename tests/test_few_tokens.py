@@ -36,7 +36,7 @@ def test_a_layer_is_the_same_with_the_ops_of_few_tokens(family, monkeypatch):
 
 def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):
     """Without norms of their own, with one norm for all, or turned in part."""
-    monkeypatch.setattr(few_tokens.by_heads, "serves", lambda q: True)
+    monkeypatch.setattr(few_tokens, "few", lambda x: True)
     turned = {
         name: few_tokens.turns(registry.from_hf(config), jnp.zeros((1, 1, 2, 8))) for name, config in FAMILIES.items()
     }
@@ -46,9 +46,9 @@ def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):
 
 
 def test_experts_that_a_kernel_cannot_take_are_left_to_xla(monkeypatch):
-    monkeypatch.setattr(few_tokens.by_experts, "serves", lambda x, weights: True)
-    served = {}
+    monkeypatch.setattr(few_tokens, "few", lambda x: True)
+    served, rows = {}, (jnp.zeros((1, 1, 8), jnp.bfloat16), {"up": jnp.zeros((1, 8, 8), jnp.bfloat16)})
     for name in ("qwen3_moe", "mixtral", "gpt_oss"):
         config = registry.from_hf(FAMILIES[name])
-        served[name] = few_tokens.mixes(config, config.experts, jnp.zeros((1, 1, 8)), {"up": jnp.zeros((1, 8, 8))})
+        served[name] = few_tokens.mixes(config, config.experts, *rows)
     assert served == {"qwen3_moe": True, "mixtral": True, "gpt_oss": False}

@@ -94,7 +94,7 @@ def compress_layer(
         else:
             before = None if selection is None else selection[i]
             _check_inputs(method, prompt, plan.needs)
-            part = _compress_group(method, cache, prompt, budgets[:, i], group, key, before)
+            part = _compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before)
         cache = part[0] if isinstance(part[0], PagedHeads) else resize(part[0], group.capacity)
         parts.append((quantised(cache, method.cache_dtype), part[1], part[2]))
     caches, state, selections = zip(*parts, strict=True)

@@ -3,6 +3,7 @@
 All of it is arithmetic on the host, in double precision where a budget is a ratio, as the papers' int() is.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,29 @@ def rows_of_request(
         return rows.astype(np.int32)
     # Lengths that are traced cannot be checked: every head keeps at least what it must.
     return look_up(np.maximum(rows, method.protected.fewest), lengths)
+
+
+def planned_layer(
+    config: ModelConfig,
+    method: Method,
+    request: Request,
+    lengths: Int[Array | np.ndarray, " B"],
+    plans: Sequence[LayerPlan] | None,
+    layer: int,
+) -> tuple[LayerPlan, Int[Array | np.ndarray, "B groups stages"]]:
+    """The plan of a model's layer, its own unless there are `plans`, and the budgets of these prompts.
+
+    Its groups are `exact` where the host knows all that the device would have to be asked: prompts as long as the
+    longest, each with the budget that its program expects.
+    """
+    plan = plan_of_layer(config, method, layer, request) if plans is None else plans[layer]
+    budgets = rows_of_request(method, plan, lengths, config.global_number(layer), request)
+    numbers = concrete(lengths)
+    if numbers is None or np.any(numbers != np.max(request.lengths)):
+        return plan, budgets
+    exact = np.all(budgets[:, :, 0] == [group.most_rows for group in plan.groups], axis=0).tolist()
+    groups = (replace(group, exact=known) for group, known in zip(plan.groups, exact, strict=True))
+    return replace(plan, groups=tuple(groups)), budgets
 
 
 def stages(rows: np.ndarray) -> np.ndarray:

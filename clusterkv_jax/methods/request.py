@@ -57,6 +57,7 @@ class GroupPlan:
         step_tokens: the most of them that are appended at once.
         rope: the model's rotations.
         share: the group's part of the budget in units of the mean over all layers and heads.
+        exact: whether every prompt is known to be the longest, with a budget of `most_rows`.
     """
 
     heads: tuple[int, ...]
@@ -67,6 +68,7 @@ class GroupPlan:
     step_tokens: int = 1
     rope: Rope | None = None
     share: float = 1.0
+    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,11 @@
 """The experts of few tokens: a token's best experts, its way through each, and their outputs by its shares."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch, platform
+from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.expert_products import pallas_gpu, reference
-from clusterkv_jax.sharding import ambient_mesh
 
 BACKENDS = {"gpu": pallas_gpu.expert_products, "xla": reference.expert_products}
-
-
-def serves(x: Float[Array, "B T M"], weights: Float[Array, "E M F"]) -> bool:
-    """Whether a kernel takes these tokens through their experts here."""
-    mesh = ambient_mesh()
-    few = x.shape[0] * x.shape[1] <= pallas_gpu.MOST_TOKENS and (mesh is None or mesh.size == 1)
-    return few and platform() == "gpu" and x.dtype == weights.dtype == jnp.bfloat16
 
 
 def expert_products(

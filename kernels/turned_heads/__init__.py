@@ -2,22 +2,10 @@
 
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch, platform
-from clusterkv_jax.kernels.gpu import DTYPES
+from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.turned_heads import pallas_gpu, reference
-from clusterkv_jax.sharding import ambient_mesh
 
 BACKENDS = {"gpu": pallas_gpu.turned_heads, "xla": reference.turned_heads}
-
-
-MOST_TOKENS = 16  # beyond, launches are not what takes time
-
-
-def serves(q: Float[Array, "B T H D"]) -> bool:
-    """Whether a kernel takes the heads of these tokens here."""
-    mesh = ambient_mesh()
-    few = q.shape[0] * q.shape[1] <= MOST_TOKENS and (mesh is None or mesh.size == 1)
-    return few and platform() == "gpu" and q.dtype in DTYPES
 
 
 def turned_heads(

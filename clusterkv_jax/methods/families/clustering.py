@@ -95,7 +95,8 @@ class Clustering(Method):
         prompt: Any = rows.cache
         target = jnp.where(rows.position >= rows.budget + self.schedule.slack, rows.budget, rows.position)
         slots = min(rows.plan.capacity, prompt.capacity)
-        cluster = partial(self._cluster, slots=slots, expected_rounds=self._expected_rounds(rows))
+        rounds = self._expected_rounds(rows)
+        cluster = partial(self._cluster, slots=slots, expected_rounds=rounds, enough=rounds > 0 and rows.plan.exact)
         group, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
         return Compressed(group, {"rounds": rounds})
 
@@ -119,6 +120,7 @@ class Clustering(Method):
         rounds: Int[Array, " B"],
         slots: int | None = None,
         expected_rounds: int = 0,
+        enough: bool = False,
     ) -> tuple[LayerCache, Int[Array, " B"]]:
         return soft_matching.cluster(
             group,
@@ -131,6 +133,7 @@ class Clustering(Method):
             slots=slots,
             edges=self.edges,
             expected_rounds=expected_rounds,
+            enough=enough,
         )
 
     @override
