@@ -14,6 +14,7 @@ from clusterkv_jax import decoding, reading
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due
+from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.methods import every_method, named
@@ -109,6 +110,28 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     most = reading.TOKENS_AT_ONCE // batch
     assert inner(most) == {most}
     assert inner(most + 64) == {most // 2 + 32}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new_tokens", "known"),
+    [(PROMPTS[:1], STEPS, True), ([PROMPTS[0]] * 2, STEPS, True), (PROMPTS[:2], STEPS, False), (PROMPTS[:1], 1, False)],
+    ids=["one prompt", "prompts alike", "unequal prompts", "a smaller budget than reserved"],
+)
+def test_plans_are_exact_where_the_host_knows_every_round(prompts, new_tokens, known):
+    """Then a GPU is not asked whether a prompt has met its budget, which is that of the plan."""
+    model, plans = tiny(), []
+
+    def run(program, *args):
+        plans.extend(group for arg in args if isinstance(arg, LayerPlan) for group in arg.groups)
+        return program(*args)
+
+    tokens, lengths = padded(*prompts)
+    method = dataclasses.replace(CENTROID, budget=ckv.Budget(ratio=0.5, base="prompt+new"))
+    counts = {"max_new_tokens": new_tokens, "reserve": STEPS}
+    cache, _ = decoding.prefill(model.params, model.config, method, tokens, lengths, **counts, run=run)
+    assert [group.exact for group in plans] == [known] * model.config.num_layers
+    if known:
+        assert {rows for layer in occupancy(cache) for heads in layer for rows in heads} == {plans[0].most_rows}
 
 
 def test_decode_steps_of_the_full_cache_are_the_forward_pass():
