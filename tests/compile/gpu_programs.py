@@ -26,8 +26,7 @@ from described import array as on_mesh
 from jax.experimental import topologies
 
 import clusterkv_jax as ckv
-from clusterkv_jax import soft_matching
-from clusterkv_jax.cache import LayerCache, groups
+from clusterkv_jax.cache import groups
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
@@ -42,7 +41,9 @@ from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
+from clusterkv_jax.methods.plan import planned_layer
+from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
@@ -97,21 +98,13 @@ def programs(array):
         )
         return match, (rows, rows, heads, degree, array(degree.shape, i32), length)
 
-    def cluster(method, layer, budget, rounds):
-        schedule = soft_matching.merge_schedule(PROMPT, method.chunk, method.ratios, method.merge_of)
-        apart = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
-        expected = soft_matching.count_rounds(np.asarray([PROMPT]), np.asarray([PROMPT // 5]), schedule, **apart)
-        return soft_matching.cluster(
-            layer,
-            budget,
-            rounds,
-            schedule,
-            **apart,
-            slots=SLOTS,
-            expected_rounds=expected,
-            enough=True,
-            edges=method.edges,
-        )
+    def compressing(method):
+        counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
+        request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
+        plan, budgets = planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+        run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
+        key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+        return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
     def decoding(method, model=LLAMA, **changes):
         config = replace(model, vocab_size=1024, intermediate_size=1024, num_layers=2, **changes)
@@ -140,7 +133,6 @@ def programs(array):
 
     share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
-    layer = LayerCache(prompt, prompt, array(prompt.shape[:3], jnp.float32), length, array(prompt.shape[:3], i32))
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
     on_hopper = partial(kmeans_gpu.kmeans, length=None, with_means=True, first_guess=first_guess_mosaic)
     narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), jnp.float32)
@@ -203,8 +195,8 @@ def programs(array):
         ),
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
-        "cluster": (partial(cluster, ckv.CentroidKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
-        "cluster by gravity": (partial(cluster, ckv.GravityKV(share)), (layer, *[array((BATCH,), i32)] * 2), ()),
+        "cluster": compressing(ckv.CentroidKV(share)),
+        "cluster by gravity": compressing(ckv.GravityKV(share)),
         "decode": decoding(ckv.CentroidKV(share)),
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),

@@ -80,7 +80,7 @@ def test_clustering_works_in_place(programs):
 
 
 def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
-    """No loop whose end the host would wait for."""
+    """No loop whose end the host would wait for, where a prompt fills its program."""
     assert programs["cluster"]["loops"] == 0
 
 
