@@ -268,8 +268,9 @@ def over_heads(function: Callable[..., Any], *args: Any) -> Any:
     def specs(tree: Any) -> Any:
         return jax.tree.map(place, tree)
 
-    out = jax.eval_shape(function, *args)
-    return jax.shard_map(function, mesh=mesh, in_specs=specs(args), out_specs=specs(out), check_vma=False)(*args)
+    apart = functools.partial(jax.shard_map, function, mesh=mesh, check_vma=False)
+    out = jax.eval_shape(apart(in_specs=PartitionSpec(), out_specs=PartitionSpec()), *args)
+    return apart(in_specs=specs(args), out_specs=specs(out))(*args)
 
 
 def over_slots(function: Callable[..., Any], cache: Any, *others: Any) -> Any:

@@ -21,6 +21,7 @@ from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache, in_numbers, with_changes
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import row_merge
 
@@ -228,7 +229,7 @@ def merge_best(
         match, score = chunked_matching(
             layer.keys,
             values=layer.values,
-            key_weight=1 / _mean_square(layer.keys, slots, middle),
+            key_weight=1 / mean_squares(layer.keys, slots, middle),
             value_weight=edges.value_weight,
             bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
             **where,
@@ -237,15 +238,6 @@ def merge_best(
         layer.keys, layer.values, layer.degree, slots, listed, match, score, merges, chunk=chunk
     )
     return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), slots
-
-
-def _mean_square(keys: Float[Array, "B K C D"], rows: Int[Array, "B K R"], count: Int[Array, "B K"]):
-    """Mean of |k|^2 over the first `count` of the listed rows of each head, f32 [B,K]; 1 where it would be 0."""
-    square = jnp.sum(jnp.square(keys.astype(jnp.float32)), axis=-1)
-    listed = jnp.take_along_axis(square, rows, axis=-1)
-    total = jnp.sum(jnp.where(ordinals(rows.shape[2], 3) < count[..., None], listed, 0.0), axis=-1)
-    mean = total / jnp.maximum(count, 1).astype(jnp.float32)
-    return jnp.where(mean > 0, mean, 1.0)
 
 
 def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:

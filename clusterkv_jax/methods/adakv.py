@@ -10,13 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.errors import check_fields, is_number, is_one_of
-from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import Holding, Schedule, every
 from clusterkv_jax.methods.families.eviction import (
     best_of_layer,
+    best_rows,
+    best_rows_of_layer,
     protected_rows,
     share_of,
-    top_rows_of_layer,
     unprotected,
 )
 from clusterkv_jax.methods.snapkv import SnapKV
@@ -64,7 +64,7 @@ class AdaKV(SnapKV):
             return best_of_layer(scores, length, budget, self.protected, capacity, self.safeguard)
         before = unprotected(scores, length, self.protected)
         scores, rest = jnp.where(before, scores, -jnp.inf), budget - self.window
-        count = jnp.sum(top_rows_of_layer(scores, rest), axis=-1).astype(jnp.float32)
+        count = jnp.sum(best_rows_of_layer(scores, rest), axis=-1).astype(jnp.float32)
         floor = share_of(self.safeguard, rest, capacity)[:, None].astype(jnp.float32)
-        best = top_rows(scores, jnp.round((1 - self.safeguard) * count + floor).astype(jnp.int32))
+        best = best_rows(scores, jnp.round((1 - self.safeguard) * count + floor).astype(jnp.int32))
         return best | protected_rows(before, length)

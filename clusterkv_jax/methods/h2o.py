@@ -14,7 +14,6 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
     Memory,
@@ -26,6 +25,7 @@ from clusterkv_jax.methods.base import (
     append_tokens,
     one_by_one,
 )
+from clusterkv_jax.methods.families.eviction import best_rows
 from clusterkv_jax.methods.families.streaming import replace_row
 from clusterkv_jax.scores import accumulated_scores
 
@@ -91,7 +91,7 @@ class H2O(Method):
         recent = self._recent(rows.budget)
         old = slot < (rows.position - recent)[:, None, None]
         ranked = jnp.where(old, self._ranked(sums, prompt, rows.position - 1), -jnp.inf)
-        keep = top_rows(ranked, rows.budget - recent) | (~old & (slot < prompt.length[..., None]))
+        keep = best_rows(ranked, rows.budget - recent) | (~old & (slot < prompt.length[..., None]))
         keep = jnp.where((rows.position > rows.budget)[:, None, None], keep, prompt.degree > 0)
         layer, source = take_rows(prompt, keep, rows.plan.capacity)
         sums = jnp.where(layer.degree > 0, jnp.take_along_axis(sums, source, axis=2), 0.0)

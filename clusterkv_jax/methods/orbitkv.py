@@ -98,9 +98,10 @@ class OrbitKV(Method):
         """After the prompt as while decoding."""
         cache: Any = rows.cache
         rounds = self._expected_rounds(cache.capacity, rows.plan)
+        merge = {"expected_rounds": rounds, "enough": rounds > 0 and rows.plan.exact}
 
         def gather(cache: LayerCache, scores: Array, budget: Array, centroids: Array) -> tuple[LayerCache, Array]:
-            return self._gathered(cache, scores, budget, centroids, rows.plan.capacity, rounds)
+            return self._gathered(cache, scores, budget, centroids, rows.plan.capacity, **merge)
 
         memory = rows.memory
         group, scores = over_heads(gather, cache, memory["scores"], rows.budget, memory["centroids"])
@@ -113,7 +114,7 @@ class OrbitKV(Method):
         budget: Int[Array, " B"],
         centroids: Int[Array, " B"],
         capacity: int,
-        rounds: int,
+        **merge: Any,
     ) -> tuple[LayerCache, Float[Array, "B K slots"]]:
         """`budget` rows of every head in `capacity` slots, and their scores."""
         centroids = jnp.where(cache.length[:, 0] > budget, centroids, 0)
@@ -125,7 +126,7 @@ class OrbitKV(Method):
             *(apart, listed, centroids, jnp.zeros_like(budget), _schedule(cache.capacity)),
             chunk=CHUNK,
             edges=EDGES,
-            expected_rounds=rounds,
+            **merge,
         )
         slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
         return take_slots(apart, slots), take_scores(scores, slots)
@@ -136,6 +137,8 @@ class OrbitKV(Method):
         """The rows that stay single: all of them in sequences that hold no more than their budget."""
         free = unprotected(scores, cache.length, self.protected)
         count = budget - centroids - self.sinks - self.recent
+        # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
+        scores = jnp.fmax(scores, jnp.finfo(scores.dtype).min)
         best = top_rows(jnp.where(free & (cache.degree == 1), scores, -jnp.inf), count)
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)

@@ -1,8 +1,7 @@
 """Row merge on GPU in three kernels: the score that an edge must reach, who joins whom, and the merges, in place.
 
-1. `_threshold`, a program per head: bisection on the scores, read as integers of the same order, until as many edges
-   reach the threshold as are to be merged; the scores stay in registers. Where equal scores straddle the limit, a
-   second bisection finds up to which edge they are merged.
+1. `_threshold`, a program per head: the score that as many edges reach as are to be merged, and of equal ones the last
+   that is (`kernels/best_scores.py`).
 2. `_plan`, a program per chunk: its merged a rows sorted by their b row (a place is a count of smaller ones, no sort),
    and the list without them.
 3. `_move`, a program per few b rows: adds n_a (k_a - k_b) of one a row after the other in float32, for keys and values
@@ -20,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
+from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, power_of_two
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
-MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
 SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a program of `_move`
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, interpret=False):
@@ -112,83 +110,22 @@ def _thresholds(
         merges,
         length,
         grid=(heads,),
-        warps=min(32, max(4, power_of_two(edges) // 256)),
+        warps=warps_of(edges),
         interpret=interpret,
     )
-
-
-def _key(score: Array) -> Array:
-    """float32 as i32 of the same order; 0 = -0."""
-    # Not by adding 0, which compilers leave out.
-    bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
-    return bits ^ ((bits >> 31) & jnp.int32(HIGHEST))
-
-
-def _merged(score: Array, edge: Array, threshold: Array, last: Array) -> Array:
-    """Whether these edges are among the best."""
-    key = _key(score)
-    return (score > -jnp.inf) & ((key > threshold) | ((key == threshold) & (edge <= last)))
 
 
 def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges):
     """Threshold of one head; see `_thresholds`."""
     head = pl.program_id(0)
-    k = merges[head]
     n = jnp.minimum((length[head] + 1) // 2, edges)
-    size = min(MOST_SCORES, power_of_two(edges, 32))
+    size = tile_of(edges)
 
-    def keys_of(i):
-        edge = i * size + arange(size)
-        value = plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
-        return jnp.where(value > -jnp.inf, _key(value), LOWEST)
+    def load(tile):
+        edge = tile * size + arange(size)
+        return edge, plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
 
-    only_tile = keys_of(0) if edges <= size else None
-
-    def over_tiles(measure, start):
-        """`measure(first edge, keys, result so far)` of one tile after the other."""
-        if only_tile is not None:
-            return measure(0, only_tile, start)
-        return jax.lax.fori_loop(0, pl.cdiv(n, size), lambda i, result: measure(i * size, keys_of(i), result), start)
-
-    def count(is_edge):
-        """How many edges `chosen` is true for."""
-        return over_tiles(
-            lambda first, key, total: total + jnp.sum(is_edge(first, key).astype(jnp.int32)), jnp.int32(0)
-        )
-
-    lowest = over_tiles(
-        lambda _, key, low: jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST))), jnp.int32(HIGHEST)
-    )
-    highest = over_tiles(lambda _, key, high: jnp.maximum(high, jnp.max(key)), jnp.int32(LOWEST))
-
-    # At least k edges reach low (or there are fewer than k), fewer than k reach high.
-    def halve(state):
-        low, high, reached = state
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        total = count(lambda _, key: key >= middle)
-        enough = total >= k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle), jnp.where(enough, total, reached)
-
-    def undecided(state):
-        low, high, reached = state
-        return (reached > k) & (low < high - 1)
-
-    low, _, reached = jax.lax.while_loop(undecided, halve, (lowest, highest + 1, count(lambda _, key: key > LOWEST)))
-
-    # Of the edges of exactly that key the first few; all of them where no more reach it than are wanted.
-    room = k - count(lambda _, key: key > low)
-
-    def halve_last(state):
-        low_edge, high_edge = state
-        middle = (low_edge + high_edge) // 2
-        total = count(lambda first, key: (key == low) & (arange(size, first) <= middle))
-        return jnp.where(total < room, middle, low_edge), jnp.where(total < room, high_edge, middle)
-
-    _, last_edge = jax.lax.while_loop(
-        lambda state: (reached > k) & (state[0] < state[1] - 1), halve_last, (jnp.int32(-1), n)
-    )
-    none = k <= 0
-    low, last_edge = jnp.where(none, HIGHEST, low), jnp.where(none, -1, last_edge)
+    low, last_edge = limit_of(load, 1 if edges <= size else pl.cdiv(n, size), n, merges[head])
     threshold[head] = low
     last[head] = last_edge
 
@@ -201,7 +138,7 @@ def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks,
         j = arange(across)
         edge = number[:, None] * half + j[None, :]
         value = plgpu.load(score.at[head, edge], mask=(edge < n) & (j < half)[None, :], other=-jnp.inf)
-        merges_before = jnp.sum(_merged(value, edge, low, last_edge).astype(jnp.int32), axis=1)
+        merges_before = jnp.sum(is_best(value, edge, low, last_edge).astype(jnp.int32), axis=1)
         plgpu.store(before.at[head, number], total + jnp.cumsum(merges_before) - merges_before, mask=number < chunks)
         return total + jnp.sum(merges_before)
 
@@ -228,7 +165,7 @@ def _plan(
         partner = plgpu.load(match.at[head, edge], mask=a_inside, other=0)
         a_degree = plgpu.load(new_degree.at[head, a_slot], mask=a_inside, other=0.0)
         b_degree = plgpu.load(new_degree.at[head, b_slot], mask=b_inside, other=0.0)
-        is_merged = _merged(value, edge, threshold[head], last[head])
+        is_merged = is_best(value, edge, threshold[head], last[head])
         gone = before[head, number] + jnp.cumsum(is_merged.astype(jnp.int32))
         _put(new_rows, head, 2 * edge - gone, a_slot, a_inside & ~is_merged)
         _put(new_rows, head, 2 * edge + 1 - gone, b_slot, b_inside)

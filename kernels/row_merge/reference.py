@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.top_rows import top_rows
+from clusterkv_jax.kernels.top_rows.reference import top_rows
 
 
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk):

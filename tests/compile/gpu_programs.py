@@ -38,9 +38,11 @@ from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
+from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.plan import planned_layer
 from clusterkv_jax.methods.request import request_of_model
@@ -195,6 +197,8 @@ def programs(array):
         ),
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
+        "mean squares": (mean_squares, (prompt, rows, array((BATCH, HEADS), i32)), ()),
+        "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
         "decode": decoding(ckv.CentroidKV(share)),

@@ -74,7 +74,7 @@ class Eviction(Method):
         if self.holds == "pages":
             return best_of_layer(scores, length, budget, self.protected, capacity)
         free = unprotected(scores, length, self.protected)
-        best = top_rows(jnp.where(free, scores, -jnp.inf), budget - self.protected.first - self.protected.last)
+        best = best_rows(jnp.where(free, scores, -jnp.inf), budget - self.protected.first - self.protected.last)
         return best | protected_rows(free, length)
 
     @override
@@ -254,15 +254,20 @@ def best_of_layer(
     """
     free = unprotected(scores, length, protected)
     scores, always = jnp.where(free, scores, -jnp.inf), protected.first + protected.last
-    safe = top_rows(scores, share_of(safeguard, budget, capacity) - always)
-    best = top_rows_of_layer(jnp.where(safe, jnp.inf, scores), budget - always)
+    safe = best_rows(scores, share_of(safeguard, budget, capacity) - always)
+    best = best_rows_of_layer(jnp.where(safe, jnp.inf, scores), budget - always)
     return best | protected_rows(free, length)
 
 
-def top_rows_of_layer(scores: Float[Array, "B K C"], rows: Int[Array, " B"]) -> Bool[Array, "B K C"]:
+def best_rows(score: Float[Array, "B K C"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K C"]:
+    """`top_rows`, each device its own heads."""
+    return over_heads(top_rows, score, count)
+
+
+def best_rows_of_layer(scores: Float[Array, "B K C"], rows: Int[Array, " B"]) -> Bool[Array, "B K C"]:
     """The K rows highest scores of all K heads together; of equal ones the first head's first."""
     batch, heads, slots = scores.shape
-    return top_rows(scores.reshape(batch, 1, heads * slots), heads * rows).reshape(scores.shape)
+    return best_rows(scores.reshape(batch, 1, heads * slots), heads * rows).reshape(scores.shape)
 
 
 def share_of(share: float, rows: Int[Array, " B"], most: int) -> Int[Array, " B"]:

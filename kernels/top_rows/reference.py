@@ -1,16 +1,16 @@
-"""The rows with the highest scores, by counting bits: no accelerator sorts fast."""
+"""The highest scores in plain jnp, by counting bits: no accelerator sorts fast."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 
-def top_rows(score: Float[Array, "B K A"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K A"]:
-    """Mask of the `count` highest scores of every head; of equal ones the first. -inf is never among them."""
+def top_rows(score, count):
+    """See `clusterkv_jax.kernels.top_rows.top_rows`."""
     counts = count.reshape(count.shape[0], -1, 1)
-    rank = _ordered_bits(score)
-    least = _kth_highest(rank, counts)
     edge = score > -jnp.inf
+    rank = _ordered_bits(jnp.where(edge, score, -jnp.inf))
+    least = _kth_highest(rank, counts)
     above = edge & (rank > least)
     level = edge & (rank == least)
     room = counts - jnp.sum(above, axis=-1, keepdims=True)
