@@ -116,7 +116,7 @@ class Engine:
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
         self._reader = Reader(model, self.method, self._layout, self._shelf)
-        self._tally, self._added, self._read_count = Tally(), 0, 0
+        self._tally, self._added, self._read_count, self._questions_compiled = Tally(), 0, 0, False
 
     @property
     def memory(self) -> MemoryPlan:
@@ -289,10 +289,13 @@ class Engine:
 
     def _ask(self, new: list[int]) -> None:
         """Feed the questions of new slots, as many tokens at a time as `generate` would."""
-        for slot in new:
-            order = self._board.seat(slot).order
-            what = order.question, order.batch.step_tokens, self._layout.limits.step_tokens
-            self._slots = programs.ask_one(self.model, self.method, self._slots, slot, *what)
+        orders = {slot: self._board.seat(slot).order for slot in new}
+        asked = {slot: (order.question, order.batch.step_tokens) for slot, order in orders.items()}
+        width = self._layout.limits.step_tokens
+        if not self._questions_compiled and any(question for question, _ in asked.values()):
+            programs.compile_questions(self.model, self.method, self._slots, width)
+            self._questions_compiled = True
+        self._slots = programs.ask_all(self.model, self.method, self._slots, asked, width)
 
     def _start(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""

@@ -9,7 +9,7 @@
 A slot without a token in a step neither grows nor is compressed, whatever it holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,11 +33,12 @@ from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.programs import jit
+from clusterkv_jax.programs import compiler, jit
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.sharding import constrain, constrain_cache
 from clusterkv_jax.texts import Tokens
 
+NO_QUESTION: tuple[Tokens, int] = ([], 1)
 # The narrowest prompt that `generate` reads.
 NARROWEST = 64
 
@@ -147,33 +148,60 @@ def ask(
     config: ModelConfig,
     method: Method,
     slots: Slots,
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    counts: Int[Array | np.ndarray, " B"],
 ) -> Slots:
     """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
+    tokens, counts = jnp.asarray(tokens), jnp.asarray(counts)
     cache, latest = _step(params, config, method, slots.cache, tokens, counts)
     return _laid(method, replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits)))
 
 
-def ask_one(
-    model: Model, method: Method, slots: Slots, slot: int, question: Tokens, step_tokens: int, width: int
-) -> Slots:
-    """A whole question enters a slot, so many tokens at a time; each call of the program has `width`.
+def compile_questions(model: Model, method: Method, slots: Slots, width: int) -> None:
+    """Compile whatever `ask_all` may call, so that no later question waits for it."""
+    compile, number = compiler(), np.zeros((), np.int32)
 
-    In a copy of that slot: tokens of every slot would take as long as many decode steps, and one program that cuts a
-    slot out and puts it back copies all of them. Only rows of a host store stay where they are.
+    def feed(slots: Slots) -> None:
+        count = slots.token.shape[0]
+        tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+        compile(ask, model.params, model.config, method, slots, tokens, counts)
+
+    feed(slots)
+    if method.holds != "host" and slots.token.size > 2:  # of two, one is half
+        one = compile(take, method, slots, number)
+        feed(one)
+        compile(insert, method, slots, one.cache, one.logits, number)
+
+
+def ask_all(model: Model, method: Method, slots: Slots, asked: Mapping[int, tuple[Tokens, int]], width: int) -> Slots:
+    """Whole questions enter their slots, each so many tokens at a time; each call of the program has `width`.
+
+    Where half of the slots or more are asked, all of them at once: the weights are read for all. Fewer are asked one by
+    one, each in a copy of its slot: tokens of every slot would take as long as many decode steps, and one program that
+    cuts a slot out and puts it back copies all of them. Only rows of a host store stay where they are.
     """
-    if not question:
-        return slots
-    number, in_place = np.asarray(slot, np.int32), method.holds == "host"
-    here = slots if in_place else take(method, slots, number)
-    for start in range(0, len(question), step_tokens):
-        texts = [question[start : start + step_tokens]]
-        if in_place:
-            texts = [texts[0] if other == slot else [] for other in range(slots.token.size)]
-        counts = jnp.asarray([len(text) for text in texts], jnp.int32)
-        here = ask(model.params, model.config, method, here, jnp.asarray(padded(texts, width)), counts)
-    return here if in_place else insert(method, slots, here.cache, here.logits, number)
+    asked = {slot: (question, tokens) for slot, (question, tokens) in asked.items() if question}
+    feed = partial(_feed, model, method, width)
+    count = slots.token.size
+    if 2 * len(asked) >= count:
+        return feed(slots, [asked.get(slot, NO_QUESTION) for slot in range(count)])
+    for slot, one in asked.items():
+        if method.holds == "host":
+            slots = feed(slots, [one if other == slot else NO_QUESTION for other in range(count)])
+        else:
+            number = np.asarray(slot, np.int32)
+            here = feed(take(method, slots, number), [one])
+            slots = insert(method, slots, here.cache, here.logits, number)
+    return slots
+
+
+def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Sequence[tuple[Tokens, int]]) -> Slots:
+    """A question, maybe none, enters each slot, so many tokens at a time."""
+    for call in range(max(-(-len(question) // tokens) for question, tokens in questions)):
+        texts = [question[call * tokens : (call + 1) * tokens] for question, tokens in questions]
+        counts = np.asarray([len(text) for text in texts], np.int32)
+        slots = ask(model.params, model.config, method, slots, padded(texts, width), counts)
+    return slots
 
 
 @jit(donate_argnames=("slots",))
