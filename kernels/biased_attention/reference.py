@@ -68,7 +68,9 @@ def _all_heads(
     probs, lse = every(partial(_probabilities, soft_cap=soft_cap))(q, keys, bias)
     out = every(partial(_mixed, occupied=None, dtype=q.dtype))(probs, values)
     guarded = partial(every(partial(_mixed, dtype=q.dtype)), probs, values, bias > -jnp.inf)
-    out = jax.lax.cond(jnp.all(jnp.isfinite(out)), lambda: out, guarded)
+    # A loop of one round or none: under vmap a conditional would run both branches, always.
+    spoiled = ~jnp.all(jnp.isfinite(out))
+    out, _ = jax.lax.while_loop(lambda state: state[1], lambda _: (guarded(), jnp.zeros_like(spoiled)), (out, spoiled))
     return out, lse, every(partial(_over_tokens, tokens=tokens))(probs)
 
 
