@@ -206,11 +206,18 @@ def _in_blocks(
         scores = jnp.einsum("kgtd,knd->kgtn", query, keys, precision=precision, preferred_element_type=jnp.float32)
         scores = capped(scores * dim**-0.5, soft_cap)
         scores = jnp.where(_visible(start, block, first, keys.shape[1], window), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
+        mixed = partial(jnp.einsum, "kgtn,knd->kgtd", precision=precision)
+        share = None
         if sink_logits is not None:
-            weights *= jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1) - sink_logits[..., None])[..., None]
-        weights = weights.astype(v.dtype)
-        return jnp.einsum("kgtn,knd->kgtd", weights, values, precision=precision)
+            share = jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1) - sink_logits[..., None])[..., None]
+        if platform() == "cpu":  # the outputs are divided instead of the weights: one pass less over the scores
+            weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            out = mixed(weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+            return (out / total if share is None else out * (share / total)).astype(v.dtype)
+        weights = jax.nn.softmax(scores, axis=-1)
+        weights = weights if share is None else weights * share
+        return mixed(weights.astype(v.dtype), values)
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))

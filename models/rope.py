@@ -2,11 +2,16 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from clusterkv_jax.sharding import ambient_mesh
+
+ANGLES_AT_ONCE = 256  # positions
 
 
 def frequencies(rope: Rope) -> np.ndarray:
@@ -76,10 +81,18 @@ def cosines_and_sines(
     positions: Int[Array, "B T"], rope: Rope, magnitude: float | None = None
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """By which `encode` turns a token's pairs, float32; longer by `magnitude`, that of the scaling by default."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(rope)[None, None, None]
     magnitude = rope.magnitude if magnitude is None else magnitude
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return (cos, sin) if magnitude == 1 else (magnitude * cos, magnitude * sin)
+
+    def of_positions(positions: Array) -> tuple[Array, Array]:
+        angles = jnp.multiply.outer(positions[..., None].astype(jnp.float32), frequencies(rope))
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return (cos, sin) if magnitude == 1 else (magnitude * cos, magnitude * sin)
+
+    if platform() != "cpu" or ambient_mesh() is not None or positions.shape[1] < 2 * ANGLES_AT_ONCE:
+        return of_positions(positions)
+    # A CPU's compiler computes them again for every head that they turn, but not what a loop has made.
+    cos, sin = jax.lax.map(of_positions, positions.T, batch_size=ANGLES_AT_ONCE)
+    return jnp.swapaxes(cos, 0, 1), jnp.swapaxes(sin, 0, 1)
 
 
 def _rotate(x: Array, positions: Array, rope: Rope, magnitude: float) -> Array:

@@ -21,7 +21,7 @@ from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.rope import encode
+from clusterkv_jax.models.rope import cosines_and_sines, turn
 from clusterkv_jax.sharding import take_rows, ways
 
 Params = dict[str, Any]
@@ -211,7 +211,8 @@ def qkv(
         if config.qk_norm:
             q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
         if config.rope is not None:
-            q, k = encode(q, positions, config.rope), encode(k, positions, config.rope)
+            angles = cosines_and_sines(positions, config.rope)
+            q, k = turn(q, *angles, config.rope), turn(k, *angles, config.rope)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
     return q, k, v

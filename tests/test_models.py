@@ -19,7 +19,7 @@ from clusterkv_jax.checkpoints import load
 from clusterkv_jax.models import hf_weights as weights
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
-from clusterkv_jax.models.rope import frequencies, rotate
+from clusterkv_jax.models.rope import cosines_and_sines, frequencies, rotate
 from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
 from tests.support import families
 from tests.support.shared_data import shared
@@ -411,6 +411,14 @@ def test_bfloat16_is_rotated_in_float32():
     got = rotate(x, positions, rope)
     assert got.dtype == jnp.bfloat16
     assert relative(got, rotate(x.astype(jnp.float32), positions, rope)) < 4e-3
+
+
+def test_the_angles_of_a_long_prompt_are_those_of_its_tokens():
+    rope, positions = Rope(10000.0, 8), jnp.arange(2, 1402, dtype=jnp.int32).reshape(2, 700)
+    whole = cosines_and_sines(positions, rope)
+    pieces = [cosines_and_sines(positions[:, i : i + 100], rope) for i in range(0, 700, 100)]
+    for got, want in zip(whole, zip(*pieces, strict=True), strict=True):
+        np.testing.assert_allclose(got, jnp.concatenate(want, axis=1), atol=1e-6)
 
 
 # --- the decoder's own rules ---
