@@ -158,6 +158,9 @@ def test_a_cell_that_fails_is_told_and_not_tried_again(tmp_path):
     assert "| 256 | 1 | centroidkv | 25 % | 2.500 (2.000 to 3.000) |" in text
     assert "not measured" in text
     assert "demo on 1 x abacus; beads 3. It reads 0.0 GB/s. Median of 2 (least to most)." in text
+    many = results.about | {"versions": {f"package{i}": "1.2.3" for i in range(12)}}
+    lines = table.footnote(results.rows, many).splitlines()
+    assert max(map(len, lines)) <= 120 < len(" ".join(lines))
 
 
 def test_another_question_or_device_is_refused(tmp_path):

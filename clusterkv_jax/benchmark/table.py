@@ -1,5 +1,6 @@
 """Rows of a benchmark as Markdown."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,14 @@ def name(cell: Cell) -> str:
 
 
 def footnote(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """What the table was measured on."""
+    """What the table was measured on, in lines of at most 120 characters."""
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     reads = about["bandwidth"]
     read = f" It reads {reads / 1e12:.2f} TB/s." if reads and reads >= 1e12 else ""
     read = f" It reads {reads / 1e9:.1f} GB/s." if reads and not read else read
     repeats = min((row.repeats for row in rows if row.failed is None), default=0)
-    return f"{about['model']} on {about['device']}; {versions}.{read} Median of {repeats} (least to most)."
+    text = f"{about['model']} on {about['device']}; {versions}.{read} Median of {repeats} (least to most)."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _reach(values: Spread | None, scale: float, unit: str = "") -> str:
