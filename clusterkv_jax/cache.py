@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import CacheDtype, Quantised, as_stored, dequantised, quantise
+from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import fetch, over_heads, over_slots
@@ -189,22 +189,6 @@ def in_numbers(group: Any) -> Any:
     return replace(group, keys=dequantised(group.keys), values=dequantised(group.values))
 
 
-def with_changes(stored: LayerCache, changed: LayerCache) -> LayerCache:
-    """Rows that were merged since `in_numbers(stored)`, each in its slot: those whose degree has changed are quantised
-    anew, the others keep their codes.
-    """
-    if not isinstance(stored.keys, Quantised):
-        return changed
-    other = changed.degree != stored.degree
-
-    def put(old: Array, new: Array) -> Array:
-        return jnp.where(other[..., None] if old.ndim == 4 else other, new, old)
-
-    both = (stored.keys, changed.keys), (stored.values, changed.values)
-    keys, values = (jax.tree.map(put, old, as_stored(new, old)) for old, new in both)
-    return replace(changed, keys=keys, values=values)
-
-
 def select_heads(layer: LayerCache, heads: tuple[int, ...]) -> LayerCache:
     """The cache of these KV heads alone."""
     return jax.tree.map(lambda x: x[:, jnp.asarray(heads)], layer)
@@ -321,23 +305,6 @@ def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
         return jax.tree.map(put, now, function(jax.tree.map(cut, tree, now)))
 
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
-
-
-def some_at_once(function: Callable[[Any], Any], tree: Any, most: int) -> Any:
-    """Apply a function to `most` sequences after the others at most, as `head_by_head` does to heads: its temporaries
-    are those of so many. All arrays of the tree begin with a dimension of sequences.
-    """
-    batch = jax.tree.leaves(tree)[0].shape[0]
-    at_once = max(n for n in range(1, max(1, min(most, batch)) + 1) if batch % n == 0)
-    if at_once == batch:
-        return function(tree)
-
-    def body(i, now):
-        part = function(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once), now))
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * at_once, 0)  # noqa: E731
-        return jax.tree.map(put, now, part)
-
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch // at_once), body, tree)
 
 
 def overflowed(cache: KVCache) -> Bool[Array, ""]:

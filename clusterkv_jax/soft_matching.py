@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache, in_numbers, with_changes
+from clusterkv_jax.cache import LayerCache
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.mean_squares import mean_squares
@@ -136,13 +136,13 @@ def merge_listed(
 ) -> tuple[LayerCache, Int[Array, "B K R"], Int[Array, " B"]]:
     """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
 
-    Quantised rows are matched and merged in float32. `listed` are the slots of the rows behind the sinks, in positional
-    order; `length` counts them and the sinks.
+    Quantised rows are merged in float32 and quantised again; rows that none joins keep their codes. `listed` are the
+    slots of the rows behind the sinks, in positional order; `length` counts them and the sinks.
 
     Returns:
         the layer, the slots still in use, of which `length` tells the number, and the rounds done.
     """
-    edge_table, stored = edge_counts(layer.capacity, chunk), layer
+    edge_table = edge_counts(layer.capacity, chunk)
 
     def merges_due(layer: LayerCache, rounds: Int[Array, " B"]) -> Int[Array, " B"]:
         rows = layer.length[:, 0]
@@ -159,14 +159,14 @@ def merge_listed(
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, slots_in_use, rounds, merges_due(layer, rounds)
 
-    state = (in_numbers(stored), listed, rounds, merges_due(layer, rounds))
+    state = (layer, listed, rounds, merges_due(layer, rounds))
     if expected_rounds:
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
     if not enough:
         state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
     layer, listed, rounds, _ = state
-    return with_changes(stored, layer), listed, rounds
+    return layer, listed, rounds
 
 
 def count_rounds(

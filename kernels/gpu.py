@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from clusterkv_jax.kernels.dispatch import device_kind, platform
+from clusterkv_jax.kernels.quantised import Quantised, Rows, in_codes, is_packed, kind, numbers
 
 # What the kernels can read; other dtypes go to XLA.
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -60,13 +61,24 @@ def call(
     return run(*args)
 
 
-def check_dtypes(op: str, *arrays: Array) -> None:
+def check_dtypes(op: str, *rows: Rows) -> None:
     """Raise NotImplementedError for dtypes that the kernels do not read."""
+    arrays = [x for x in rows if not isinstance(x, Quantised)]
+    kinds = {kind(x) for x in rows if isinstance(x, Quantised)}
+    for name in kinds:
+        check_codes(op, name)
     for x in arrays:
         if x.dtype not in DTYPES:
             raise NotImplementedError(f"The GPU kernel of {op} reads float32, bfloat16 and float16, got {x.dtype}.")
-    if len({x.dtype for x in arrays}) > 1:
-        raise NotImplementedError(f"The GPU kernel of {op} reads arrays of one dtype, got {[x.dtype for x in arrays]}.")
+    stored = [*kinds, *{str(x.dtype) for x in arrays}]
+    if len(stored) > 1:
+        raise NotImplementedError(f"The GPU kernel of {op} reads rows that are stored alike, got {', '.join(stored)}.")
+
+
+def check_codes(op: str, name: str) -> None:
+    """Raise NotImplementedError for codes that the device cannot convert."""
+    if name == "float8_e4m3" and any(part in device_kind() for part in WITHOUT_E4M3):
+        raise NotImplementedError(f"The GPU kernel of {op} reads no float8_e4m3 on {device_kind()}.")
 
 
 def shared_memory() -> int:
@@ -90,6 +102,54 @@ def load_rows(ref: Any, head: Any, rows: Array, columns: Array, mask: Array, wid
     inside = mask[:, None] if width % columns.shape[0] == 0 else mask[:, None] & (columns < width)[None, :]
     zero = jnp.zeros((), ref.dtype)
     return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=zero)
+
+
+def load_codes(rows: Any, head: Any, at: Array, columns: Array, mask: Array, dtype: Any) -> list[Array]:
+    """What the codes of a tile stand for in units of their scales, in parts of their columns, 0 where no column is."""
+    width = rows.codes.shape[2]
+    parts = numbers(load_rows(rows.codes, head, at, columns, mask, width), dtype)
+    if not is_packed(rows) or width % columns.shape[0] == 0:
+        return parts
+    return [jnp.where((columns < width)[None, :], part, jnp.zeros((), dtype)) for part in parts]
+
+
+def load_scales(rows: Any, head: Any, at: Array, mask: Array) -> Array:
+    """The scales of a tile's rows, 0 where `mask` is false."""
+    return plgpu.load(rows.scales.at[head, at], mask=mask, other=0.0)
+
+
+def load_numbers(rows: Any, head: Any, at: Array, columns: Array, mask: Array) -> list[Array]:
+    """A tile of rows in float32, stored as they may be, in parts of their columns."""
+    if not isinstance(rows, Quantised):
+        return [load_rows(rows, head, at, columns, mask, rows.shape[2]).astype(jnp.float32)]
+    scale = load_scales(rows, head, at, mask)[:, None]
+    return [part * scale for part in load_codes(rows, head, at, columns, mask, jnp.float32)]
+
+
+def store_numbers(rows: Any, head: Any, at: Array, columns: Array, parts: list[Array], mask: Array) -> None:
+    """Write what `load_numbers` loads, as the rows are stored; rows where `mask` is false must point nowhere."""
+    ref: Any = rows
+    if isinstance(rows, Quantised):
+        new, scales = in_codes(parts, kind(rows), _nearest), rows.scales
+        plgpu.store(scales.at[head, at], new.scales, mask=mask)  # pyright: ignore[reportArgumentType]
+        ref, tile = rows.codes, new.codes
+    else:
+        tile = parts[0].astype(ref.dtype)
+    inside = mask[:, None] & (columns < ref.shape[2])[None, :]
+    plgpu.store(ref.at[head, at[:, None], columns[None, :]], tile, mask=inside)
+
+
+def _nearest(x: Array) -> Array:
+    """The nearest whole number, of two the even one, as `jnp.round`."""
+    if platform() == "cpu":
+        return jnp.round(x)
+    return plgpu.elementwise_inline_asm(
+        "cvt.rni.f32.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )[0]
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:

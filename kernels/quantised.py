@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Bool, Float, Num
 
 CacheDtype = Literal["int8", "float8_e4m3", "int4"]
 CODES: dict[str, Any] = {"int8": jnp.int8, "float8_e4m3": jnp.float8_e4m3fn, "int4": jnp.uint8}
@@ -70,21 +70,21 @@ def quantise(rows: Float[Array, "... D"], name: str) -> Quantised:
     Raises ValueError if rows of 4 bits have a D that is no power of two.
     """
     rows = rows.astype(jnp.float32)
-    if name == "int4":
-        rows = rotated(rows)
-    scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / LARGEST[name]
-    number = rows / jnp.where(scale > 0, scale, 1.0)
-    return Quantised(_codes(number, name), scale[..., 0])
+    return in_codes(jnp.split(rotated(rows), 2, axis=-1) if name == "int4" else [rows], name)
 
 
-def _codes(number: Float[Array, "... D"], name: str) -> Num[Array, "... width"]:
-    """Codes of rows over their scales."""
+def in_codes(
+    parts: list[Float[Array, "... width"]], name: str, nearest: Callable[[Array], Array] = jnp.round
+) -> Quantised:
+    """Rows whose columns stand in parts, as those of `numbers` do; of 4 bits they are rotated. `nearest` rounds."""
+    scale = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), axis=-1) for part in parts]) / LARGEST[name]
+    number = [part / jnp.where(scale > 0, scale, 1.0)[..., None] for part in parts]
     if name == "int8":
-        return jnp.clip(jnp.round(number), -127, 127).astype(jnp.int8)
+        return Quantised(jnp.clip(nearest(number[0]), -127, 127).astype(jnp.int8), scale)
     if name == "float8_e4m3":
-        return jnp.clip(number, -448, 448).astype(jnp.float8_e4m3fn)
-    low, high = jnp.split(jnp.clip(jnp.floor(number / 2) + 8, 0, 15).astype(jnp.uint8), 2, axis=-1)
-    return low | (high << 4)
+        return Quantised(jnp.clip(number[0], -448, 448).astype(jnp.float8_e4m3fn), scale)
+    low, high = (jnp.clip(jnp.floor(part / 2) + 8, 0, 15).astype(jnp.int32) for part in number)
+    return Quantised((low | (high << 4)).astype(jnp.uint8), scale)
 
 
 def dequantised(rows: Rows) -> Float[Array, "... D"]:
@@ -93,6 +93,15 @@ def dequantised(rows: Rows) -> Float[Array, "... D"]:
         return rows
     whole = jnp.concatenate(numbers(rows.codes, jnp.float32), axis=-1) * rows.scales[..., None]
     return rotated(whole) if is_packed(rows) else whole
+
+
+def with_changes(stored: Rows, rows: Float[Array, "... D"], changed: Bool[Array, "..."]) -> Rows:
+    """`rows` as they are stored; they were `dequantised(stored)` before some changed, the others keep their codes."""
+    if not isinstance(stored, Quantised):
+        return rows
+    new = quantise(rows, kind(stored))
+    codes = jnp.where(changed[..., None], new.codes, stored.codes)
+    return Quantised(codes, jnp.where(changed, new.scales, stored.scales))
 
 
 def as_stored(rows: Rows, others: Rows) -> Any:

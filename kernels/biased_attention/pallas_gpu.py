@@ -21,8 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels import words
-from clusterkv_jax.kernels.dispatch import device_kind
-from clusterkv_jax.kernels.gpu import WITHOUT_E4M3, arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, check_codes, check_dtypes, dot, load_rows, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, in_basis_of_codes, kind
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tuning import blocks
@@ -69,8 +68,7 @@ def biased_attention(
                 f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
             )
         common["stored"] = kind(keys)
-        if kind(keys) == "float8_e4m3" and any(name in device_kind() for name in WITHOUT_E4M3):
-            raise NotImplementedError(f"The GPU kernel of biased_attention reads no float8_e4m3 on {device_kind()}.")
+        check_codes("biased_attention", kind(keys))
         keys, values = words.in_words(keys), words.in_words(values)
     flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])  # noqa: E731
     cache = (*jax.tree.map(flat, (keys, values, degree)), end)

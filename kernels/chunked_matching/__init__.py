@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.chunked_matching import pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.quantised import Rows
 
 BACKENDS = {
     "gpu": pallas_gpu.chunked_matching,
@@ -13,7 +14,7 @@ BACKENDS = {
 
 
 def chunked_matching(
-    features: Float[Array, "B K N E"],
+    features: Rows,
     *,
     chunk: int,
     bias: Float[Array, "B K N"] | None = None,
@@ -21,19 +22,19 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None = None,
     length: Int[Array, "B K"] | int | None = None,
     index: Int[Array, "B K R"] | None = None,
-    values: Float[Array, "B K N D"] | None = None,
+    values: Rows | None = None,
     key_weight: Float[Array, "B K"] | None = None,
     value_weight: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
-    """Best partner of every A row within its chunk, and the score of that edge.
+    """Best partner of every A row of `features` [B,K,N,E] within its chunk, and the score of that edge.
 
     Rows `start` ... `start + length - 1` (default: all N) take part; chunks of `chunk` rows tile them from the first.
     In a chunk the rows at even offsets are A, those at odd offsets B, so A row a is row `start + 2a`.
     With `index`, row r is row `index[r]` of features and bias, and N is their number R: what a list names is matched
     where it lies.
     score(a, b) = f_a . f_b + bias_a + bias_b, in float32, with rows of f scaled to length 1 first if `normalize`.
-    With `values` instead, features being keys (GravityKV):
+    With `values` [B,K,N,D] instead, features being keys (GravityKV):
     score(a, b) = -key_weight |f_a - f_b|^2 / 2 + value_weight cos(v_a, v_b) + bias_a + bias_b.
 
     Returns:

@@ -1,10 +1,12 @@
 """Chunked matching on GPU: a program per chunk reads its rows once and writes an edge per A row.
 
 Rows are gathered by number, so that rounds of clustering read what is left of a cache where it lies. Products are
-accumulated in float32 and scaled by the float32 norms afterwards, as in the reference.
+accumulated in float32 and scaled by the float32 norms afterwards, as in the reference. Codes of quantised rows are
+multiplied in bf16, which holds them exactly, and by their scales afterwards.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import (
+    arange,
+    call,
+    check_dtypes,
+    dot,
+    load_codes,
+    load_rows,
+    load_scales,
+    power_of_two,
+)
+from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile
@@ -25,7 +37,8 @@ def chunked_matching(
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     check_dtypes("chunked_matching", features, *([] if values is None else [values]))
-    batch, heads, slots, width = features.shape
+    batch, heads, slots, _ = features.shape
+    stored: Any = features.codes if isinstance(features, Quantised) else features
     listed = slots if index is None else index.shape[2]
     edges = (listed + 1) // 2
     if batch * heads * edges == 0:
@@ -36,12 +49,13 @@ def chunked_matching(
     count = jnp.minimum(count, listed - first)
 
     # tf32 products keep several copies of a float32 tile in shared memory.
-    most = MOST_ROWS // 2 if features.dtype == jnp.float32 else MOST_ROWS
+    most = MOST_ROWS // 2 if stored.dtype == jnp.float32 else MOST_ROWS
     tile = min(power_of_two(chunk // 2, 16), most)
     across = pl.cdiv(chunk // 2, tile)
-    sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=width, itemsize=features.dtype.itemsize)
+    sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=stored.shape[3], itemsize=stored.dtype.itemsize)
+    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
-    optional = {name: x.reshape(batch * heads, *x.shape[2:]) for name, x in optional.items() if x is not None}
+    optional = {name: jax.tree.map(flat, x) for name, x in optional.items() if x is not None}
     kernel = partial(
         _kernel,
         chunk=chunk,
@@ -56,13 +70,13 @@ def chunked_matching(
     match, score = call(
         kernel,
         (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
-        features.reshape(batch * heads, slots, width),
+        jax.tree.map(flat, features),
         first.reshape(-1),
         count.reshape(-1),
         *optional.values(),
         grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
         warps=sizes["warps"] if tile == MOST_ROWS else 4,
-        stages=1 if features.dtype == jnp.float32 else sizes["stages"],
+        stages=1 if stored.dtype == jnp.float32 else sizes["stages"],
         interpret=interpret,
     )
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
@@ -129,20 +143,33 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
         plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=real)
 
 
-def _products(features, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
+def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
     """Dot products of A and B rows, added to `value`, and the sums of squares of both, over tiles of columns."""
-    width, tile = features.shape[2], a_rows.shape[0]
+    coded = isinstance(rows, Quantised)
+    width, tile = (rows.codes if coded else rows).shape[2], a_rows.shape[0]
     step = min(power_of_two(width, 16), step)
-    value = jnp.zeros((tile, tile), jnp.float32) if value is None else value
+    product = jnp.zeros((tile, tile), jnp.float32) if value is None or coded else value
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):
         columns = arange(step, start)
-        x = load_rows(features, head, a_rows, columns, a_inside, width)
-        y = load_rows(features, head, b_rows, columns, b_inside, width)
-        value += dot(x, y, (1, 1))
-        a_square += jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
-        b_square += jnp.sum(jnp.square(y.astype(jnp.float32)), axis=1)
-    return value, a_square, b_square
+        a_parts = _parts(rows, head, a_rows, columns, a_inside)
+        b_parts = _parts(rows, head, b_rows, columns, b_inside)
+        for x, y in zip(a_parts, b_parts, strict=True):
+            product += dot(x, y, (1, 1))
+            a_square += jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+            b_square += jnp.sum(jnp.square(y.astype(jnp.float32)), axis=1)
+    if not coded:
+        return product, a_square, b_square
+    a_scale, b_scale = load_scales(rows, head, a_rows, a_inside), load_scales(rows, head, b_rows, b_inside)
+    product = product * a_scale[:, None] * b_scale[None, :]
+    return product if value is None else product + value, a_square * a_scale**2, b_square * b_scale**2
+
+
+def _parts(rows, head, at, columns, inside):
+    """A tile of rows as it is multiplied, in parts of its columns."""
+    if isinstance(rows, Quantised):
+        return load_codes(rows, head, at, columns, inside, jnp.bfloat16)
+    return [load_rows(rows, head, at, columns, inside, rows.shape[2])]
 
 
 def _scale(square: Array) -> Array:

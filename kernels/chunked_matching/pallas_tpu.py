@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
+from clusterkv_jax.kernels.quantised import dequantised
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -32,9 +33,10 @@ def chunked_matching(
     values=None, key_weight=None, value_weight=1.0, block=None, interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
+    features = dequantised(features)
     if values is not None and key_weight is not None:
         match = functools.partial(chunked_matching, chunk=chunk, block=block, interpret=interpret)
-        return as_product(match, features, values, key_weight, value_weight, bias, start, length, index)
+        return as_product(match, features, dequantised(values), key_weight, value_weight, bias, start, length, index)
     features, bias = listed_rows(features, bias, index)
     batch, heads, rows, width = features.shape
     if features.dtype not in (jnp.float32, jnp.bfloat16):

@@ -8,15 +8,17 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import dequantised
 
 
 def chunked_matching(
     features, *, chunk, bias, normalize, start, length, index=None, values=None, key_weight=None, value_weight=1.0
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
+    features = dequantised(features)
     if values is not None and key_weight is not None:
         match = partial(chunked_matching, chunk=chunk)
-        return as_product(match, features, values, key_weight, value_weight, bias, start, length, index)
+        return as_product(match, features, dequantised(values), key_weight, value_weight, bias, start, length, index)
     features, bias = listed_rows(features, bias, index)
     batch, heads, rows, _ = features.shape
     edges = (rows + 1) // 2

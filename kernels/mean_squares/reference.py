@@ -3,11 +3,12 @@
 import jax.numpy as jnp
 
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import dequantised
 
 
 def mean_squares(rows, index, length):
     """See `clusterkv_jax.kernels.mean_squares.mean_squares`."""
-    square = jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=-1)
+    square = jnp.sum(jnp.square(dequantised(rows).astype(jnp.float32)), axis=-1)
     listed = jnp.take_along_axis(square, index, axis=-1)
     total = jnp.sum(jnp.where(ordinals(index.shape[2], 3) < length[..., None], listed, 0.0), axis=-1)
     return mean_of(total, length)

@@ -11,14 +11,15 @@ slot of its b row and takes its a row off the list, so that a round moves the ro
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.quantised import Rows
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 
 BACKENDS = {"gpu": pallas_gpu.row_merge, "xla": reference.row_merge}
 
 
 def row_merge(
-    keys: Float[Array, "B K C D"],
-    values: Float[Array, "B K C D"],
+    keys: Rows,
+    values: Rows,
     degree: Float[Array, "B K C"],
     rows: Int[Array, "B K R"],
     length: Int[Array, "B K"],
@@ -28,14 +29,15 @@ def row_merge(
     *,
     chunk: int,
     backend: str | None = None,
-) -> tuple[Float[Array, "B K C D"], Float[Array, "B K C D"], Float[Array, "B K C"], Int[Array, "B K R"]]:
+) -> tuple[Rows, Rows, Float[Array, "B K C"], Int[Array, "B K R"]]:
     """Merge the `merges` best edges of every head: highest score first, of equal ones the first.
 
     Many a rows may join one b row: keys and values become the degree-weighted mean, taken in float32 as
-    k_b + sum n_a (k_a - k_b) / n, so that equal rows merge without any error, and degrees are summed.
+    k_b + sum n_a (k_a - k_b) / n, so that equal rows merge without any error, and degrees are summed. A mean of
+    quantised rows is quantised as they are.
 
     Args:
-        keys, values, degree: the slots.
+        keys, values, degree: the slots, rows [B,K,C,D] as they are stored.
         rows: numbers of the slots held, in positional order; the first `length` entries are real.
         length: entries of `rows` that are real.
         match: for list position 2a, the list position of its b row, in the same chunk of the list; -1 for none.

@@ -6,12 +6,14 @@
    and the list without them.
 3. `_move`, a program per few b rows: adds n_a (k_a - k_b) of one a row after the other in float32, for keys and values
    at once, and writes the b rows that have any. Every row has one writer and a fixed order: no atomics, same result in
-   every run, and equal rows merge without error.
+   every run, and equal rows merge without error. Quantised rows are merged in the basis of their codes, which a mean
+   may be taken in as in any other, and quantised again.
 
 Bytes: 3 scans of 4-byte lists, then every merged a row once and every b row that grows twice.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
-from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_rows, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two, store_numbers
+from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
@@ -30,7 +33,8 @@ SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a prog
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, interpret=False):
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     check_dtypes("row_merge", keys, values)
-    batch, heads, _, width = keys.shape
+    batch, heads = degree.shape[:2]
+    stored: Any = keys.codes if isinstance(keys, Quantised) else keys
     entries, edges = rows.shape[2], score.shape[2]
     chunk = min(chunk, entries + entries % 2)
     if chunk > MOST_CHUNK:
@@ -41,7 +45,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
 
-    sizes = SIZES | blocks("row_merge", chunk=chunk, dim=width, itemsize=keys.dtype.itemsize)
+    sizes = SIZES | blocks("row_merge", chunk=chunk, dim=stored.shape[3], itemsize=stored.dtype.itemsize)
     score, match, length = flat(score), flat(match), length.reshape(-1)
     edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
     chunks = pl.cdiv(edges, chunk // 2)
@@ -75,10 +79,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         aliases={0: 0},
         interpret=interpret,
     )
-    in_place = [flat(keys), flat(values)]
+    in_place = jax.tree.map(flat, (keys, values))
     outputs = call(
-        partial(_move, tile=sizes["moved_rows"], width=width),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in in_place],
+        partial(_move, tile=sizes["moved_rows"]),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place),
         *in_place,
         flat(rows),
         length,
@@ -89,10 +93,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         count,
         grid=(pl.cdiv(chunks * half, sizes["moved_rows"]), batch * heads, 2),
         warps=sizes["move_warps"],
-        aliases={0: 0, 1: 1},
+        aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
         interpret=interpret,
     )
-    return tuple(x.reshape(batch, heads, *x.shape[1:]) for x in (*outputs, new_degree, new_rows))
+    return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[1:]), (*outputs, new_degree, new_rows))
 
 
 def _thresholds(
@@ -186,7 +190,7 @@ def _plan(
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, width):
+def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile):
     """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
     del keys, values  # in place: read and written as the outputs that alias them
     head, edge = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
@@ -200,24 +204,26 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
             first = plgpu.load(start.at[head, edge], mask=inside, other=0)
             joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
             whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
-            _move_rows(x, head, slot, whole, first, joins, targets, weight, width)
+            _move_rows(x, head, slot, whole, first, joins, targets, weight)
 
 
-def _move_rows(x, head, slot, total, first, joins, targets, weight, width):
+def _move_rows(x, head, slot, total, first, joins, targets, weight):
+    _, slots, width = (x.codes if isinstance(x, Quantised) else x).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
-    own = load_rows(x, head, slot, columns, grows, width).astype(jnp.float32)
+    own = load_numbers(x, head, slot, columns, grows)
 
     def add(j, change):
         there = j < joins
         a_slot = plgpu.load(targets.at[head, first + j], mask=there, other=0)
         n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
-        return change + n[:, None] * (load_rows(x, head, a_slot, columns, there, width).astype(jnp.float32) - own)
+        row = load_numbers(x, head, a_slot, columns, there)
+        return [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
 
-    change = jax.lax.fori_loop(0, jnp.max(joins), add, jnp.zeros_like(own))
-    mean = (own + change / jnp.where(grows, total, 1.0)[:, None]).astype(x.dtype)
-    target = jnp.where(grows, slot, x.shape[1])  # masked rows point nowhere: nothing is written twice
-    mask = grows[:, None] & (columns < width)[None, :]
-    plgpu.store(x.at[head, target[:, None], columns[None, :]], mean, mask=mask)
+    change = jax.lax.fori_loop(0, jnp.max(joins), add, [jnp.zeros_like(part) for part in own])
+    n = jnp.where(grows, total, 1.0)[:, None]
+    mean = [part + more / n for part, more in zip(own, change, strict=True)]
+    # Masked rows point nowhere: nothing is written twice.
+    store_numbers(x, head, jnp.where(grows, slot, slots), columns, mean, grows)
 
 
 def _put(ref, head, index, value, mask):

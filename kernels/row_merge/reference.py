@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import Rows, dequantised, with_changes
 from clusterkv_jax.kernels.top_rows.reference import top_rows
 
 
@@ -17,13 +18,15 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     b_row = jnp.where(leaves, partner, degree.shape[2])  # beyond the end: dropped
     weight = jnp.where(leaves, jnp.take_along_axis(degree, a_row, axis=2), 0.0)
     add = jax.vmap(jax.vmap(lambda total, rows, x: total.at[rows].add(x, mode="drop")))
-    degree = add(degree, b_row, weight)
+    before, degree = degree, add(degree, b_row, weight)
 
-    def mean(x: Float[Array, "B K C D"]) -> Float[Array, "B K C D"]:
+    def mean(stored: Rows) -> Rows:
+        x = dequantised(stored)
         a, b = (jnp.take_along_axis(x, row[..., None], axis=2).astype(jnp.float32) for row in (a_row, partner))
         total = add(jnp.zeros(x.shape, jnp.float32), b_row, weight[..., None] * (a - b))
         # Slots that are not on the list may hold anything; adding 0 to them keeps it.
-        return (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
+        mean = (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
+        return with_changes(stored, mean, degree != before)
 
     return mean(keys), mean(values), degree, _close_gaps(rows, length, leaves)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import LayerCache, groups, in_numbers, nbytes, quantised, some_at_once, with_changes
+from clusterkv_jax.cache import LayerCache, groups, in_numbers, nbytes
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, row_bytes
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.request import GroupPlan
@@ -116,19 +116,6 @@ def test_evictions_never_touch_codes(name):
     for x, y in zip(*map(jax.tree.leaves, ((first.keys, first.values), (layer.keys, layer.values))), strict=True):
         x, y = np.asarray(x), np.asarray(y)[:, :, :20]
         np.testing.assert_array_equal(np.take_along_axis(x, at[..., None] if x.ndim == 4 else at, axis=2), y)
-
-
-def test_parts_of_a_batch_are_merged_as_the_whole():
-    _, keys, values = tensors()
-    layer = quantised(ckv.compress(ckv.Full(), None, keys, values), "int8")
-
-    def change(layer):
-        whole = in_numbers(layer)
-        return with_changes(layer, dataclasses.replace(whole, keys=whole.keys * 2, degree=whole.degree + 1))
-
-    for most in (1, 2):
-        for x, y in zip(*map(jax.tree.leaves, (some_at_once(change, layer, most), change(layer))), strict=True):
-            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("name", CODES)

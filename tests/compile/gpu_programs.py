@@ -41,6 +41,7 @@ from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
+from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
@@ -100,6 +101,16 @@ def programs(array):
         )
         return match, (rows, rows, heads, degree, array(degree.shape, i32), length)
 
+    def matching_codes(name):
+        rows, listed = of_codes(name), array(degree.shape, i32)
+        return lambda f, rows, n: chunked_matching(f, chunk=256, index=rows, length=n), (rows, listed, length), ()
+
+    def merging_codes(name):
+        rows, listed = of_codes(name), array(degree.shape, i32)
+        edges = array((BATCH, HEADS, SLOTS // 2), i32), array((BATCH, HEADS, SLOTS // 2), jnp.float32)
+        merge = partial(row_merge, chunk=256)
+        return merge, (rows, rows, degree, listed, length, *edges, array((BATCH,), i32)), (0, 1, 2, 3)
+
     def compressing(method):
         counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
         request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
@@ -137,6 +148,7 @@ def programs(array):
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
     on_hopper = partial(kmeans_gpu.kmeans, length=None, with_means=True, first_guess=first_guess_mosaic)
+    by_both, (_, _, *beside) = paired(bf16)
     narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), jnp.float32)
     group = QUERY_HEADS // HEADS
     scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
@@ -168,6 +180,9 @@ def programs(array):
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*paired(bf16), ()),
         "matching of keys and values float32": (*paired(jnp.float32), ()),
+        **{f"matching of {name}": matching_codes(name) for name in CODES},
+        "matching of keys and values of int4": (by_both, (of_codes("int4"), of_codes("int4"), *beside), ()),
+        **{f"merge {name}": merging_codes(name) for name in CODES},
         "kmeans": (lloyd, (prompt, centroids), ()),
         "kmeans of keys in no tiles": (
             lloyd,
@@ -198,6 +213,7 @@ def programs(array):
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
         "mean squares": (mean_squares, (prompt, rows, array((BATCH, HEADS), i32)), ()),
+        "mean squares of int4": (mean_squares, (of_codes("int4"), array(degree.shape, i32), length), ()),
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),

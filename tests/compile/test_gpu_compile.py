@@ -68,6 +68,15 @@ def test_codes_are_read_and_written_where_they_lie(programs):
         assert programs[f"attention of {name}"]["temporary"] < 0.2 * 8 * 13312 * 2 * width, name
 
 
+def test_codes_are_merged_where_they_lie(programs):
+    """No row in numbers: beside the slots there are lists of edges alone."""
+    for name, width in (("int8", 128), ("float8_e4m3", 128), ("int4", 64)):
+        program, slots = programs[f"merge {name}"], 8 * 13312
+        assert program["alias"] == slots * (2 * (width + 4) + 4 + 4), name
+        assert program["temporary"] <= slots * 16, name
+        assert programs[f"matching of {name}"]["temporary"] < 2**12, name
+
+
 def test_attention_accumulates_without_a_square(programs):
     """Beside the sums only a number per query: the log-sum-exps."""
     assert programs["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
@@ -88,6 +97,7 @@ def test_decoding_holds_one_cache(programs):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
     for name in (
         "decode",
+        "decode of int8",
         "decode with pages",
         "decode of int4 with pages",
         "decode with recall",

@@ -10,8 +10,21 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from clusterkv_jax.kernels.quantised import Quantised, dequantised, quantise
+
 # Relative norms, the worst head's.
 F32, BF16 = 1e-5, 5e-3
+
+
+def stored(x, dtype):
+    """Rows as a numpy array of this type, or in the codes of this name."""
+    return jax.tree.map(np.asarray, quantise(jnp.asarray(x), dtype)) if isinstance(dtype, str) else np.asarray(x, dtype)
+
+
+def exact(rows):
+    """What stored rows stand for, float64."""
+    rows = dequantised(jax.tree.map(jnp.asarray, rows)) if isinstance(rows, Quantised) else rows
+    return np.asarray(rows, np.float64)
 
 
 def tolerance(dtype):
@@ -67,5 +80,7 @@ def lengths(batch, heads, largest, *sizes):
 
 
 def poisoned(x, empty):
-    """NaN where `empty` says so: an entry, or a row if x has one more axis."""
+    """NaN where `empty` says so: an entry, or a row if x has one more axis; of a quantised row, its scale."""
+    if isinstance(x, Quantised):
+        return Quantised(x.codes, poisoned(x.scales, empty))
     return np.where(empty[..., None] if x.ndim > empty.ndim else empty, np.asarray(np.nan, x.dtype), x)

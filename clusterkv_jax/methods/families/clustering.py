@@ -1,6 +1,5 @@
 """What the clustering methods share: when to cluster, the slots that takes, and clustering in place while decoding."""
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +12,13 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import LayerCache, head_by_head, some_at_once
+from clusterkv_jax.cache import LayerCache, head_by_head
 from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
-
-# Bytes of float32 copies of quantised keys and values at once.
-MOST_COPIED = 2**29
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,8 @@ class Clustering(Method):
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
-        """The same in place. The GPU kernels merge all heads where they lie, quantised ones in float32 copies of some
-        sequences at a time; elsewhere such copies are made of any, so one head of one sequence at a time.
+        """The same in place. The GPU kernels merge all heads where they lie; elsewhere copies are made of rows, so one
+        head of one sequence at a time.
         """
 
         def cluster(tree):
@@ -147,10 +142,7 @@ class Clustering(Method):
             group, rounds = self._cluster(group, target, rounds)
             return group, target, rounds
 
-        in_place = partial(head_by_head, cluster)
-        if platform() == "gpu":
-            most = MOST_COPIED // (8 * math.prod(rows.cache.keys.shape[1:]))
-            in_place = partial(some_at_once, cluster, most=most) if isinstance(rows.cache.keys, Quantised) else cluster
+        in_place = cluster if platform() == "gpu" else partial(head_by_head, cluster)
         tree = rows.cache, rows.budget, rows.memory["rounds"]
         group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
         return Compressed(group, {"rounds": rounds})

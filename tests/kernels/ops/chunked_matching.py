@@ -8,7 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching, pallas_gpu, pallas_tpu, reference
-from tests.kernels.base import F32, compiled, drawn, lengths, normal, poisoned
+from clusterkv_jax.kernels.quantised import Quantised
+from tests.kernels.base import F32, compiled, drawn, exact, lengths, normal, poisoned, stored
 
 BACKENDS = {
     "xla": reference.chunked_matching,
@@ -21,6 +22,9 @@ MATCHING_SHAPES = [
     (2, 1, 600, 24, 16, True, False, False, jnp.float32),
     (1, 2, 37, 40, 6, False, True, True, jnp.bfloat16),
     (2, 2, 300, 16, 256, False, True, False, jnp.bfloat16),
+    (1, 2, 90, 32, 16, False, True, False, "int8"),
+    (1, 1, 37, 24, 6, False, True, True, "float8_e4m3"),
+    (1, 2, 70, 16, 64, False, True, False, "int4"),
 ]
 # For the interpreter that watches for races, which is slow.
 STRICT_SHAPES = {
@@ -60,7 +64,7 @@ def check_matching_of(shape, implementation, examples):
             features = np.repeat(features[:, :, :1], rows, axis=2)
         start = start if started else np.zeros_like(start)
         length = np.minimum(length, rows - start)
-        features, bias = np.asarray(features, dtype), np.asarray(bias * biased, np.float32)
+        features, bias = stored(features, dtype), np.asarray(bias * biased, np.float32)
         here = np.arange(rows) - start[..., None]
         outside = (here < 0) | (here >= length[..., None])
         match, score = run(
@@ -71,11 +75,9 @@ def check_matching_of(shape, implementation, examples):
         )
         assert (match.dtype, score.dtype) == (jnp.int32, jnp.float32)
         assert match.shape == score.shape == (batch, heads, (rows + 1) // 2)
-        match, score = np.asarray(match), np.asarray(score)
+        match, score, features = np.asarray(match), np.asarray(score), exact(features)
         for at in np.ndindex(batch, heads):
-            expected = matching_oracle(
-                *(np.asarray(x[at], np.float64) for x in (features, bias)), chunk, normalize, start[at], length[at]
-            )
+            expected = matching_oracle(features[at], exact(bias[at]), chunk, normalize, start[at], length[at])
             one_head(match[at], score[at], expected, start[at], ties)
 
     drawn(
@@ -89,7 +91,11 @@ def check_matching_of(shape, implementation, examples):
 
 
 # batch, heads, rows, head dim, chunk, listed by number, started behind the first row, dtype
-PAIRED_SHAPES = [(2, 1, 37, 16, 8, False, True, jnp.float32), (1, 2, 90, 24, 64, True, False, jnp.bfloat16)]
+PAIRED_SHAPES = [
+    (2, 1, 37, 16, 8, False, True, jnp.float32),
+    (1, 2, 90, 24, 64, True, False, jnp.bfloat16),
+    (1, 2, 70, 32, 64, True, False, "int8"),
+]
 
 
 def paired_oracle(keys, values, bias, weight, value_weight, chunk, start, length):
@@ -115,7 +121,7 @@ def check_paired_of(shape, implementation, examples):
     run = compiled(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
 
     def check(seed, length, start):
-        keys, values = (np.asarray(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
+        keys, values = (stored(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
         bias = np.asarray(normal(seed + 2, batch, heads, rows), np.float32)
         weight = np.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), np.float32)
         start = start if started else np.zeros_like(start)
@@ -133,7 +139,7 @@ def check_paired_of(shape, implementation, examples):
             length=length,
             index=np.asarray(order, np.int32) if listed else None,
         )
-        match, score = np.asarray(match), np.asarray(score)
+        match, score, keys, values = np.asarray(match), np.asarray(score), exact(keys), exact(values)
         for at in np.ndindex(batch, heads):
             tensors = (np.asarray(x[at], np.float64)[order[at]] for x in (keys, values, bias))
             expected = paired_oracle(*tensors, float(weight[at]), 0.7, chunk, start[at], length[at])
@@ -180,6 +186,13 @@ def matching_without_distance(features, *, key_weight, **options):
     return reference.chunked_matching(features, key_weight=jnp.zeros_like(key_weight), **options)
 
 
+def matching_by_codes_alone(features, *, values, **options):
+    """Keys of int8 in units of their scales, as if those were all 1."""
+    if isinstance(features, Quantised):
+        features = Quantised(features.codes, jnp.ones_like(features.scales))
+    return reference.chunked_matching(features, values=values, **options)
+
+
 def matching_without_bias(features, *, bias, **options):
     return reference.chunked_matching(features, bias=None, **options)
 
@@ -187,7 +200,7 @@ def matching_without_bias(features, *, bias, **options):
 CHECKS = [check_matching, check_paired]
 BROKEN = {
     check_matching: [matching_without_tail_mask, matching_of_longer_chunks, matching_without_bias],
-    check_paired: [matching_of_one_value_weight, matching_without_distance],
+    check_paired: [matching_of_one_value_weight, matching_without_distance, matching_by_codes_alone],
 }
 
 

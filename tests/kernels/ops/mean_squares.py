@@ -7,12 +7,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.mean_squares import pallas_gpu, reference
-from tests.kernels.base import compiled, drawn, lengths, near, normal, poisoned
+from tests.kernels.base import compiled, drawn, exact, lengths, near, normal, poisoned, stored
 
 BACKENDS = {"xla": reference.mean_squares, "gpu": partial(pallas_gpu.mean_squares, interpret=True)}
 
 # batch, heads, slots, entries of the list, width, dtype
-ROW_SHAPES = [(2, 2, 300, 290, 20, jnp.float32), (1, 2, 70, 70, 64, jnp.bfloat16)]
+ROW_SHAPES = [
+    (2, 2, 300, 290, 20, jnp.float32),
+    (1, 2, 70, 70, 64, jnp.bfloat16),
+    (1, 2, 70, 60, 24, "int8"),
+    (1, 2, 40, 40, 16, "int4"),
+]
 
 
 def check_mean_squares(implementation, *, examples=6):
@@ -30,10 +35,10 @@ def check_mean_squares_of(shape, implementation, examples):
         used = np.zeros((batch, heads, slots), bool)
         for at in np.ndindex(batch, heads):
             used[at][index[at][: length[at]]] = True
-        x = np.asarray(normal(seed, batch, heads, slots, width) * (not zeros), dtype)
-        mean = run(jnp.asarray(poisoned(x, ~used)), jnp.asarray(index, jnp.int32), jnp.asarray(length))
+        x = stored(normal(seed, batch, heads, slots, width) * (not zeros), dtype)
+        mean = run(poisoned(x, ~used), jnp.asarray(index, jnp.int32), jnp.asarray(length))
         assert mean.dtype == jnp.float32
-        square = np.sum(np.asarray(x, np.float64) ** 2, axis=-1)
+        square = np.sum(exact(x) ** 2, axis=-1)
         expected = [np.mean(square[at][used[at]]) if used[at].any() else 0.0 for at in np.ndindex(batch, heads)]
         expected = np.asarray([mean if mean > 0 else 1.0 for mean in expected]).reshape(batch, heads)
         near(mean, expected, 1e-6, axes=1)
