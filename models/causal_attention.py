@@ -81,6 +81,34 @@ def last_queries_attention(
     return _in_parts(q, k, v, window, soft_cap, sink_logits)
 
 
+def attention_with_lse(
+    q: Float[Array, "B T H D"], k: Float[Array, "B K N D"]
+) -> Callable[..., tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]] | None:
+    """The library's attention of these queries to other rows than their own, None where this device has none.
+
+    What is returned takes (q, keys, values, lengths), rows [B,K,N,D] of which a query sees the first `lengths`; with
+    None it sees the rows up to its own. It gives the output and the log-sum-exp of the scores in float32.
+    """
+    if ambient_mesh() is not None or _obstacle(q, k.swapaxes(1, 2), None, None, "cudnn"):
+        return None
+    try:  # jax.nn.dot_product_attention has the log-sum-exp in the type of the output alone, 8 bits of it
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    except ImportError:
+        return None
+
+    def attention(q: Array, keys: Array, values: Array, lengths: Array | None) -> tuple[Array, Array]:
+        options: dict[str, Any] = {"mask_type": cudnn.MaskType.CAUSAL}
+        if lengths is not None:
+            queries = jnp.full(len(q), q.shape[1], jnp.int32)
+            options = {"mask_type": cudnn.MaskType.PADDING, "q_seqlen": queries, "kv_seqlen": lengths.astype(jnp.int32)}
+        rows = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        scale = q.shape[-1] ** -0.5
+        result: Any = cudnn.dot_product_attention(q, *rows, scale=scale, return_residual=True, **options)
+        return result
+
+    return attention
+
+
 def _choose(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str | None) -> str:
     if backend is not None:
         if backend not in BACKENDS:

@@ -12,7 +12,6 @@ Every pass starts at position N again; what it makes of its own tokens is thrown
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -22,23 +21,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax import reading
 from clusterkv_jax.checks import check_counts
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.learned.output import projected_norms
+from clusterkv_jax.learned.repeated_attention import Sight, attend
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import LARGEST_BLOCK, segment_edges
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import ambient_mesh, constrain, constrain_cache
+from clusterkv_jax.sharding import constrain, constrain_cache
 
 Params = dict[str, Any]
 # Ids that ask for the first piece, for a later one whose beginning follows them, and what stands before the answer.
 Instruction = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # Tokens of the piece before that a later instruction ends with.
 TAIL = 8
-# Logits of one block of queries, in elements (f32): 128 MiB on accelerators, what a CPU's last cache may hold there.
-LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**25, "tpu": 2**25}
 
 
 @dataclass(frozen=True)
@@ -229,24 +224,20 @@ def _repeat_layer(
     Nothing reads the hidden states of the last layer: there the rows of the softmax that is cut out are enough.
     """
     q, k, v = transformer.qkv(layer, config, hidden, positions)
-    if last:
-        cut = [jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (keys, values)]
-        keys, values = (jnp.concatenate([x[:, :, :sinks], y], axis=2) for x, y in zip((keys, values), cut, strict=True))
-        start, counts = jnp.int32(sinks), sinks + jnp.maximum(counts - start, 0)
     rows = keys, values, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     below = jnp.zeros(real.shape, jnp.float32)
     if normalize:
         norm = jnp.linalg.norm(transformer.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
-    sight = _Sight(size, sinks, config.window, config.soft_cap)
-    sink_logits = transformer.sink_logits(layer, config)
-    attended, best = _attend(q, rows, jnp.where(real, below, jnp.inf), counts, start, sight, sink_logits)
+    sight = Sight(size, sinks, config.window, config.soft_cap)
+    below, sink_logits = jnp.where(real, below, jnp.inf), transformer.sink_logits(layer, config)
+    attended, best = attend(q, rows, below, counts, start, sight, sink_logits, last=last)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
         best = best + jnp.log(projected_norms(piece, layer["attention"]["o"])).reshape(best.shape)
     score = constrain_cache(jnp.exp(jnp.max(best, axis=2)))
-    if last:
+    if attended is None:
         return None, score
     return constrain(transformer.finish(layer, config, hidden, attended), "batch", None, None), score
 
@@ -260,118 +251,3 @@ def _whole(pieces: list[list[Array]], counts: Int[Array, " B"], prefix: int, sin
     real = row < counts[:, None, None]
     best = jnp.max(jnp.stack([jnp.max(jnp.where(real, x, 0.0), axis=(1, 2)) for x in scores]), axis=0)
     return [jnp.where(real, jnp.where(row < sinks, best[:, None, None] + 1, x), -jnp.inf) for x in scores]
-
-
-# --- attention of a pass ---
-
-
-@dataclass(frozen=True)
-class _Sight:
-    """What is static of a pass: rows of the piece, sinks, the layer's window and its soft cap of scores."""
-
-    size: int
-    sinks: int
-    window: int | None
-    soft_cap: float | None
-
-
-def _attend(
-    q: Float[Array, "B n H D"],
-    rows: tuple[Array, Array, Array, Array],
-    below: Float[Array, "B n"],
-    counts: Int[Array, " B"],
-    start: Int[Array, ""],
-    sight: _Sight,
-    sink_logits: Float[Array, " H"] | None = None,
-) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
-    """Attention of the fed tokens to context and themselves, and the maxima of the softmax that is cut out of it.
-
-    That softmax has no sinks: rows are ranked by what a query gives them of what it gives to rows. The maxima are
-    logarithms, less `below`, which each fed token has. `rows` are keys and values of the context, and of
-    the fed tokens. On a CPU one sequence goes after the other.
-    """
-    batch, fed, heads, dim = q.shape
-    kv_heads, count = rows[0].shape[1:3]
-    alone = platform() == "cpu" and ambient_mesh() is None
-    at_once = LOGITS_AT_ONCE[platform()] // (heads * (count + fed) * (1 if alone else batch))
-    block = max(16, min(LARGEST_BLOCK, at_once))
-
-    sinks = None if sink_logits is None else sink_logits.reshape(kv_heads, -1).astype(jnp.float32)
-
-    def one(arrays: Any) -> tuple[Array, Array]:
-        return _attend_one(*arrays, start=start, sight=sight, block=block, sink_logits=sinks)
-
-    q = q.reshape(batch, fed, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
-    arrays = q, *rows, below, counts
-    attended, best = jax.lax.map(one, arrays) if alone else jax.vmap(one)(arrays)
-    return attended.transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads, dim), best
-
-
-def _attend_one(
-    q: Float[Array, "K G n D"],
-    keys: Float[Array, "K N D"],
-    values: Float[Array, "K N D"],
-    new_keys: Float[Array, "K n D"],
-    new_values: Float[Array, "K n D"],
-    below: Float[Array, " n"],
-    count: Int[Array, ""],
-    start: Int[Array, ""],
-    sight: _Sight,
-    block: int,
-    sink_logits: Float[Array, "K G"] | None,
-) -> tuple[Float[Array, "K G n D"], Float[Array, "K G size"]]:
-    """A sequence: `block` queries after the other, so that logits are never n x N for all of them.
-
-    Later queries see more of the fed tokens, so those come in segments, as in `causal_attention`.
-    """
-    row = ordinals(keys.shape[1], 2)
-
-    def attend(end: int, best: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        q, number, below = part
-        there, mine = row < count, ordinals(end, 2) <= number[:, None]
-        if sight.window is not None:  # a query's own number counts from the end of the context
-            first = number[:, None] - sight.window
-            there, mine = there & (row > count + first), mine & (ordinals(end, 2) > first)
-        context = jnp.where(there[None, None], capped(_logits(q, keys), sight.soft_cap), -jnp.inf)
-        own = jnp.where(mine[None, None], capped(_logits(q, new_keys[:, :end]), sight.soft_cap), -jnp.inf)
-        peak = jnp.maximum(jnp.max(context, axis=-1), jnp.max(own, axis=-1))[..., None]
-        weights = jnp.exp(context - peak), jnp.exp(own - peak)
-        total = jnp.sum(weights[0], axis=-1) + jnp.sum(weights[1], axis=-1)
-        attended = _weighted(weights[0], values) + _weighted(weights[1], new_values[:, :end])
-        if sink_logits is not None:
-            total += jnp.exp(sink_logits[..., None] - peak[..., 0])
-        piece = jax.lax.dynamic_slice_in_dim(context, start, sight.size, axis=3)
-        inside = [jax.nn.logsumexp(x, axis=-1) for x in (context[..., : sight.sinks], piece, own) if x.shape[-1]]
-        less = jax.nn.logsumexp(jnp.stack(inside), axis=0) + below[None, None]
-        best = jnp.maximum(best, jnp.max(piece - less[..., None], axis=2))
-        return best, (attended / total[..., None]).astype(q.dtype)
-
-    best, outputs = jnp.full((*q.shape[:2], sight.size), -jnp.inf), []
-    for begin, end in pairwise(segment_edges(q.shape[2])):
-        blocks = -(-(end - begin) // block)
-        length = -(-(end - begin) // blocks)
-        # What fills the last block up asks as the last token does, for nothing.
-        at = jnp.minimum(begin + jnp.arange(blocks * length, dtype=jnp.int32), end - 1).reshape(blocks, length)
-        parts = jnp.moveaxis(q[:, :, at], 2, 0), at, below[at]
-        best, out = jax.lax.scan(lambda best, part, end=end: attend(end, best, part), best, parts)
-        outputs.append(jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], -1, q.shape[3])[:, :, : end - begin])
-    return jnp.concatenate(outputs, axis=2), best
-
-
-def _logits(q: Float[Array, "K G t D"], keys: Float[Array, "K N D"]) -> Float[Array, "K G t N"]:
-    product = jnp.einsum(
-        "kgtd,knd->kgtn",
-        *matmul_operands(q, keys),
-        precision=matmul_precision(q.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    return product * q.shape[-1] ** -0.5
-
-
-def _weighted(weights: Float[Array, "K G t N"], values: Float[Array, "K N D"]) -> Float[Array, "K G t D"]:
-    return jnp.einsum(
-        "kgtn,knd->kgtd",
-        *matmul_operands(weights.astype(values.dtype), values),
-        precision=matmul_precision(values.dtype),
-        preferred_element_type=jnp.float32,
-    )

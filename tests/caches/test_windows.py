@@ -13,7 +13,7 @@ from clusterkv_jax import saving
 from clusterkv_jax.cache import WindowCache, groups, occupancy, overflowed
 from clusterkv_jax.checkpoints import calibrated
 from clusterkv_jax.decoding import append_step_jit, decode_step, prefill
-from clusterkv_jax.learned import repetition
+from clusterkv_jax.learned.repeated_attention import Sight, attend
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.transformer import forward
 from clusterkv_jax.observation import calibrate
@@ -189,9 +189,9 @@ def test_a_repetition_looks_as_far_as_the_window(window, soft_cap):
     q, k, v = (jnp.asarray(rng.normal(size=(2, 30, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     whole = causal_attention(q, k, v, window=window, soft_cap=soft_cap)
     rows = [jnp.swapaxes(x[:, part], 1, 2) for part in (slice(18), slice(18, None)) for x in (k, v)]
-    sight = repetition._Sight(6, 2, window, soft_cap)
+    sight = Sight(6, 2, window, soft_cap)
     counts, below = jnp.full(2, 18), jnp.zeros((2, 12))
-    got, _ = repetition._attend(q[:, 18:], tuple(rows), below, counts, jnp.int32(12), sight)
+    got, _ = attend(q[:, 18:], tuple(rows), below, counts, jnp.int32(12), sight)
     assert relative(got, whole[:, 18:]) < 1e-5
 
 

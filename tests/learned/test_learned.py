@@ -18,7 +18,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import learned, programs
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned import expected, repetition
+from clusterkv_jax.learned import expected, repeated_attention
 from clusterkv_jax.learned.leverage import leverage
 from clusterkv_jax.learned.surrogates import in_parts
 from clusterkv_jax.methods.base import Rows
@@ -213,7 +213,7 @@ def test_reconstruction_does_not_depend_on_blocks_of_queries():
     tokens = jnp.asarray([prompt(1, 53)])
     whole = score(tokens)
     with (
-        mock.patch.dict(repetition.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
+        mock.patch.dict(repeated_attention.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
         mock.patch.object(programs, "_kept", OrderedDict()),
     ):
         blocks = score(tokens)
