@@ -253,5 +253,6 @@ def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int)
         return jnp.where(occupied, jnp.take_along_axis(x, listed, axis=2), jnp.zeros((), x.dtype))
 
     every = (layer.keys, layer.values, layer.degree, layer.positions)
-    keys, values, degree, positions = jax.tree.map(lambda x: gather_rows(x, index) if x.ndim == 4 else take(x), every)
+    move_up = partial(gather_rows, rows=index, in_place=True)
+    keys, values, degree, positions = jax.tree.map(lambda x: move_up(x) if x.ndim == 4 else take(x), every)
     return LayerCache(keys, values, degree, layer.length, positions)

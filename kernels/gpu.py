@@ -153,15 +153,16 @@ def _nearest(x: Array) -> Array:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-    """a . b in float32: 16-bit operands as they are, float32 ones as three tf32 products (error about 2^-21)."""
-    precision = None
+    """a . b in float32: operands of 8 or 16 bits as they are, float32 as three tf32 products (error about 2^-21)."""
+    precision, total = None, jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     if a.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     if platform() == "cpu":  # which has no mixed products; those of float32 are exact enough
-        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
-    return jax.lax.dot_general(
-        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        a, b, precision, total = *(x.astype(jnp.float32) for x in (a, b)), jax.lax.Precision.HIGHEST, jnp.float32
+    product = jax.lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=total
     )
+    return product.astype(jnp.float32)
 
 
 def bfloat16_parts(x: Array, count: int) -> list[Array]:

@@ -109,7 +109,7 @@ def as_stored(rows: Rows, others: Rows) -> Any:
     return quantise(rows, kind(others)) if isinstance(others, Quantised) and not isinstance(rows, Quantised) else rows
 
 
-def numbers(codes: Num[Array, "... width"], dtype: Any) -> list[Float[Array, "... width"]]:
+def numbers(codes: Num[Array, "... width"], dtype: Any) -> list[Num[Array, "... width"]]:
     """What codes stand for, in units of the scale: all columns, or of two codes a byte those of each half."""
     if codes.dtype != jnp.uint8:
         return [codes.astype(dtype)]

@@ -2,7 +2,7 @@
 
 Rows are gathered by number, so that rounds of clustering read what is left of a cache where it lies. Products are
 accumulated in float32 and scaled by the float32 norms afterwards, as in the reference. Codes of quantised rows are
-multiplied in bf16, which holds them exactly, and by their scales afterwards.
+multiplied as integers of 8 bits, those of float8 in bf16, which holds them exactly, and by their scales afterwards.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from clusterkv_jax.kernels.gpu import (
     load_scales,
     power_of_two,
 )
-from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile
@@ -168,7 +168,7 @@ def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
 def _parts(rows, head, at, columns, inside):
     """A tile of rows as it is multiplied, in parts of its columns."""
     if isinstance(rows, Quantised):
-        return load_codes(rows, head, at, columns, inside, jnp.bfloat16)
+        return load_codes(rows, head, at, columns, inside, jnp.bfloat16 if kind(rows) == "float8_e4m3" else jnp.int8)
     return [load_rows(rows, head, at, columns, inside, rows.shape[2])]
 
 

@@ -3,6 +3,10 @@
 The source may lie in `pinned_host` memory: the loads then go over the host link, and many programs with many rows each
 keep it busy. XLA's own gather refuses operands in different memories. What is near is read by the same programs, so
 that rows from both places are written once.
+
+In place, rows move up within their head: one warp a head takes a tile after the other, and what it reads of a tile lies
+nowhere before it. Where no row of a tile moves, nothing is read or written but the list. That fills a device with many
+heads alone; with few heads rows are gathered and copied.
 """
 
 from functools import partial
@@ -16,6 +20,8 @@ from jaxtyping import Array, Int, Shaped
 from clusterkv_jax.kernels.gpu import arange, call, load_rows, power_of_two
 
 TILE_BYTES = 8192
+# Of a tile of one warp in place, and the heads from which on that is taken.
+IN_PLACE_BYTES, IN_PLACE_HEADS = 4096, 256
 
 
 def gather_rows(
@@ -24,6 +30,8 @@ def gather_rows(
     near: Shaped[Array, "B K M D"] | None = None,
     place: Int[Array, "B K R"] | None = None,
     *,
+    in_place: bool = False,
+    in_place_heads: int = IN_PLACE_HEADS,
     tile_bytes: int = TILE_BYTES,
     warps: int = 4,
     interpret: bool = False,
@@ -38,8 +46,10 @@ def gather_rows(
     sources = [(x, numbers) for x, numbers in sources if x.size > 0]
     if not sources or rows.size == 0:
         return jnp.zeros((batch, heads, count, width), source.dtype)
-    tile = min(power_of_two(count), max(1, tile_bytes // (power_of_two(width) * source.dtype.itemsize)))
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+    if in_place and near is None and count == source.shape[2] and batch * heads >= in_place_heads:
+        return _moved_up(flat(source), flat(rows), interpret).reshape(source.shape)
+    tile = _rows_of_tile(tile_bytes, source, count)
     outputs = call(
         partial(_kernel, tile=tile),
         jax.ShapeDtypeStruct((batch * heads, count, width), source.dtype),
@@ -49,6 +59,44 @@ def gather_rows(
         interpret=interpret,
     )
     return outputs.reshape(batch, heads, count, width)
+
+
+def _rows_of_tile(size: int, source: Array, count: int) -> int:
+    return min(power_of_two(count), max(1, size // (power_of_two(source.shape[-1]) * source.dtype.itemsize)))
+
+
+def _moved_up(source: Shaped[Array, "BK N D"], rows: Int[Array, "BK N"], interpret: bool) -> Shaped[Array, "BK N D"]:
+    return call(
+        partial(_move_up, tile=_rows_of_tile(IN_PLACE_BYTES, source, source.shape[1])),
+        jax.ShapeDtypeStruct(source.shape, source.dtype),
+        source,
+        rows,
+        grid=(len(source),),
+        warps=1,
+        aliases={0: 0},
+        interpret=interpret,
+    )
+
+
+def _move_up(source, rows, out, *, tile):
+    """All rows of one head, a tile after the other."""
+    del source  # in place: read as the output that aliases it
+    head, (_, count, width) = pl.program_id(0), out.shape
+    columns = arange(power_of_two(width))
+
+    def move(i, _):
+        entry = i * tile + arange(tile)
+        inside = entry < count
+        row = plgpu.load(rows.at[head, entry], mask=inside, other=-1)
+
+        @pl.when(jnp.max((inside & (row != entry)).astype(jnp.int32)) > 0)
+        def _():
+            there = (row >= 0) & (row < count)
+            moved = load_rows(out, head, jnp.where(there, row, 0), columns, there, width)
+            inside_row = inside[:, None] & (columns < width)[None, :]
+            plgpu.store(out.at[head, entry[:, None], columns[None, :]], moved, mask=inside_row)
+
+    jax.lax.fori_loop(0, pl.cdiv(count, tile), move, None)
 
 
 def _kernel(*refs, tile):

@@ -9,8 +9,11 @@ def gather_rows(
     rows: Int[Array, "B K R"],
     near: Shaped[Array, "B K M D"] | None = None,
     place: Int[Array, "B K R"] | None = None,
+    *,
+    in_place: bool = False,
 ) -> Shaped[Array, "B K R D"]:
     """See `clusterkv_jax.kernels.gather_rows.gather_rows`."""
+    del in_place
     far, _ = _take(source, rows)
     if near is None or place is None:
         return far

@@ -4,10 +4,10 @@
    that is (`kernels/best_scores.py`).
 2. `_plan`, a program per chunk: its merged a rows sorted by their b row (a place is a count of smaller ones, no sort),
    and the list without them.
-3. `_move`, a program per few b rows: adds n_a (k_a - k_b) of one a row after the other in float32, for keys and values
-   at once, and writes the b rows that have any. Every row has one writer and a fixed order: no atomics, same result in
-   every run, and equal rows merge without error. Quantised rows are merged in the basis of their codes, which a mean
-   may be taken in as in any other, and quantised again.
+3. `_move`, a program per few b rows, or of a large batch in turns: adds n_a (k_a - k_b) of one a row after the other in
+   float32, for keys and values at once, and writes the b rows that have any. Every row has one writer and a fixed
+   order: no atomics, same result in every run, and equal rows merge without error. Quantised rows are merged in the
+   basis of their codes, which a mean may be taken in as in any other, and quantised again.
 
 Bytes: 3 scans of 4-byte lists, then every merged a row once and every b row that grows twice.
 """
@@ -27,7 +27,9 @@ from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
-SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a program of `_move`
+SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a turn of `_move`
+# Programs of `_move` above which each takes several turns: in a large batch most have nothing to do but to start.
+MOVING, MOST_TURNS = 2**15, 16
 
 
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, interpret=False):
@@ -79,9 +81,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         aliases={0: 0},
         interpret=interpret,
     )
-    in_place = jax.tree.map(flat, (keys, values))
+    in_place, tiles = jax.tree.map(flat, (keys, values)), pl.cdiv(chunks * half, sizes["moved_rows"])
+    turns = min(MOST_TURNS, pl.cdiv(2 * tiles * batch * heads, MOVING))
     outputs = call(
-        partial(_move, tile=sizes["moved_rows"]),
+        partial(_move, tile=sizes["moved_rows"], turns=turns),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place),
         *in_place,
         flat(rows),
@@ -91,7 +94,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         weight,
         start,
         count,
-        grid=(pl.cdiv(chunks * half, sizes["moved_rows"]), batch * heads, 2),
+        grid=(pl.cdiv(tiles, turns), batch * heads, 2),
         warps=sizes["move_warps"],
         aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
         interpret=interpret,
@@ -190,21 +193,30 @@ def _plan(
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile):
-    """A few b rows of the keys or the values: the means of themselves and of the a rows that join them."""
+def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, turns):
+    """A few b rows of keys or values a turn: the means of themselves and of the a rows that join them."""
     del keys, values  # in place: read and written as the outputs that alias them
-    head, edge = pl.program_id(1), pl.program_id(0) * tile + arange(tile)
-    inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
-    busy = 2 * pl.program_id(0) * tile + 1 < length[head]
+    head, first_row = pl.program_id(1), pl.program_id(0) * turns * tile
     for number, x in enumerate((new_keys, new_values)):
 
-        @pl.when(busy & (pl.program_id(2) == number))
-        def _(x=x):
-            slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
-            first = plgpu.load(start.at[head, edge], mask=inside, other=0)
+        def turn(i, _, x=x):
+            edge = first_row + i * tile + arange(tile)
+            inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
             joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
-            whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
-            _move_rows(x, head, slot, whole, first, joins, targets, weight)
+
+            @pl.when(jnp.max(joins) > 0)
+            def _():
+                slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
+                first = plgpu.load(start.at[head, edge], mask=inside, other=0)
+                whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
+                _move_rows(x, head, slot, whole, first, joins, targets, weight)
+
+        @pl.when((2 * first_row + 1 < length[head]) & (pl.program_id(2) == number))
+        def _(turn=turn):
+            if turns == 1:
+                turn(0, None)
+            else:
+                jax.lax.fori_loop(0, turns, turn, None)
 
 
 def _move_rows(x, head, slot, total, first, joins, targets, weight):

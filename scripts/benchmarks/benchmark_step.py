@@ -29,6 +29,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import device_bytes, random_params, read_bandwidth
 from clusterkv_jax.cache import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.planning.shapes import model_config
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="'demo', a packaged shape, or a folder of config.json")
     parser.add_argument("--method", action="append", help="a preset; repeat it [full, centroidkv]", default=None)
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
+    parser.add_argument("--cache-dtype", choices=CODES, help="how rows are stored [as the model's numbers]")
     parser.add_argument("--tokens", type=int, default=32768, help="of the prompt")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--steps", type=int, default=128, help="of a run")
@@ -56,7 +58,8 @@ def main() -> None:
     print(f"{environment()}, {options.model}, {options.tokens} tokens, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| method | batch | reading | step | floor | |\n|---|---|---|---|---|---|", flush=True)
     for name in options.method or ["full", "centroidkv"]:
-        method = preset(name, ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None)
+        budget = ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None
+        method = preset(name, budget, cache_dtype=options.cache_dtype)
         seconds, cache = read(params, config, method, options)
         for batch in options.batch or [1]:
             run, size = steps(params, config, method, cache, batch, options)

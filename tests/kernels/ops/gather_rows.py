@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from clusterkv_jax.kernels.gather_rows import gather_rows, pallas_gpu, reference
 from tests.kernels.base import compiled, drawn, normal
 
-BACKENDS = {"xla": reference.gather_rows, "gpu": partial(pallas_gpu.gather_rows, interpret=True)}
+BACKENDS = {"xla": reference.gather_rows, "gpu": partial(pallas_gpu.gather_rows, in_place_heads=1, interpret=True)}
 
 
 def check_gather(implementation, *, examples=6):
@@ -42,6 +42,44 @@ def check_gather(implementation, *, examples=6):
     )
 
 
+def check_moves(implementation, *, examples=6):
+    """Rows move up where they lie: lists that increase, whose rows stand at their place or behind it, and then none."""
+    run = compiled(partial(implementation, in_place=True))
+
+    def check(seed, gone, dtype):
+        source = np.asarray(normal(seed, 2, 3, 70, 24) * 100, dtype)
+        rows = np.full((2, 3, 70), -1, np.int32)
+        stays = np.random.default_rng(seed).random(rows.shape) >= gone
+        for at in np.ndindex(2, 3):
+            left = np.flatnonzero(stays[at])
+            rows[at][: len(left)] = left
+        moved = run(source, rows)
+        assert moved.dtype == dtype
+        for at in np.ndindex(2, 3):
+            left = source[at][stays[at]]
+            np.testing.assert_array_equal(np.asarray(moved)[at][: len(left)], left)
+            np.testing.assert_array_equal(np.asarray(moved)[at][len(left) :], np.zeros((), dtype))
+
+    drawn(
+        check,
+        examples,
+        st.integers(0, 2**16),
+        st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int8]),
+    )
+
+
+def move_of_what_was_written(source, rows, *, in_place):
+    """Reads a tile after it is overwritten."""
+    first = source.at[:, :, :16].set(reference.gather_rows(source, rows[:, :, :16]))
+    rest = reference.gather_rows(first, jnp.maximum(rows[:, :, 16:] - 8, -1))
+    return jnp.concatenate([first[:, :, :16], rest], axis=2)
+
+
+def move_that_keeps_the_rest(source, rows, *, in_place):
+    return jnp.where((rows < 0)[..., None], source, reference.gather_rows(source, rows))
+
+
 def gather_of_the_last_row_for_none(source, rows, near=None, place=None):
     return reference.gather_rows(source, rows % source.shape[2], near, place)
 
@@ -50,8 +88,9 @@ def gather_of_what_is_near_first(source, rows, near=None, place=None):
     return reference.gather_rows(source, rows, near, None if place is None else abs(place))
 
 
-CHECKS = [check_gather]
+CHECKS = [check_gather, check_moves]
 BROKEN = {
+    check_moves: [move_of_what_was_written, move_that_keeps_the_rest],
     check_gather: [gather_of_the_last_row_for_none, gather_of_what_is_near_first],
 }
 
