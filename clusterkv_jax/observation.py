@@ -215,7 +215,8 @@ def _add(
         after = groups(compress(method, layer.queries, layer.keys, layer.values))[0]
         sums["rows"][i] += np.asarray(after.length[0]) / int(method.budget.ratio * len(tokens))
         if scores is not None:
-            sums["products"][i] += np.asarray(products(layer.hidden[0, SINKS:], jnp.asarray(scores[i])), np.float64)
+            # Added as float32: a copy in float64 of every layer's matrix would take longer than all else.
+            sums["products"][i] += np.asarray(products(layer.hidden[0, SINKS:], jnp.asarray(scores[i])))
             sums["hidden"][i, number] = np.asarray(layer.hidden[0, places], np.float32)
             sums["scores"][i, number] = scores[i].T[places - SINKS]
         done(read + i + 1)
