@@ -38,19 +38,13 @@ VERSIONS = ("clusterkv-jax", "jax")
 READS = {"cpu": (2**27, 2)}
 
 
-def open_side(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
-    """What this side is, and how it times a cell."""
-    model = the_model(asked)
-    hello = {
+def hello() -> dict[str, Any]:
+    """What this side is."""
+    return {
         "device": the_device(),
         "platform": jax.default_backend(),
         "versions": {"python": platform.python_version(), **versions(VERSIONS)},
     }
-    if not asked.requests:
-        return hello, partial(measure, model, asked.new_tokens)
-    from clusterkv_jax.benchmark import serving
-
-    return hello, partial(serving.measure, model, asked)
 
 
 def the_device() -> str:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,14 +38,23 @@ def opened(side: str, asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int
     warnings.filterwarnings("ignore")
     try:
         if side == OURS:
-            from clusterkv_jax.benchmark import ours
-
-            return ours.open_side(asked)
+            return open_ours(asked)
         from clusterkv_jax.benchmark import torch_peers
 
         return torch_peers.open_side(side, asked)
     except Exception as error:  # whatever it is, the other sides are of interest
         return {"failed": sentence(error)}, None
+
+
+def open_ours(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
+    """What this library is here, and how it times a cell: requests that come and go, or batches."""
+    from clusterkv_jax.benchmark import ours, serving
+
+    model = ours.the_model(asked)
+    measure = (
+        partial(serving.measure, model, asked) if asked.requests else partial(ours.measure, model, asked.new_tokens)
+    )
+    return ours.hello(), measure
 
 
 def answer(measure: Callable[[Cell, int], dict[str, Any]], cell: Cell, repeat: int) -> dict[str, Any]:
