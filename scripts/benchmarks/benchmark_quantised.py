@@ -27,7 +27,7 @@ HEADS, QUERIES, DIM = LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 DTYPES = ("bfloat16", *CODES)
 # Bytes of the caches that a chain of calls reads in turn, at least.
 TURN = 2**29
-SWEEP = {"block": (64, 128), "span": (512, 1024, 2048), "warps": (2, 4, 8), "stages": (2, 3, 4)}
+SWEEP = {"block": (32, 64, 128), "span": (512, 1024, 2048, 3328), "warps": (1, 2, 4, 8), "stages": (2, 3, 4)}
 WORST = 1e-2  # of the kernel, against its own codes
 
 Cache = tuple[Any, Any, jax.Array, jax.Array]
