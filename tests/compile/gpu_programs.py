@@ -212,6 +212,11 @@ def programs(array):
         ),
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
+        "rows that move up": (
+            partial(gather_rows, in_place=True),
+            (array((32, HEADS, SLOTS, DIM), jnp.int8), array((32, HEADS, SLOTS), i32)),
+            (0,),
+        ),
         "mean squares": (mean_squares, (prompt, rows, array((BATCH, HEADS), i32)), ()),
         "mean squares of int4": (mean_squares, (of_codes("int4"), array(degree.shape, i32), length), ()),
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
