@@ -1,7 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton and Mosaic GPU kernels, loops, bytes of temporaries, of arguments, of
-results in host memory and of aliased arguments.
+Prints as JSON what each program holds: Triton and Mosaic GPU kernels, barriers, loops, bytes of temporaries, of
+arguments, of results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/compile/gpu_programs.py
@@ -281,6 +281,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "kernels": len(re.findall(r"triton", compiled.as_text())),
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
+            "waits": bool(re.findall("barrier", compiled.as_text())),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

@@ -83,8 +83,10 @@ def test_attention_accumulates_without_a_square(programs):
 
 
 def test_rows_move_up_in_the_same_memory(programs):
-    """Of a batch; one head's rows wait for each other."""
+    """Of a batch. No thread writes where another one has yet to read."""
     program = programs["rows that move up"]
+    assert program["waits"]
+    assert not programs["gather"]["waits"]
     assert program["names"] == ["gather_rows_move_up"]
     assert program["temporary"] == 0
     assert program["alias"] == 32 * 8 * 13312 * 128
