@@ -67,7 +67,7 @@ def _rows_of_tile(size: int, source: Array, count: int) -> int:
 
 def _moved_up(source: Shaped[Array, "BK N D"], rows: Int[Array, "BK N"], interpret: bool) -> Shaped[Array, "BK N D"]:
     return call(
-        partial(_move_up, tile=_rows_of_tile(IN_PLACE_BYTES, source, source.shape[1])),
+        partial(_move_up, tile=_rows_of_tile(IN_PLACE_BYTES, source, source.shape[1]), barrier=not interpret),
         jax.ShapeDtypeStruct(source.shape, source.dtype),
         source,
         rows,
@@ -78,7 +78,7 @@ def _moved_up(source: Shaped[Array, "BK N D"], rows: Int[Array, "BK N"], interpr
     )
 
 
-def _move_up(source, rows, out, *, tile):
+def _move_up(source, rows, out, *, tile, barrier):
     """All rows of one head, a tile after the other."""
     del source  # in place: read as the output that aliases it
     head, (_, count, width) = pl.program_id(0), out.shape
@@ -93,6 +93,8 @@ def _move_up(source, rows, out, *, tile):
         def _():
             there = (row >= 0) & (row < count)
             moved = load_rows(out, head, jnp.where(there, row, 0), columns, there, width)
+            if barrier:  # other threads of the warp write their rows where this one reads
+                plgpu.debug_barrier()
             inside_row = inside[:, None] & (columns < width)[None, :]
             plgpu.store(out.at[head, entry[:, None], columns[None, :]], moved, mask=inside_row)
 

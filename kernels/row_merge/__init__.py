@@ -39,7 +39,7 @@ def row_merge(
     Args:
         keys, values, degree: the slots, rows [B,K,C,D] as they are stored.
         rows: numbers of the slots held, in positional order; the first `length` entries are real.
-        length: entries of `rows` that are real.
+        length: entries of `rows` that are real; heads that have overflowed may count more than there are.
         match: for list position 2a, the list position of its b row, in the same chunk of the list; -1 for none.
         score: of that edge, -inf for none. Both are what `chunked_matching` returns for `rows`.
         merges: edges to merge in every head of a sequence, at most those there are.

@@ -48,7 +48,8 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         return x.reshape(batch * heads, *x.shape[2:])
 
     sizes = SIZES | blocks("row_merge", chunk=chunk, dim=stored.shape[3], itemsize=stored.dtype.itemsize)
-    score, match, length = flat(score), flat(match), length.reshape(-1)
+    # A head that has overflowed counts rows that are on no list.
+    score, match, length = flat(score), flat(match), jnp.minimum(length, entries).reshape(-1)
     edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
     chunks = pl.cdiv(edges, chunk // 2)
     threshold, last, before = _thresholds(score, edges_of_head, length, chunk, chunks, interpret)

@@ -1,7 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton and Mosaic GPU kernels, loops, bytes of temporaries, of arguments, of
-results in host memory and of aliased arguments.
+Prints as JSON what each program holds: Triton and Mosaic GPU kernels, barriers, loops, bytes of temporaries, of
+arguments, of results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/compile/gpu_programs.py
@@ -212,6 +212,11 @@ def programs(array):
         ),
         "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
         "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
+        "rows that move up": (
+            partial(gather_rows, in_place=True),
+            (array((32, HEADS, SLOTS, DIM), jnp.int8), array((32, HEADS, SLOTS), i32)),
+            (0,),
+        ),
         "mean squares": (mean_squares, (prompt, rows, array((BATCH, HEADS), i32)), ()),
         "mean squares of int4": (mean_squares, (of_codes("int4"), array(degree.shape, i32), length), ()),
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
@@ -276,6 +281,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "kernels": len(re.findall(r"triton", compiled.as_text())),
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
+            "waits": bool(re.findall("barrier", compiled.as_text())),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

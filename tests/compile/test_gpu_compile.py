@@ -82,6 +82,16 @@ def test_attention_accumulates_without_a_square(programs):
     assert programs["accumulated attention"]["temporary"] <= 1.1 * 32 * 32768 * 4
 
 
+def test_rows_move_up_in_the_same_memory(programs):
+    """Of a batch. No thread writes where another one has yet to read."""
+    program = programs["rows that move up"]
+    assert program["waits"]
+    assert not programs["gather"]["waits"]
+    assert program["names"] == ["gather_rows_move_up"]
+    assert program["temporary"] == 0
+    assert program["alias"] == 32 * 8 * 13312 * 128
+
+
 def test_clustering_works_in_place(programs):
     """Temporaries are one copy of the prompt's rows, which the caller keeps, and small lists: no copy per round."""
     for cluster in (programs["cluster"], programs["cluster by gravity"]):

@@ -34,8 +34,10 @@ def check_row_merge_of(shape, implementation, examples):
     batch, heads, slots, listed, dim, chunk, dtype = shape
     run = compiled(partial(implementation, chunk=chunk))
 
-    def check(seed, levels, length, share):
-        """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row."""
+    def check(seed, levels, length, share, lost):
+        """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row; heads
+        that have overflowed, which count more rows than their list has.
+        """
         rng = np.random.default_rng(seed)
         rows = np.sort(rng.permuted(np.tile(np.arange(slots), (batch, heads, 1)), axis=2)[..., :listed])
         occupancy = np.zeros((batch, heads, slots), bool)
@@ -46,7 +48,8 @@ def check_row_merge_of(shape, implementation, examples):
         degree = rng.integers(1, 90000, occupancy.shape)
         match, score = drawn_edges(rng, length, listed, chunk, levels)
         merges = (share * np.min(np.sum(match >= 0, axis=2), axis=1)).astype(np.int32)
-        ints = [np.asarray(x, np.int32) for x in (rows, length, match)]
+        counted = np.where(length == listed, length + lost, length)
+        ints = [np.asarray(x, np.int32) for x in (rows, counted, match)]
         operands = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
         keys, values, *rest = run(*dirty, *operands)
         assert jax.tree.map(lambda x: x.dtype, [keys, values, *rest]) == jax.tree.map(
@@ -77,6 +80,7 @@ def check_row_merge_of(shape, implementation, examples):
         st.sampled_from([0, 1, 1000]),
         lengths(batch, heads, listed, chunk, listed),
         st.sampled_from([1.0, 0.4, 0.0]),
+        st.sampled_from([0, 9]),
     )
 
 
