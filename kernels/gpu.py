@@ -77,8 +77,13 @@ def check_dtypes(op: str, *rows: Rows) -> None:
 
 def check_codes(op: str, name: str) -> None:
     """Raise NotImplementedError for codes that the device cannot convert."""
-    if name == "float8_e4m3" and any(part in device_kind() for part in WITHOUT_E4M3):
-        raise NotImplementedError(f"The GPU kernel of {op} reads no float8_e4m3 on {device_kind()}.")
+    if not converts(name):
+        raise NotImplementedError(f"The GPU kernel of {op} reads no {name} on {device_kind()}.")
+
+
+def converts(name: str) -> bool:
+    """Whether the GPU that is compiled for has instructions for codes of this type."""
+    return name != "float8_e4m3" or not any(part in device_kind() for part in WITHOUT_E4M3)
 
 
 def shared_memory() -> int:

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from clusterkv_jax.kernels import dispatch
+from clusterkv_jax.kernels import dispatch, gpu
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
+from clusterkv_jax.kernels.quantised import quantise
 
 GPU = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu"))
 
@@ -42,3 +43,13 @@ def test_no_backend_at_all_says_why():
 
     with pytest.raises(NotImplementedError, match=r"No backend of op serves this call on cpu: The rows are odd."):
         dispatch.dispatch("op", {"xla": refuses}, None)
+
+
+def test_a_gpu_that_cannot_convert_float8_says_so(monkeypatch):
+    rows = {name: quantise(jnp.ones((1, 1, 2, 4)), name) for name in ("int8", "float8_e4m3")}
+    monkeypatch.setattr(gpu, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+    gpu.check_dtypes("row_merge", rows["int8"], rows["int8"])
+    with pytest.raises(NotImplementedError, match=r"row_merge reads no float8_e4m3 on NVIDIA A100"):
+        gpu.check_dtypes("row_merge", rows["float8_e4m3"])
+    with pytest.raises(NotImplementedError, match=r"stored alike, got int8, float32\.$"):
+        gpu.check_dtypes("row_merge", rows["int8"], jnp.ones((1, 1, 2, 4)))

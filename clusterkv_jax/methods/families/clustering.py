@@ -15,6 +15,8 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import LayerCache, head_by_head
 from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.gpu import converts
+from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
@@ -133,8 +135,8 @@ class Clustering(Method):
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
-        """The same in place. The GPU kernels merge all heads where they lie; elsewhere copies are made of rows, so one
-        head of one sequence at a time.
+        """The same in place. The GPU kernels merge all heads where they lie; elsewhere, and of codes that a GPU cannot
+        convert, copies are made of rows, so one head of one sequence at a time.
         """
 
         def cluster(tree):
@@ -142,7 +144,9 @@ class Clustering(Method):
             group, rounds = self._cluster(group, target, rounds)
             return group, target, rounds
 
-        in_place = cluster if platform() == "gpu" else partial(head_by_head, cluster)
+        keys = rows.cache.keys
+        by_kernels = platform() == "gpu" and (not isinstance(keys, Quantised) or converts(kind(keys)))
+        in_place = cluster if by_kernels else partial(head_by_head, cluster)
         tree = rows.cache, rows.budget, rows.memory["rounds"]
         group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
         return Compressed(group, {"rounds": rounds})
