@@ -205,12 +205,16 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
             inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
             joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
 
-            @pl.when(jnp.max(joins) > 0)
-            def _():
+            def move():
                 slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
                 first = plgpu.load(start.at[head, edge], mask=inside, other=0)
                 whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
                 _move_rows(x, head, slot, whole, first, joins, targets, weight)
+
+            if turns == 1:  # most tiles have rows that grow: no load waits for another
+                move()
+            else:
+                pl.when(jnp.max(joins) > 0)(move)
 
         @pl.when((2 * first_row + 1 < length[head]) & (pl.program_id(2) == number))
         def _(turn=turn):
