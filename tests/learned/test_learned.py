@@ -3,7 +3,6 @@ the methods that are such a score.
 """
 
 import functools
-from collections import OrderedDict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,65 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax import learned, programs
+from clusterkv_jax import learned
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned import expected, repeated_attention
+from clusterkv_jax.learned import expected
 from clusterkv_jax.learned.leverage import leverage
-from clusterkv_jax.learned.surrogates import in_parts
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.models import hf_weights, registry, transformer
-from clusterkv_jax.models.causal_attention import causal_attention
-from clusterkv_jax.models.config import ModelConfig, Rope
+from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import rotate
 from tests.support.golden_files import golden
 from tests.support.layers import compress as compress_layer
+from tests.support.learned_model import CASES, SINKS, close, model
 from tests.support.tiny import prompt, tiny
-
-CASES = pytest.mark.parametrize("case", [0, 2])
-SINKS = 4
-
-
-def arrays(*inputs):
-    return [jnp.asarray(x) for x in inputs]
-
-
-def close(result, expected, tolerance=2e-5):
-    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
-
-
-@functools.cache
-def model(case):
-    """The golden model (its weights are exact in float16), and what its layers make of its tokens."""
-    tensors, meta = golden(f"learned_model_case{case}")
-    sizes = (meta[name] for name in ("V", "M", "F", "L", "H", "K", "D"))
-    rope = Rope(meta["rope_theta"], meta["D"])
-    config = ModelConfig("llama", *sizes, 4096, rope, norm_eps=meta["rms_norm_eps"], tie_embeddings=True)
-    stored = hf_weights.layout(config, registry.FAMILIES["llama"].weights)
-    params = jax.tree.map(lambda place: jnp.asarray(place.view(tensors[place.name].astype(np.float32))), stored)
-    tokens = jnp.asarray(tensors["tokens"])
-    positions = ordinals(tokens.shape[1], 2)
-    hidden, layers = transformer.embed(params, config, tokens, positions), []
-    for layer in params["layers"]:
-        inputs = transformer.attention_input(layer, config, hidden)
-        q, k, v = transformer.qkv(layer, config, hidden, positions)
-        heads = {name: jnp.swapaxes(x, 1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
-        before = {f"{name}_before": expected.before_rotation(heads[name], positions, rope) for name in "qk"}
-        layers.append(SimpleNamespace(hidden=inputs, **heads, **before, output=layer["attention"]["o"]))
-        hidden = transformer.finish(layer, config, hidden, causal_attention(q, k, v))
-    close(transformer.unembed(params, config, hidden)[:, -1], tensors["logits_last"], 1e-4)
-    return SimpleNamespace(params=params, config=config, tokens=tokens, layers=layers, rope=rope, meta=meta)
-
-
-def lowest(scores, count):
-    """Mask of the `count` lowest of all scores."""
-    evicted = np.zeros(scores.size, bool)
-    evicted[np.argsort(scores, axis=None, kind="stable")[:count]] = True
-    return evicted.reshape(scores.shape)
-
 
 # --- Expected Attention ---
 
@@ -164,95 +119,6 @@ def test_decoded_queries_count_as_those_of_the_prompt():
     before = expected.before_rotation(q, ordinals(40, 2), request.rope)
     whole = learned.expected_attention(before, k, v, request.rope, sinks=3, future=16)
     close(result[:, :, 3:40], whole[:, :, 3:])
-
-
-# --- KVzip and its surrogate ---
-
-
-@CASES
-@pytest.mark.parametrize("tag", ["kvzip", "plus"])
-def test_reconstruction_is_kvzips(case, tag):
-    outputs, meta = golden(f"kvzip_case{case}")
-    prompts = [outputs[f"prompt_ids_{j}"] for j in range(meta["n_chunks"])]
-    settings = {"chunk": meta["chunk"], "prompts": prompts, "prefix": meta["prefix"], "normalize": tag == "plus"}
-    score = functools.partial(
-        learned.reconstruction, model(case).params, model(case).config, model(case).tokens, **settings
-    )
-    result = np.concatenate(score())
-    close(result, outputs[f"score_protected_{tag}"])
-    close(result[:, :, SINKS:], outputs[f"score_{tag}"][:, :, SINKS:])
-    for removed, suffix in ((0.5, "5"), (0.8, "8")):
-        np.testing.assert_array_equal(
-            lowest(result, int(result.size * removed)), outputs[f"evicted_{tag}_global_{suffix}"]
-        )
-        by_layer = [lowest(layer, int(layer.size * removed)) for layer in result]
-        np.testing.assert_array_equal(by_layer, outputs[f"evicted_{tag}_layer_{suffix}"])
-    with pytest.raises(AssertionError):  # a softmax without sinks
-        close(np.concatenate(score(sinks=0))[:, :, SINKS:], outputs[f"score_{tag}"][:, :, SINKS:])
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_reconstruction_of_a_batch_is_that_of_each_sequence(normalize):
-    small, chunk = tiny(), 16
-    lengths, ids = (40, 30, 12), [prompt(seed, 40) for seed in range(3)]
-    prompts = [[3, 5], jnp.asarray([prompt(9 + i, 4) for i in range(3)]), [7, 1, 2]]
-    score = functools.partial(learned.reconstruction, small.params, small.config, chunk=chunk, normalize=normalize)
-    both = score(jnp.asarray(ids), prompts=prompts, lengths=jnp.asarray(lengths))
-    for i, n in enumerate(lengths):
-        mine = [np.broadcast_to(p, (3, np.shape(p)[-1]))[i] for p in prompts[: -(-n // chunk)]]
-        alone = score(jnp.asarray([ids[i][:n]]), prompts=mine)
-        for layer, whole in zip(alone, both, strict=True):
-            assert layer.dtype == jnp.float32
-            close(whole[i, :, :n], layer[0])
-            assert (np.asarray(whole[i, :, n:]) == -np.inf).all()
-
-
-def test_reconstruction_does_not_depend_on_blocks_of_queries():
-    small = tiny()
-    score = functools.partial(learned.reconstruction, small.params, small.config, prompts=[[3, 5]], normalize=True)
-    tokens = jnp.asarray([prompt(1, 53)])
-    whole = score(tokens)
-    with (
-        mock.patch.dict(repeated_attention.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
-        mock.patch.object(programs, "_kept", OrderedDict()),
-    ):
-        blocks = score(tokens)
-    close(np.stack(blocks), np.stack(whole), 5e-5)
-
-
-def test_reconstruction_under_jit():
-    small = tiny()
-    ids = jnp.asarray([prompt(1, 20)])
-    score = functools.partial(learned.reconstruction, config=small.config, chunk=16, prompts=[[3], [4]])
-    jitted = jax.jit(lambda params, tokens: score(params, tokens=tokens))(small.params, ids)
-    close(np.stack(jitted), np.stack(score(small.params, tokens=ids)), 1e-5)
-
-
-@CASES
-def test_surrogates_are_kvzaps(case):
-    outputs, _ = golden(f"kvzap_case{case}")
-    for i, layer in enumerate(model(case).layers):
-        linear = learned.surrogate(*arrays(outputs[f"weight_{i}"].T, outputs[f"bias_{i}"]), layer.hidden)
-        close(linear[0], outputs["score_linear"][i])
-        weights = arrays(*(outputs[f"mlp_{name}_{i}"].T for name in ("w1", "b1", "w2", "b2")))
-        close(learned.surrogate_mlp(*weights, layer.hidden)[0], outputs["score_mlp"][i])
-        # Scores know their token alone in the first layer: equal tokens tie exactly.
-        tokens = np.asarray(model(case).tokens[0])
-        if i == 0:
-            for token in np.unique(tokens):
-                assert np.ptp(np.asarray(linear)[0, :, tokens == token], axis=0).max() == 0
-
-
-def test_a_product_in_parts_is_one_in_float32():
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 9, 64)), jnp.bfloat16)
-    weights = jnp.asarray(rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-6, 3, (64, 5)), jnp.float32)
-    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
-    got = jax.jit(in_parts)(x, weights)
-    assert got.dtype == jnp.float32
-    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
-    rounded = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64)
-    assert np.linalg.norm(rounded - want) > 1e-3 * np.linalg.norm(want)
 
 
 # --- keys, values, outputs ---
@@ -355,119 +221,6 @@ def test_padding_never_matters_and_a_sequence_does_not_depend_on_its_batch(name,
 def test_scores_of_bfloat16_are_float32(name):
     rows = [x.astype(jnp.bfloat16) for x in tensors(3)]
     assert SCORES[name](*rows, None).dtype == jnp.float32
-
-
-# --- Attention Matching ---
-
-
-def answers(queries, keys, values, log_bias=0.0):
-    score = queries.astype(np.float64) @ keys.astype(np.float64).T / np.sqrt(keys.shape[1]) + log_bias
-    weight = np.exp(score - score.max(axis=1, keepdims=True))
-    return weight @ values / weight.sum(axis=1, keepdims=True)
-
-
-def output_error(file, queries, rows, log_bias, values):
-    full = answers(queries, file["keys"], file["values"])
-    return np.linalg.norm(answers(queries, file["keys"][rows], values, log_bias) - full) / np.linalg.norm(full)
-
-
-@pytest.mark.parametrize("case", [0, 2, 4, 6])
-def test_rows_match_as_the_authors_do(case):
-    file, meta = golden(f"attention_matching_case{case}")
-    inputs = arrays(file["queries"], file["keys"], file["values"])
-    match = jax.jit(learned.match, static_argnames=("t", "select"))
-    fit = [np.asarray(x) for x in match(*inputs, None, meta["t"], select=meta["select"])]
-    np.testing.assert_array_equal(fit[0], file["rows"])
-    spread = 2e-3  # of cond 3e3 in float32
-    assert (fit[1] > np.minimum(file["log_bias_low"], file["log_bias64"]) - spread).all()
-    assert (fit[1] < np.maximum(file["log_bias_high"], file["log_bias64"]) + spread).all()
-    for queries, reference in (("queries", "reference"), ("queries_unseen", "reference_unseen_queries")):
-        assert output_error(file, file[queries], *fit) < 1.005 * meta["error"][reference] + 1e-6
-    # Without values that are fitted to them, biases are worse than none.
-    plain = file["values"][fit[0]]
-    assert output_error(file, file["queries"], fit[0], fit[1], plain) > meta["error"]["chosen_rows_alone"]
-    order = np.random.default_rng(0).permutation(meta["t"])
-    result = learned.match(*inputs, jnp.asarray(file["rows"][order]), meta["t"], select=meta["select"])
-    np.testing.assert_array_equal(result[0], file["rows"][order])
-    close(result[1], fit[1][order], 5e-3)
-
-
-def test_matching_does_not_depend_on_blocks_of_queries():
-    file, meta = golden("attention_matching_case0")
-    inputs = arrays(file["queries"], file["keys"], file["values"])
-    whole = learned.match(*inputs, None, meta["t"])
-    with mock.patch("clusterkv_jax.learned.matching.MASS_AT_ONCE", 7 * 61):
-        blocks = learned.match(*inputs, None, meta["t"])
-    np.testing.assert_array_equal(blocks[0], whole[0])
-    close(blocks[1], whole[1], 1e-3)
-
-
-@pytest.mark.parametrize("select", ["rms", "omp"])
-def test_a_row_for_two_equal_ones_weighs_two(select):
-    rng = np.random.default_rng(0)
-    queries, keys, values = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (64, 10, 10))
-    double = [jnp.concatenate([x, x]) for x in (keys, values)]
-    rows, log_bias, fitted = learned.match(queries, *double, jnp.arange(10), 10, select=select)
-    close(log_bias, np.full(10, np.log(2)), 1e-3)
-    close(fitted, values[rows], 1e-3)
-    # Of 20 rows only 10 differ: pursuit throws the others out, and says so.
-    rows, log_bias, _ = learned.match(queries, *double, None, 14, select="omp")
-    result = np.asarray(rows)[np.asarray(rows) >= 0] % 10
-    assert sorted(result) == list(range(10))
-    close(log_bias[np.asarray(rows) >= 0], np.full(10, np.log(2)), 1e-3)
-    assert (np.asarray(log_bias)[np.asarray(rows) < 0] == -np.inf).all()
-
-
-@functools.cache
-def refits(**settings):
-    return jax.jit(functools.partial(learned.refit, **settings))
-
-
-@pytest.mark.parametrize("case", [0, 2, 4, 6])
-def test_rows_that_are_there_are_refitted_as_well(case):
-    """By Gram matrices in float32: as near as singular values come where queries are many, and nearer elsewhere."""
-    file, meta = golden(f"attention_matching_case{case}")
-    queries, keys, values = arrays(file["queries"], file["keys"], file["values"])
-    rows, errors = file["rows"], meta["error"]
-
-    def error(asked, **settings):
-        fitted = refits(**settings)(queries, keys, values, keys[rows], values[rows], jnp.zeros(len(rows)))
-        return output_error(file, file[asked], rows, *map(np.asarray, fitted))
-
-    assert error("queries_unseen") < 1.005 * errors["reference_unseen_queries"]
-    assert error("queries") < 0.4 * errors["chosen_rows_alone"]
-    if meta["n"] >= meta["t"]:
-        assert error("queries", ridge=1e-6, block=32) < 1.01 * errors["reference"]
-    close(error("queries", ridge=1e9), errors["chosen_rows_alone"], 1e-3)
-
-
-def test_refitted_centroids_answer_better_and_empty_slots_stay_empty():
-    rng = np.random.default_rng(2)
-    queries, keys, values = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (200, 40, 40))
-    centroids = [jnp.mean(x.reshape(20, 2, 8), axis=1) for x in (keys, values)]
-    log_bias = jnp.full(20, np.log(2), jnp.float32)
-    fitted = refits(block=64)(queries, keys, values, *centroids, log_bias)
-    full = answers(*map(np.asarray, (queries, keys, values)))
-    before, after = (
-        np.linalg.norm(answers(*map(np.asarray, (queries, centroids[0], v)), np.asarray(b)) - full)
-        for b, v in ((log_bias, centroids[1]), fitted)
-    )
-    assert after < 0.7 * before
-    assert np.abs(np.asarray(fitted[0]) - np.log(2)).max() <= 3 + 1e-5
-
-    def padded(x, rows):
-        return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1), constant_values=jnp.nan)
-
-    masks = {"real": jnp.arange(45) < 40, "used": jnp.arange(211) < 200}
-    slots = [padded(x, 3) for x in centroids]
-    empty = jnp.pad(log_bias, (0, 3), constant_values=-jnp.inf)
-    again = jax.jit(functools.partial(learned.refit, block=64))(
-        *(padded(queries, 11), padded(keys, 5), padded(values, 5), *slots, empty), **masks
-    )
-    for one, other in zip(again, fitted, strict=True):
-        close(one[:20], other, 1e-3)
-    assert (np.asarray(again[0][20:]) == -np.inf).all()
-    assert (np.asarray(again[1][20:]) == 0).all()
 
 
 # --- methods and mistakes ---

@@ -1,0 +1,103 @@
+"""KVzip's reconstruction and its surrogates against the public implementations, in batches and in blocks of queries."""
+
+import functools
+from collections import OrderedDict
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clusterkv_jax import learned, programs
+from clusterkv_jax.learned import repeated_attention
+from clusterkv_jax.learned.surrogates import in_parts
+from tests.support.golden_files import golden
+from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
+from tests.support.tiny import prompt, tiny
+
+
+@CASES
+@pytest.mark.parametrize("tag", ["kvzip", "plus"])
+def test_reconstruction_is_kvzips(case, tag):
+    outputs, meta = golden(f"kvzip_case{case}")
+    prompts = [outputs[f"prompt_ids_{j}"] for j in range(meta["n_chunks"])]
+    settings = {"chunk": meta["chunk"], "prompts": prompts, "prefix": meta["prefix"], "normalize": tag == "plus"}
+    score = functools.partial(
+        learned.reconstruction, model(case).params, model(case).config, model(case).tokens, **settings
+    )
+    result = np.concatenate(score())
+    close(result, outputs[f"score_protected_{tag}"])
+    close(result[:, :, SINKS:], outputs[f"score_{tag}"][:, :, SINKS:])
+    for removed, suffix in ((0.5, "5"), (0.8, "8")):
+        np.testing.assert_array_equal(
+            lowest(result, int(result.size * removed)), outputs[f"evicted_{tag}_global_{suffix}"]
+        )
+        by_layer = [lowest(layer, int(layer.size * removed)) for layer in result]
+        np.testing.assert_array_equal(by_layer, outputs[f"evicted_{tag}_layer_{suffix}"])
+    with pytest.raises(AssertionError):  # a softmax without sinks
+        close(np.concatenate(score(sinks=0))[:, :, SINKS:], outputs[f"score_{tag}"][:, :, SINKS:])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_reconstruction_of_a_batch_is_that_of_each_sequence(normalize):
+    small, chunk = tiny(), 16
+    lengths, ids = (40, 30, 12), [prompt(seed, 40) for seed in range(3)]
+    prompts = [[3, 5], jnp.asarray([prompt(9 + i, 4) for i in range(3)]), [7, 1, 2]]
+    score = functools.partial(learned.reconstruction, small.params, small.config, chunk=chunk, normalize=normalize)
+    both = score(jnp.asarray(ids), prompts=prompts, lengths=jnp.asarray(lengths))
+    for i, n in enumerate(lengths):
+        mine = [np.broadcast_to(p, (3, np.shape(p)[-1]))[i] for p in prompts[: -(-n // chunk)]]
+        alone = score(jnp.asarray([ids[i][:n]]), prompts=mine)
+        for layer, whole in zip(alone, both, strict=True):
+            assert layer.dtype == jnp.float32
+            close(whole[i, :, :n], layer[0])
+            assert (np.asarray(whole[i, :, n:]) == -np.inf).all()
+
+
+def test_reconstruction_does_not_depend_on_blocks_of_queries():
+    small = tiny()
+    score = functools.partial(learned.reconstruction, small.params, small.config, prompts=[[3, 5]], normalize=True)
+    tokens = jnp.asarray([prompt(1, 53)])
+    whole = score(tokens)
+    with (
+        mock.patch.dict(repeated_attention.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
+        mock.patch.object(programs, "_kept", OrderedDict()),
+    ):
+        blocks = score(tokens)
+    close(np.stack(blocks), np.stack(whole), 5e-5)
+
+
+def test_reconstruction_under_jit():
+    small = tiny()
+    ids = jnp.asarray([prompt(1, 20)])
+    score = functools.partial(learned.reconstruction, config=small.config, chunk=16, prompts=[[3], [4]])
+    jitted = jax.jit(lambda params, tokens: score(params, tokens=tokens))(small.params, ids)
+    close(np.stack(jitted), np.stack(score(small.params, tokens=ids)), 1e-5)
+
+
+@CASES
+def test_surrogates_are_kvzaps(case):
+    outputs, _ = golden(f"kvzap_case{case}")
+    for i, layer in enumerate(model(case).layers):
+        linear = learned.surrogate(*arrays(outputs[f"weight_{i}"].T, outputs[f"bias_{i}"]), layer.hidden)
+        close(linear[0], outputs["score_linear"][i])
+        weights = arrays(*(outputs[f"mlp_{name}_{i}"].T for name in ("w1", "b1", "w2", "b2")))
+        close(learned.surrogate_mlp(*weights, layer.hidden)[0], outputs["score_mlp"][i])
+        # Scores know their token alone in the first layer: equal tokens tie exactly.
+        tokens = np.asarray(model(case).tokens[0])
+        if i == 0:
+            for token in np.unique(tokens):
+                assert np.ptp(np.asarray(linear)[0, :, tokens == token], axis=0).max() == 0
+
+
+def test_a_product_in_parts_is_one_in_float32():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 9, 64)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-6, 3, (64, 5)), jnp.float32)
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    got = jax.jit(in_parts)(x, weights)
+    assert got.dtype == jnp.float32
+    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+    rounded = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64)
+    assert np.linalg.norm(rounded - want) > 1e-3 * np.linalg.norm(want)
