@@ -1,4 +1,4 @@
-"""Suites, their prompts, and the engine that answers them."""
+"""Suites and their prompts."""
 
 import gzip
 import json
@@ -6,22 +6,14 @@ import re
 from importlib import resources
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-import clusterkv_jax as ckv
-from clusterkv_jax import cli
-from clusterkv_jax.cli.options import parse_entries
-from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt, build_prompt, counter, query_aware
+from clusterkv_jax.evaluation.tasks.cases import Case, build_prompt, counter, query_aware
 from clusterkv_jax.evaluation.tasks.suites import Options
-from clusterkv_jax.models import transformer
 from tests.support.shared_data import shared
-from tests.support.tiny import prompt, tiny
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<bot>"
 MARK = "*** {} OF THE PROJECT GUTENBERG EBOOK X ***"
@@ -381,125 +373,3 @@ def test_a_chat_template_that_fails_or_prints_twice_is_named(tokenizer):
         other.chat_template = template
         with pytest.raises(ValueError, match=said):
             build_prompt(case, other, 512)
-
-
-# --- the engine ---
-
-
-def reference(pairs):
-    """Log-likelihoods of all tokens after each place of whole texts, by one forward pass without any cache."""
-    model = tiny()
-    rows = np.zeros((len(pairs), 104), np.int32)
-    for row, pair in zip(rows, pairs, strict=True):
-        row[: len(pair.context) + len(pair.continuation)] = [*pair.context, *pair.continuation]
-
-    @jax.jit
-    def scores(rows):
-        hidden = transformer.forward_hidden(model.params, model.config, rows)
-        return jax.nn.log_softmax(transformer.unembed(model.params, model.config, hidden), axis=-1)
-
-    return np.asarray(scores(rows))
-
-
-def test_likelihoods_are_those_of_the_whole_text():
-    pairs = [Prompt(tuple(prompt(i, 84 + 3 * i)), (), tuple(prompt(90 + i, 5 + i))) for i in range(3)]
-    likeliest = reference(pairs)[0, len(pairs[0].context) - 1].argmax()
-    pairs.append(Prompt(pairs[0].context, (), (int(likeliest),)))
-    answers = responses.likelihoods(tiny(), ckv.Full(), pairs)
-    assert [answer.greedy for answer in answers] == [False, False, False, True]
-    for pair, answer, scores in zip(pairs, answers, reference(pairs), strict=True):
-        places = len(pair.context) - 1 + np.arange(len(pair.continuation))
-        np.testing.assert_allclose(answer.logprobs, scores[places, np.asarray(pair.continuation)], rtol=1e-5)
-        assert answer.rows == len(pair.context)
-
-
-def test_a_compressed_context_is_read_differently_and_counted():
-    method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
-    pair = Prompt(tuple(prompt(3, 90)), (), tuple(prompt(4, 6)))
-    (answer,) = responses.likelihoods(tiny(), method, [pair])
-    assert answer.rows == 40
-    assert np.isfinite(answer.logprobs).all()
-    places = 89 + np.arange(6)
-    full = reference([pair])[0][places, np.asarray(pair.continuation)]
-    assert not np.allclose(answer.logprobs, full, rtol=1e-3)
-    assert responses.possible(tiny(), method, pair, 8)
-    assert not responses.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
-
-
-# --- the command ---
-
-
-def test_methods_and_budgets_become_rows():
-    entries = parse_entries(("centroidkv", "chelsea-llama3"), ("1.0", "0.5", "512"))
-    pairs = [(name, budget) for name in ("centroidkv", "chelsea-llama3") for budget in ("0.5", "512")]
-    assert [(entry.name, entry.budget) for entry in entries] == [("full", "1.0"), *pairs]
-    assert entries[1].method.budget == ckv.Budget(ratio=0.5)
-    assert entries[2].method.budget == ckv.Budget(tokens=512)
-    assert [e.name for e in parse_entries(("full", "centroidkv"), ("0.5",))] == ["full", "centroidkv"]
-    for names, budgets, said in (
-        (("nope",), ("0.5",), "Unknown method or preset 'nope'"),
-        (("full",), ("half",), r"shares up to 1 such as 0.25, and rows such as 1024 up to .*, got 'half'"),
-        (("full", "full"), ("0.5",), "--methods names the same twice: full and full"),
-        (("snapkv",), ("0.5", "0.50"), "--budgets names the same twice: 0.5 and 0.50"),
-        (("snapkv",), ("9" * 23,), "rows such as 1024 up to 1,073,741,824, got '9{23}'"),
-        (("snapkv",), ("1.5",), "got '1.5'"),
-        (("snapkv",), ("²",), "got '²'"),
-        (("snapkv",), ("nan",), "got 'nan'"),
-        (("snapkv",), ("0",), "got '0'"),
-        ((), ("0.5",), "at least one"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            parse_entries(names, budgets)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--batch-size", "0"], "--batch-size"),
-        (["--batch-size", "-1"], "--batch-size"),
-        (["--seed", "-1"], "--seed"),
-        (["--limit", "0"], "--limit"),
-        (["--lengths", "4³"], "--lengths takes whole numbers such as 4096, got '4³'"),
-        (["--published", "nope"], "Published table 'nope' is unknown; known: centroidkv-longbench"),
-        (["--budgets", "0.5,0.50"], "--budgets names the same twice"),
-    ],
-)
-def test_wrong_options_are_named_before_a_model_is_loaded(arguments, said, tmp_path):
-    command = ["evaluate", "--suite", "ruler", "--model", "nowhere/at-all", "--output", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli.app, [*command, *arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert said in result.output.replace("\n", " ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_answers_with_the_demo_model(prose, tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "2", "--seed", "1"]
-    options += ["--methods", "centroidkv", "--budgets", "0.75", "--published", "centroidkv-ruler-llama3.1-8b"]
-    run = lambda *more: CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])  # noqa: E731
-    result = run()
-    assert result.exit_code == 0, result.output
-    raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in raw.splitlines()]
-    assert [line["id"] for line in lines] == ["vt/416/0", "vt/416/1"]
-    for line in lines:
-        assert line["rows"] == int(0.75 * line["tokens"])
-        assert line["score"] > 0  # the demo model knows at least one variable
-    config = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert set(config["sessions"][0]) == {"command", "started", "versions", "commit", "device", "answers", "seconds"}
-    table = (tmp_path / "out" / "table.md").read_text()
-    assert "| centroidkv | 75% | " in table
-    assert "| *centroidkv, CentroidKV, Table 2, Llama-3.1-8B-Instruct* | 75% | 99.3 |" in table
-    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
-    assert run("--model", "demo/").exit_code == 0
-    assert (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8") == raw
-    refused = run("--query-aware")
-    assert refused.exit_code == 2
-    assert "holds a run with query_aware = False, not True" in refused.output.replace("\n", " ")
-    joint = ["join", str(tmp_path / "out"), "--output", str(tmp_path / "joint"), "--published", ""]
-    assert CliRunner().invoke(cli.app, joint).exit_code == 0
-    assert (tmp_path / "joint" / "results.jsonl").read_text(encoding="utf-8") == raw
-    assert "<svg" in (tmp_path / "joint" / "report.html").read_text()
-    again = CliRunner().invoke(cli.app, joint)
-    assert again.exit_code == 2
-    assert "exists; name a new folder" in again.output.replace("\n", " ")
