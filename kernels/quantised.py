@@ -49,6 +49,11 @@ class Quantised:
 Rows = Array | Quantised
 
 
+def as_array(rows: Any) -> Any:
+    """The codes of quantised rows; other rows as they are."""
+    return rows.codes if isinstance(rows, Quantised) else rows
+
+
 def is_packed(rows: Quantised) -> bool:
     """Whether a byte holds two codes, of rotated rows."""
     return rows.codes.dtype == jnp.uint8

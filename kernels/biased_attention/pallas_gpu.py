@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels import words
 from clusterkv_jax.kernels.gpu import arange, call, check_codes, check_dtypes, dot, load_rows, power_of_two
-from clusterkv_jax.kernels.quantised import Quantised, in_basis_of_codes, kind
+from clusterkv_jax.kernels.quantised import Quantised, as_array, in_basis_of_codes, kind
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -53,7 +53,7 @@ def biased_attention(
     queries = tokens * heads // kv_heads
     tile = min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
-    stored: Any = keys.codes if isinstance(keys, Quantised) else keys
+    stored = as_array(keys)
     row = {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
     measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
     options = split_sizes(stored.dtype, slots, programs) | measured | dict(sizes or {})

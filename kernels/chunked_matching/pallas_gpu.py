@@ -6,7 +6,6 @@ multiplied as integers of 8 bits, those of float8 in bf16, which holds them exac
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from clusterkv_jax.kernels.gpu import (
     load_scales,
     power_of_two,
 )
-from clusterkv_jax.kernels.quantised import Quantised, kind
+from clusterkv_jax.kernels.quantised import Quantised, as_array, kind
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile
@@ -38,7 +37,7 @@ def chunked_matching(
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     check_dtypes("chunked_matching", features, *([] if values is None else [values]))
     batch, heads, slots, _ = features.shape
-    stored: Any = features.codes if isinstance(features, Quantised) else features
+    stored = as_array(features)
     listed = slots if index is None else index.shape[2]
     edges = (listed + 1) // 2
     if batch * heads * edges == 0:
@@ -146,7 +145,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
 def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
     """Dot products of A and B rows, added to `value`, and the sums of squares of both, over tiles of columns."""
     coded = isinstance(rows, Quantised)
-    width, tile = (rows.codes if coded else rows).shape[2], a_rows.shape[0]
+    width, tile = as_array(rows).shape[2], a_rows.shape[0]
     step = min(power_of_two(width, 16), step)
     product = jnp.zeros((tile, tile), jnp.float32) if value is None or coded else value
     a_square = b_square = jnp.zeros((tile,), jnp.float32)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two
 from clusterkv_jax.kernels.mean_squares.reference import mean_of
-from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.kernels.quantised import as_array
 
 BLOCK = 128  # rows of a program
 
@@ -36,7 +36,7 @@ def mean_squares(rows, index, length, *, interpret=False):
 
 
 def _kernel(rows, index, length, sums):
-    width = (rows.codes if isinstance(rows, Quantised) else rows).shape[2]
+    width = as_array(rows).shape[2]
     block, head = pl.program_id(0), pl.program_id(1)
     number = block * BLOCK + arange(BLOCK)
     inside = number < jnp.minimum(length[head], index.shape[1])

@@ -13,7 +13,6 @@ Bytes: 3 scans of 4-byte lists, then every merged a row once and every b row tha
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxtyping import Array
 
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two, store_numbers
-from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.kernels.quantised import as_array
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
@@ -36,7 +35,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     check_dtypes("row_merge", keys, values)
     batch, heads = degree.shape[:2]
-    stored: Any = keys.codes if isinstance(keys, Quantised) else keys
+    stored = as_array(keys)
     entries, edges = rows.shape[2], score.shape[2]
     chunk = min(chunk, entries + entries % 2)
     if chunk > MOST_CHUNK:
@@ -225,7 +224,7 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
 
 
 def _move_rows(x, head, slot, total, first, joins, targets, weight):
-    _, slots, width = (x.codes if isinstance(x, Quantised) else x).shape
+    _, slots, width = as_array(x).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
     own = load_numbers(x, head, slot, columns, grows)
 

@@ -17,7 +17,7 @@ from clusterkv_jax.benchmark.cells import Asked
 from clusterkv_jax.benchmark.serving import QUESTIONS, questions_seconds
 from clusterkv_jax.presets import preset
 
-ROOM = 64  # tokens of a question and its answer, and some more
+ROOM = 100  # tokens of a question and its answer, and some more
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, action="append", help="of the engine; repeat it [16]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="rounds, beside the first")
     options = parser.parse_args()
-    budget = ckv.Budget(ratio=options.ratio)
-    method = preset(options.method, budget)
+    method = preset(options.method, ckv.Budget(ratio=options.ratio))
     model = ours.the_model(Asked(options.model, ((options.method, None),), (options.tokens,), (1,), (), 1, ROOM, None))
     print(f"{environment()}, {options.model}, {options.method} {options.ratio:.3g}, {options.tokens} tokens\n")
     print("| slots | reading, s | all questions, s | as fast as reading each time | programs |\n|---|---|---|---|---|")
