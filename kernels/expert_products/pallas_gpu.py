@@ -22,6 +22,7 @@ from clusterkv_jax.kernels.tuning import blocks
 MOST_TOKENS = 16
 ROWS = 16  # as the matrix unit wants; one is real
 LEAST = 16  # inputs and outputs of a block, likewise
+RANKED = 32  # logits that all others are compared with at a time
 SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 4}
 
 
@@ -148,14 +149,15 @@ def _chosen(logits, place, per_token, normalize):
     count = logits.shape[1]
     number = arange(power_of_two(count, 16))
     value = plgpu.load(logits.at[0, number], mask=number < count, other=-jnp.inf)
-    peak = jnp.max(value)
-    total = jnp.sum(jnp.exp(value - peak))
-    expert, share, together = jnp.int32(0), jnp.float32(0), jnp.float32(0)
-    for i in range(per_token):
-        best = jnp.max(value)
-        here = jnp.min(jnp.where(value == best, number, count))
-        part = jnp.exp(best - peak)
-        expert, share = jnp.where(place == i, here, expert), jnp.where(place == i, part, share)
-        together = together + part
-        value = jnp.where(number == here, -jnp.inf, value)
-    return expert, share / (together if normalize else total)
+    # All places at once: one maximum after the other would take two sums over the threads for each.
+    rank = jnp.zeros(number.shape, jnp.int32)
+    for start in range(0, count, RANKED):
+        rival = arange(RANKED, start)
+        its_value = plgpu.load(logits.at[0, rival], mask=rival < count, other=-jnp.inf)[:, None]
+        first = rival[:, None] < number[None, :]
+        before = (its_value > value[None, :]) | ((its_value == value[None, :]) & first)
+        rank += jnp.sum(before.astype(jnp.int32), axis=0)
+    expert = jnp.max(jnp.where((rank == place) & (number < count), number, 0))
+    part = jnp.exp(value - jnp.max(value))
+    share = jnp.sum(jnp.where(number == expert, part, 0.0))
+    return expert, share / jnp.sum(jnp.where(rank < per_token, part, 0.0) if normalize else part)

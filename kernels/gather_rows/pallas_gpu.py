@@ -4,7 +4,7 @@ The source may lie in `pinned_host` memory: the loads then go over the host link
 keep it busy. XLA's own gather refuses operands in different memories. What is near is read by the same programs, so
 that rows from both places are written once.
 
-In place, rows move up within their head: one warp a head takes a tile after the other, and what it reads of a tile lies
+In place, rows move up within their head: a program a head takes a tile after the other, and what it reads of a tile lies
 nowhere before it. Where no row of a tile moves, nothing is read or written but the list. That fills a device with many
 heads alone; with few heads rows are gathered and copied.
 """
@@ -20,8 +20,8 @@ from jaxtyping import Array, Int, Shaped
 from clusterkv_jax.kernels.gpu import arange, call, load_rows, power_of_two
 
 TILE_BYTES = 8192
-# Of a tile of one warp in place, and the heads from which on that is taken.
-IN_PLACE_BYTES, IN_PLACE_HEADS = 4096, 256
+# Of a tile in place, the warps of its program, and the heads from which on that is taken.
+IN_PLACE_BYTES, IN_PLACE_WARPS, IN_PLACE_HEADS = 16384, 4, 256
 
 
 def gather_rows(
@@ -72,7 +72,7 @@ def _moved_up(source: Shaped[Array, "BK N D"], rows: Int[Array, "BK N"], interpr
         source,
         rows,
         grid=(len(source),),
-        warps=1,
+        warps=IN_PLACE_WARPS,
         aliases={0: 0},
         interpret=interpret,
     )
@@ -93,7 +93,7 @@ def _move_up(source, rows, out, *, tile, barrier):
         def _():
             there = (row >= 0) & (row < count)
             moved = load_rows(out, head, jnp.where(there, row, 0), columns, there, width)
-            if barrier:  # other threads of the warp write their rows where this one reads
+            if barrier:  # other threads write their rows where this one reads
                 plgpu.debug_barrier()
             inside_row = inside[:, None] & (columns < width)[None, :]
             plgpu.store(out.at[head, entry[:, None], columns[None, :]], moved, mask=inside_row)

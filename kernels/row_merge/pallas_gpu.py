@@ -4,7 +4,7 @@
    that is (`kernels/best_scores.py`).
 2. `_plan`, a program per chunk: its merged a rows sorted by their b row (a place is a count of smaller ones, no sort),
    and the list without them.
-3. `_move`, a program per few b rows, or of a large batch in turns: adds n_a (k_a - k_b) of one a row after the other in
+3. `_move`, so many programs that take few b rows in turns: adds n_a (k_a - k_b) of one a row after the other in
    float32, for keys and values at once, and writes the b rows that have any. Every row has one writer and a fixed
    order: no atomics, same result in every run, and equal rows merge without error. Quantised rows are merged in the
    basis of their codes, which a mean may be taken in as in any other, and quantised again.
@@ -26,13 +26,12 @@ from clusterkv_jax.kernels.quantised import as_array
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
-SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4}  # b rows of a turn of `_move`
-# Programs of `_move` above which each takes several turns: in a large batch most have nothing to do but to start.
-MOVING, MOST_TURNS = 2**15, 16
+# b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
+SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4, "move_programs": 2**13}
 
 
-def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, interpret=False):
-    """See `clusterkv_jax.kernels.row_merge.row_merge`."""
+def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, sizes=None, interpret=False):
+    """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before what was measured on this device."""
     check_dtypes("row_merge", keys, values)
     batch, heads = degree.shape[:2]
     stored = as_array(keys)
@@ -46,7 +45,8 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
 
-    sizes = SIZES | blocks("row_merge", chunk=chunk, dim=stored.shape[3], itemsize=stored.dtype.itemsize)
+    shape = {"dim": stored.shape[3], "itemsize": stored.dtype.itemsize, "heads": batch * heads}
+    sizes = SIZES | blocks("row_merge", chunk=chunk, **shape) | dict(sizes or {})
     # A head that has overflowed counts rows that are on no list.
     score, match, length = flat(score), flat(match), jnp.minimum(length, entries).reshape(-1)
     edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
@@ -81,10 +81,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         aliases={0: 0},
         interpret=interpret,
     )
-    in_place, tiles = jax.tree.map(flat, (keys, values)), pl.cdiv(chunks * half, sizes["moved_rows"])
-    turns = min(MOST_TURNS, pl.cdiv(2 * tiles * batch * heads, MOVING))
+    in_place = jax.tree.map(flat, (keys, values))
+    programs = min(pl.cdiv(chunks * half, sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], 2 * batch * heads))
     outputs = call(
-        partial(_move, tile=sizes["moved_rows"], turns=turns),
+        partial(_move, tile=sizes["moved_rows"], programs=programs),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place),
         *in_place,
         flat(rows),
@@ -94,7 +94,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         weight,
         start,
         count,
-        grid=(pl.cdiv(tiles, turns), batch * heads, 2),
+        grid=(programs, batch * heads, 2),
         warps=sizes["move_warps"],
         aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
         interpret=interpret,
@@ -193,34 +193,30 @@ def _plan(
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, turns):
+def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, programs):
     """A few b rows of keys or values a turn: the means of themselves and of the a rows that join them."""
     del keys, values  # in place: read and written as the outputs that alias them
-    head, first_row = pl.program_id(1), pl.program_id(0) * turns * tile
+    program, head = pl.program_id(0), pl.program_id(1)
+    edges = jnp.minimum(length[head] // 2, start.shape[1])
     for number, x in enumerate((new_keys, new_values)):
 
         def turn(i, _, x=x):
-            edge = first_row + i * tile + arange(tile)
-            inside = (edge < start.shape[1]) & (2 * edge + 1 < length[head])
+            edge = (i * programs + program) * tile + arange(tile)
+            inside = edge < edges
+            # All at once, so that no load waits for another where rows grow.
             joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
+            slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
+            first = plgpu.load(start.at[head, edge], mask=inside, other=0)
+            whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
 
-            def move():
-                slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
-                first = plgpu.load(start.at[head, edge], mask=inside, other=0)
-                whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
+            @pl.when(jnp.max(joins) > 0)
+            def _():
                 _move_rows(x, head, slot, whole, first, joins, targets, weight)
 
-            if turns == 1:  # most tiles have rows that grow: no load waits for another
-                move()
-            else:
-                pl.when(jnp.max(joins) > 0)(move)
-
-        @pl.when((2 * first_row + 1 < length[head]) & (pl.program_id(2) == number))
+        @pl.when(pl.program_id(2) == number)
         def _(turn=turn):
-            if turns == 1:
-                turn(0, None)
-            else:
-                jax.lax.fori_loop(0, turns, turn, None)
+            turns = pl.cdiv(pl.cdiv(edges, tile) - program, programs)
+            jax.lax.fori_loop(0, jnp.maximum(turns, 0), turn, None)
 
 
 def _move_rows(x, head, slot, total, first, joins, targets, weight):

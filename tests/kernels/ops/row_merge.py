@@ -11,7 +11,11 @@ from clusterkv_jax.kernels.quantised import Quantised, rotated
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 from tests.kernels.base import compiled, drawn, exact, lengths, near, normal, poisoned, stored, tolerance
 
-BACKENDS = {"xla": reference.row_merge, "gpu": partial(pallas_gpu.row_merge, interpret=True)}
+BACKENDS = {
+    "xla": reference.row_merge,
+    "gpu": partial(pallas_gpu.row_merge, interpret=True),
+    "gpu-in-turns": partial(pallas_gpu.row_merge, sizes={"moved_rows": 2, "move_programs": 1}, interpret=True),
+}
 
 # batch, heads, slots, entries of the list, head dim, chunk, dtype
 MERGE_SHAPES = [
