@@ -273,7 +273,7 @@ def _scores(
     """What a layer's surrogate says of tokens, for methods that need it."""
     if "scores" not in needs:
         return None
-    return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
+    return predicted_scores(weights["surrogate"], transformer.stored_attention_input(weights, config, hidden))
 
 
 def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> None:
