@@ -66,8 +66,8 @@ def _append_jvp(options, args, tangents):
 
 
 def _kernel(*refs, tile, rows):
-    """The new rows, with codes, scales and scores `rows` arrays in all; what else is known of the tokens; and the buffers to be
-    written, as arguments and then as the outputs in their place.
+    """The new rows, with codes, scales and scores `rows` arrays in all; what else is known of the tokens; and the
+    buffers to be written, as arguments and then as the outputs in their place.
     """
     new, (new_positions, real, length), buffers = refs[:rows], refs[rows : rows + 3], refs[rows + 3 :]
     stores, (degree, *positions) = buffers[len(buffers) // 2 :][:rows], buffers[len(buffers) // 2 :][rows:]
