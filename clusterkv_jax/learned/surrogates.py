@@ -78,9 +78,9 @@ def in_one_launch(
     A loop of steps turns the weights once, before it begins. A sum begins with its bias, which needs no launch then.
     """
     rows = with_layout_constraint(weights.T, Layout((0, 1)))
-    products = x.astype(jnp.float32)[:, :, None] * rows
-    begin = ordinals(weights.shape[0]) == 0
-    return jnp.sum(jnp.where(begin, products + bias[:, None], products), axis=-1)
+    products = x.astype(jnp.float32)[:, :, None] * rows[None, None]
+    first = ordinals(weights.shape[0], 4) == 0
+    return jnp.sum(jnp.where(first, products + bias[None, None, :, None], products), axis=-1)
 
 
 def in_parts(x: Float[Array, "B N I"], weights: Float[Array, "I O"]) -> Float[Array, "B N O"]:
