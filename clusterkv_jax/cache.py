@@ -296,9 +296,9 @@ def append_scored(
         keys, values = as_stored(keys, layer.keys), as_stored(values, layer.values)
         # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
         new = keys, values, positions[:, 0], real[:, 0]
-        *rows, stored, scores = append_rows(*rows, layer.length - before, *new, scores, new_scores)
+        after = append_rows(*rows, layer.length - before, *new, scores, new_scores)
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
-        return LayerCache(*rows, length, stored), scores
+        return LayerCache(*after[:3], length, after[3]), after[4]
 
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
     held, beside = (layer, scores), (keys, values, positions[:, None], real[:, None], new_scores)

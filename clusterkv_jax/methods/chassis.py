@@ -218,13 +218,13 @@ def _recompress_group(
 ) -> Compressed:
     if memory is None or "due" not in memory:
         return Compressed(group, memory)
-    group, memory = constrain_cache((group, memory))  # as after the prompt
+    group, held = constrain_cache((group, memory))  # as after the prompt
     counts = rows_held(group)
-    target = jnp.where(counts >= memory["due"], memory["budget"], counts)
+    target = jnp.where(counts >= held["due"], held["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
-    return replace(result, memory=memory | (result.memory or {}))
+    result = method.recompress(Rows(group, target, position, held, selection=selection, plan=plan))
+    return replace(result, memory=held | (result.memory or {}))
 
 
 def placed(method: Method, layers: Any) -> Any:

@@ -25,5 +25,5 @@ def append_rows(
         jax.tree.map(put, values, new_values),
         put(degree, jnp.ones((batch, heads, tokens), jnp.float32)),
         None if positions is None else put(positions, stored),
-        None if scores is None else put(scores, new_scores),
+        None if scores is None or new_scores is None else put(scores, new_scores),
     )

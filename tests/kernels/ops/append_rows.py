@@ -1,6 +1,7 @@
 """New rows behind those that there are: checks, backends, broken variants, derivatives."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +56,11 @@ def check_append_of(shape, implementation, examples):
         results = run(*buffers, positions, length, *rows, new, real, scores, new_scores)
         count = 3 + 2 * with_positions
         expected = [np.array(x) for x in (*buffers, positions, scores)[:count]]
-        stored = (*(x.astype(slot_dtype) for x in rows), np.ones(padding.shape), new[:, None], new_scores)[:count]
+        stored: list[Any] = [x.astype(slot_dtype) for x in rows]
+        stored += [np.ones(padding.shape), new[:, None], new_scores]
         for b, k, t in np.ndindex(batch, heads, tokens):
             if real[b, t] and 0 <= length[b, k] + t < slots:
-                for x, y in zip(expected, stored, strict=True):
+                for x, y in zip(expected, stored[:count], strict=True):
                     x[b, k, length[b, k] + t] = y[b, min(k, y.shape[1] - 1), t]
         assert [x is None for x in results] == [False] * count + [True] * (5 - count)
         for x, y in zip(results[:count], expected, strict=True):
