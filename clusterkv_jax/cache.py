@@ -266,18 +266,43 @@ def append(
     Tokens of a row are real from the left (`real` is a prefix mask). A token that finds no free slot is not stored,
     but `length` counts it, so that `overflowed` tells. `apart` leaves slots on the devices that share them.
     """
+    return append_scored(layer, None, keys, values, positions, real, None, apart=apart)[0]
 
-    def put(before: Any, layer: LayerCache, keys: Array, values: Array, positions: Array, real: Array) -> LayerCache:
+
+def append_scored(
+    layer: LayerCache,
+    scores: Float[Array, "B K C"] | None,
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    new_scores: Float[Array, "B K T"] | None,
+    *,
+    apart: bool = False,
+) -> tuple[LayerCache, Float[Array, "B K C"] | None]:
+    """`append` of tokens with scores, behind those of the rows there are; both may be None."""
+
+    def put(
+        before: Any,
+        held: tuple[LayerCache, Array | None],
+        keys: Array,
+        values: Array,
+        positions: Array,
+        real: Array,
+        new_scores: Array | None,
+    ) -> tuple[LayerCache, Array | None]:
+        layer, scores = held
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
         keys, values = as_stored(keys, layer.keys), as_stored(values, layer.values)
         # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
-        rows_after = append_rows(*rows, layer.length - before, keys, values, positions[:, 0], real[:, 0])
+        new = keys, values, positions[:, 0], real[:, 0]
+        after = append_rows(*rows, layer.length - before, *new, scores, new_scores)
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
-        return LayerCache(*rows_after[:3], length, rows_after[3])
+        return LayerCache(*after[:3], length, after[3]), after[4]
 
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
-    beside = keys, values, positions[:, None], real[:, None]
-    return over_slots(put, layer, *beside) if apart else over_heads(partial(put, 0), layer, *beside)
+    held, beside = (layer, scores), (keys, values, positions[:, None], real[:, None], new_scores)
+    return over_slots(put, held, *beside) if apart else over_heads(partial(put, 0), held, *beside)
 
 
 def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -31,7 +31,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, recompress, step_layer
+from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, placed_state, recompress, step_layer
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
@@ -273,7 +273,7 @@ def _scores(
     """What a layer's surrogate says of tokens, for methods that need it."""
     if "scores" not in needs:
         return None
-    return predicted_scores(weights["surrogate"], transformer.attention_input(weights, config, hidden))
+    return predicted_scores(weights["surrogate"], transformer.stored_attention_input(weights, config, hidden))
 
 
 def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> None:
@@ -404,4 +404,4 @@ def _compress_layer(
     """What is left of a layer that was read; `number` is its own, for methods that draw."""
     draw = jax.random.fold_in(key, number)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, draw, selection)
-    return placed(method, layer), constrain_cache(state), selection
+    return placed(method, layer), placed_state(method, state), selection

@@ -276,8 +276,8 @@ def over_heads(function: Callable[..., Any], *args: Any) -> Any:
 def over_slots(function: Callable[..., Any], cache: Any, *others: Any) -> Any:
     """As `over_heads` of a function that gets a device's slots of the cache alone, and how many stand before them.
 
-    `function(before, cache, *others)` returns a cache of the same kind. Its arrays of rank 3 and 4 have slots; those of
-    `others` have none: heads, or a dimension of 1, come second.
+    `function(before, cache, *others)` returns a cache of the same kind, or what stands beside it too. Arrays of rank 3
+    and 4 have slots there; those of `others` have none: heads, or a dimension of 1, come second.
     """
     mesh = ambient_mesh()
     if mesh is None:
@@ -314,9 +314,9 @@ def take_rows(table: Array, ids: Array) -> Array:
 
 def slots_before(specs: Any, cache: Any) -> Any:
     """How many slots of a head stand on devices before this one; inside of a shard_map over these PartitionSpecs."""
-    spec, slots = specs.degree, cache.degree.shape[2]
+    spec, rows = jax.tree.leaves(specs)[0], jax.tree.leaves(cache)[0]  # keys, stored as they may be
     axes = _axes(spec[2])
-    return slots * jax.lax.axis_index(axes) if axes else jnp.int32(0)
+    return rows.shape[2] * jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
 
 def slot_axes(specs: Any) -> tuple[str, ...]:

@@ -190,6 +190,14 @@ def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B 
     return _entering(layer, "attention", config, hidden)
 
 
+def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """`attention_input` of few tokens as the projections have it in memory: a reader beside them has none to make."""
+    x = attention_input(layer, config, hidden)
+    if config.decoder is not None or not few_tokens.few(x):
+        return x
+    return jax.lax.optimization_barrier(_enough_rows(x, layer["attention"]["k"]))[:, : x.shape[1]]
+
+
 @_or_of_decoder
 @jax.named_scope("attention/project")
 def qkv(

@@ -34,6 +34,21 @@ def test_a_layer_is_the_same_with_the_ops_of_few_tokens(family, monkeypatch):
         np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_lies_in_memory_for_the_projections_is_what_enters_them(batch, monkeypatch):
+    """Whether they need rows of zeros behind it or not."""
+    layer, config = one_layer("qwen3")
+    hidden = jax.random.normal(jax.random.key(1), (batch, 1, config.hidden_size))
+    monkeypatch.setattr(few_tokens, "few", lambda x: True)
+    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
+    monkeypatch.setattr(transformer, "LEAST_PRODUCTS", 2 * layer["attention"]["k"].size)
+    stored = jax.jit(transformer.stored_attention_input, static_argnums=1)
+    assert stored.lower(layer, config, hidden).as_text().count("stablehlo.pad") == (batch == 1)
+    np.testing.assert_array_equal(
+        stored(layer, config, hidden), jax.jit(transformer.attention_input, static_argnums=1)(layer, config, hidden)
+    )
+
+
 def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):
     """Without norms of their own, with one norm for all, or turned in part."""
     monkeypatch.setattr(few_tokens, "few", lambda x: True)

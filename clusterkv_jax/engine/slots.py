@@ -27,7 +27,7 @@ from clusterkv_jax.decoding import append_step, prefill, where_due
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, placed, recompress, with_groups
+from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
@@ -35,7 +35,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import compiler, jit
 from clusterkv_jax.sampling import NOT_FINITE
-from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.sharding import constrain
 from clusterkv_jax.texts import Tokens
 
 NO_QUESTION: tuple[Tokens, int] = ([], 1)
@@ -103,7 +103,7 @@ def _laid(method: Method, slots: Slots) -> Slots:
     """Slots on the devices of the ambient mesh, the same ones after each program, so that none is compiled twice."""
     cache = slots.cache
     layers, position = placed(method, cache.layers), constrain(cache.position, "batch")
-    cache = KVCache(layers, constrain_cache(cache.state), position)
+    cache = KVCache(layers, placed_state(method, cache.state), position)
     return Slots(cache, constrain(slots.token, "batch"), constrain(slots.logits, "batch", None))
 
 

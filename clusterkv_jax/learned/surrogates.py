@@ -5,11 +5,15 @@ A surrogate is fitted to the logarithm of KVzip+ scores, layer by layer. It work
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.models.few_tokens import few
 
 HIGHEST = jax.lax.Precision.HIGHEST
+FEW_OUTPUTS = 32  # KV heads: every token reads their weights for itself where one launch takes few tokens
 
 
 def surrogate(
@@ -57,11 +61,26 @@ def affine(x: Float[Array, "B N I"], weights: Float[Array, "I O"], bias: Float[A
     Matrix units take bfloat16 numbers as they are, so there the weights come in parts: no float32 copy of x is made.
     """
     weights, bias = weights.astype(jnp.float32), bias.astype(jnp.float32)
+    if few(x) and bias.size <= FEW_OUTPUTS:
+        return in_one_launch(x, weights, bias)
     if x.dtype == jnp.bfloat16 and platform() != "cpu":
         product = in_parts(x, weights)
     else:
         product = jnp.einsum("bni,io->bno", x.astype(jnp.float32), weights, precision=HIGHEST)
     return product + bias[None, None]
+
+
+def in_one_launch(
+    x: Float[Array, "B N I"], weights: Float[Array, "I O"], bias: Float[Array, " O"]
+) -> Float[Array, "B N O"]:
+    """The same of few tokens: XLA sums each row of a GPU's memory in one launch, and columns in two.
+
+    A loop of steps turns the weights once, before it begins. A sum begins with its bias, which needs no launch then.
+    """
+    rows = with_layout_constraint(weights.T, Layout((0, 1)))
+    products = x.astype(jnp.float32)[:, :, None] * rows[None, None]
+    first = ordinals(weights.shape[0], 4) == 0
+    return jnp.sum(jnp.where(first, products + bias[None, None, :, None], products), axis=-1)
 
 
 def in_parts(x: Float[Array, "B N I"], weights: Float[Array, "I O"]) -> Float[Array, "B N O"]:

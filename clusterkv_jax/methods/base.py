@@ -27,7 +27,7 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.budget import Budget, rows_for, share_table
-from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append
+from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append, append_scored
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
 
@@ -268,8 +268,11 @@ def rows_held(group: Group) -> Int[Array, " B"]:
 def append_and_attend(
     group: AnyGroup, memory: Any, tokens: NewTokens, *, apart: bool = True
 ) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
-    """The step of most methods: the tokens stand behind the rows there are, and attend to all of them."""
-    longer = append_tokens(group, tokens, apart=apart)
+    """The step of most methods: the tokens stand behind the rows there are, and attend to all of them.
+
+    So do their scores, where the memory has those of the rows.
+    """
+    longer, memory = _longer(group, memory, tokens, apart=apart)
     if tokens.q.shape[1] == 1:
         return with_sinks(attend_cache(longer, tokens.q, tokens.soft_cap), tokens.sink_logits), longer, memory
     among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
@@ -279,8 +282,21 @@ def append_and_attend(
 
 def append_tokens(group: AnyGroup, tokens: NewTokens, *, apart: bool = False) -> AnyGroup:
     """The new tokens behind the rows there are; `apart` for methods whose steps do nothing else with a cache."""
-    new = jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
+    new = _new_rows(tokens)
     return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
+
+
+def _longer(group: Any, memory: Any, tokens: NewTokens, *, apart: bool) -> tuple[Any, Any]:
+    if memory is None or "scores" not in memory:
+        return append_tokens(group, tokens, apart=apart), memory
+    assert tokens.scores is not None
+    new = *_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2)
+    longer, scores = append_scored(group, memory["scores"], *new, apart=apart)
+    return longer, memory | {"scores": scores}
+
+
+def _new_rows(tokens: NewTokens) -> tuple[Array, Array, Array, Array]:
+    return jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
 
 
 def slots_apart(method: "Method") -> bool:

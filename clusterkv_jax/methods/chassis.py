@@ -191,7 +191,7 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
         selection = selection_here if before is None else before
         layers.append(layer)
         states.append(state)
-    return replace(cache, layers=placed(method, tuple(layers)), state=tuple(states))
+    return replace(cache, layers=placed(method, tuple(layers)), state=placed_state(method, tuple(states)))
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
@@ -218,13 +218,13 @@ def _recompress_group(
 ) -> Compressed:
     if memory is None or "due" not in memory:
         return Compressed(group, memory)
-    group = constrain_cache(group)  # as after the prompt
+    group, held = constrain_cache((group, memory))  # as after the prompt
     counts = rows_held(group)
-    target = jnp.where(counts >= memory["due"], memory["budget"], counts)
+    target = jnp.where(counts >= held["due"], held["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = method.recompress(Rows(group, target, position, memory, selection=selection, plan=plan))
-    return replace(result, memory=memory | (result.memory or {}))
+    result = method.recompress(Rows(group, target, position, held, selection=selection, plan=plan))
+    return replace(result, memory=held | (result.memory or {}))
 
 
 def placed(method: Method, layers: Any) -> Any:
@@ -235,9 +235,18 @@ def placed(method: Method, layers: Any) -> Any:
     )
 
 
-def apart(method: Method, part: Any) -> bool:
-    """Whether devices may share the slots of a head of a layer, or of one of its groups."""
-    return isinstance(part, WindowCache) or (isinstance(part, LayerCache) and slots_apart(method))
+def placed_state(method: Method, state: Any) -> Any:
+    """What a method keeps beside the rows, on the devices of the ambient mesh."""
+    place = lambda path, x: constrain_cache(x, apart=apart(method, x, path))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def apart(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
+    """Whether devices may share the slots of a head of a layer, or of one of its groups; or what a method keeps under
+    this path of its state: scores stand with their rows.
+    """
+    rows = isinstance(part, LayerCache) or path[-1:] == (jax.tree_util.DictKey("scores"),)
+    return isinstance(part, WindowCache) or (rows and slots_apart(method))
 
 
 def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, NewTokens, kept_slots, take_slots
+from clusterkv_jax.cache import LayerCache, kept_slots, take_slots
 from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -34,7 +34,7 @@ from clusterkv_jax.methods.base import (
     every,
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
-from clusterkv_jax.methods.families.scored import append_with_scores, scores_of, take_scores
+from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
@@ -88,10 +88,6 @@ class OrbitKV(Method):
     @override
     def remember(self, rows: Rows) -> Memory:
         return {"scores": scores_of(rows), "centroids": self._centroids(rows)}
-
-    @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        return append_with_scores(group, memory, tokens)
 
     @override
     def compress(self, rows: Rows) -> Compressed:

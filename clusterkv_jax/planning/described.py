@@ -57,15 +57,16 @@ def chip_bytes(tree: Any) -> int:
 def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -> Any:
     """Results of prefill as its programs constrain them: hidden states, of this shape, and arrays of caches."""
 
-    def place(part: Any) -> Any:
-        axes = CACHE_AXES if apart(method, part) else HEAD_AXES
+    def place(path: tuple[Any, ...], part: Any) -> Any:
+        axes = CACHE_AXES if apart(method, part, path) else HEAD_AXES
         return jax.tree.map(lambda x: put(x, axes[x.ndim]), part)
 
     def put(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
         axes = HIDDEN if x.shape == hidden else axes
         return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
 
-    return jax.tree.map(place, tree, is_leaf=lambda part: isinstance(part, LayerCache | WindowCache))
+    layers = lambda part: isinstance(part, LayerCache | WindowCache)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=layers)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""New tokens' rows behind those that a cache holds, in place: keys, values, degree and positions at once."""
+"""New tokens' rows behind those that a cache holds, in place: keys, values, degree, positions and scores at once."""
 
 from typing import Any
 
@@ -21,9 +21,11 @@ def append_rows(
     new_values: Float[Array, "B K T D"] | Quantised,
     new_positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
+    scores: Float[Array, "B K C"] | None = None,
+    new_scores: Float[Array, "B K T"] | None = None,
     *,
     backend: str | None = None,
-) -> tuple[Any, Any, Float[Array, "B K C"], Int[Array, "B K C"] | None]:
+) -> tuple[Any, Any, Float[Array, "B K C"], Int[Array, "B K C"] | None, Float[Array, "B K C"] | None]:
     """Token t of a sequence enters the slots `length + t` of its heads, with degree 1.
 
     Args:
@@ -33,13 +35,14 @@ def append_rows(
         new_keys, new_values, new_positions: of T tokens; rows are converted to the dtype of the slots, and quantised in
             the same codes where those are.
         real: tokens that are none, and tokens without a slot, are written nowhere.
+        scores, new_scores: of the slots and of the tokens, in one dtype; both may be None.
 
     Returns:
-        keys, values, degree, positions: the same but for those slots.
+        keys, values, degree, positions, scores: the same but for those slots.
 
     Raises:
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    args = (keys, values, degree, positions, length, new_keys, new_values, new_positions, real)
+    args = (keys, values, degree, positions, length, new_keys, new_values, new_positions, real, scores, new_scores)
     return dispatch("append_rows", BACKENDS, backend, *args)

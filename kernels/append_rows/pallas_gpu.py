@@ -1,4 +1,4 @@
-"""Appending on GPU: one launch writes all four buffers, where XLA has a scatter for each.
+"""Appending on GPU: one launch writes all buffers, where XLA has a scatter for each.
 
 A program per KV head and tile of tokens: no two programs write the same slot, and none reads what another one writes.
 """
@@ -19,7 +19,7 @@ TILE = 16  # tokens of a program
 
 def append_rows(
     keys, values, degree, positions, length, new_keys, new_values, new_positions, real,
-    *, tile=TILE, warps=None, interpret=False,
+    scores=None, new_scores=None, *, tile=TILE, warps=None, interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     for x in (keys, values, new_keys, new_values):
@@ -31,17 +31,20 @@ def append_rows(
         raise NotImplementedError("The GPU kernel of append_rows takes at least one slot and one token.")
     tile = min(power_of_two(new_keys.shape[2]), tile)
     options = (tile, warps or (1 if tile == 1 else 4), interpret)
-    return _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real)
+    rows = keys, values, degree, positions, length, new_keys, new_values, new_positions, real, scores, new_scores
+    return _append(options, *rows)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _append(options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
+def _append(
+    options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real, scores, new_scores
+):
     tile, warps, interpret = options
     batch, heads, tokens, _ = new_keys.shape
-    new = jax.tree.leaves((new_keys, new_values))
+    new = jax.tree.leaves((new_keys, new_values, new_scores))
     inputs = (*new, new_positions, real, length)
     # In the shapes that they have: reshaped, XLA would take what else reads them for other arrays, and copy.
-    buffers, tree = jax.tree.flatten((keys, values, degree, positions))
+    buffers, tree = jax.tree.flatten((keys, values, scores, degree, positions))
     outputs = call(
         partial(_kernel, tile=tile, rows=len(new)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
@@ -52,7 +55,8 @@ def _append(options, keys, values, degree, positions, length, new_keys, new_valu
         aliases={len(inputs) + i: i for i in range(len(buffers))},
         interpret=interpret,
     )
-    return jax.tree.unflatten(tree, outputs)
+    keys, values, scores, degree, positions = jax.tree.unflatten(tree, outputs)
+    return keys, values, degree, positions, scores
 
 
 @_append.defjvp
@@ -62,8 +66,8 @@ def _append_jvp(options, args, tangents):
 
 
 def _kernel(*refs, tile, rows):
-    """The new rows, with codes and scales `rows` arrays in all; what else is known of the tokens; and the buffers to be
-    written, as arguments and then as the outputs in their place.
+    """The new rows, with codes, scales and scores `rows` arrays in all; what else is known of the tokens; and the
+    buffers to be written, as arguments and then as the outputs in their place.
     """
     new, (new_positions, real, length), buffers = refs[:rows], refs[rows : rows + 3], refs[rows + 3 :]
     stores, (degree, *positions) = buffers[len(buffers) // 2 :][:rows], buffers[len(buffers) // 2 :][rows:]
@@ -76,9 +80,9 @@ def _kernel(*refs, tile, rows):
     # Read whether it is stored or not, so that the reads do not wait for each other.
     for source, buffer in zip(new, stores, strict=True):
         zero = jnp.zeros((), source.dtype)
-        if len(source.shape) == 3:  # scales
-            scale = plgpu.load(source.at[row, head, token], mask=inside, other=zero)
-            plgpu.store(buffer.at[row, head, slot], scale, mask=stored)
+        if len(source.shape) == 3:  # scales, scores
+            number = plgpu.load(source.at[row, head, token], mask=inside, other=zero)
+            plgpu.store(buffer.at[row, head, slot], number, mask=stored)
             continue
         column = arange(power_of_two(source.shape[3]))
         across = (column < source.shape[3])[None, :]

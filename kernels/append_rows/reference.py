@@ -7,7 +7,9 @@ from jaxtyping import Array
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
-def append_rows(keys, values, degree, positions, length, new_keys, new_values, new_positions, real):
+def append_rows(
+    keys, values, degree, positions, length, new_keys, new_values, new_positions, real, scores=None, new_scores=None
+):  # fmt: skip
     """See `clusterkv_jax.kernels.append_rows.append_rows`."""
     batch, heads, tokens, _ = new_keys.shape
     slots = length[..., None] + ordinals(tokens, 3)
@@ -23,4 +25,5 @@ def append_rows(keys, values, degree, positions, length, new_keys, new_values, n
         jax.tree.map(put, values, new_values),
         put(degree, jnp.ones((batch, heads, tokens), jnp.float32)),
         None if positions is None else put(positions, stored),
+        None if scores is None or new_scores is None else put(scores, new_scores),
     )

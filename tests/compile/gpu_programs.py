@@ -1,7 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton and Mosaic GPU kernels, barriers, loops, bytes of temporaries, of
-arguments, of results in host memory and of aliased arguments.
+Prints as JSON what each program holds: Triton and Mosaic GPU kernels, barriers, launches of a decode step, loops,
+bytes of temporaries, of arguments, of results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/compile/gpu_programs.py
@@ -89,6 +89,10 @@ def programs(array):
         own = array((BATCH, tokens), i32), array((BATCH, tokens), bool)
         return append_rows, (rows, rows, degree, array(degree.shape, i32), length, new, new, *own), (0, 1, 2, 3)
 
+    def appending_scores():
+        function, args, donated = appending(bf16, 1)
+        return function, (*args, degree, array((BATCH, HEADS, 1), jnp.float32)), (*donated, len(args))
+
     def matching(dtype, width, chunk):
         features = array((BATCH, HEADS, SLOTS, width), dtype)
         match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
@@ -132,6 +136,10 @@ def programs(array):
             return decode_loop(params, config, method, state, key, number, number, **fixed)
 
         params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
+        if "scores" in method.needs(0):
+            shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
+            surrogate = {name: array(shape, jnp.float32) for name, shape in shapes.items()}
+            params = params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
         inputs = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
         caches, _ = jax.eval_shape(
             lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
@@ -175,6 +183,7 @@ def programs(array):
         "append": appending(bf16, 1),
         "append a question": appending(bf16, 64),
         "append float16": appending(jnp.float16, 1),
+        "append with scores": appending_scores(),
         **{f"append {name}": appending_codes(name) for name in CODES},
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
@@ -223,6 +232,7 @@ def programs(array):
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
         "decode": decoding(ckv.CentroidKV(share)),
+        "decode by scores": decoding(ckv.OrbitKV(share)),
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),
         "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),
@@ -249,6 +259,13 @@ def programs(array):
     if jax.__version_info__ < (0, 11):
         described["decode with recall from the host"] = decoding(replace(recall, store="host"))
     return described
+
+
+def launches(program: str) -> int:
+    """Kernels and copies of a decode step: of the computation that attends."""
+    computations = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", program)
+    steps = [text for text in computations if "biased_attention_attend" in text]
+    return sum(len(re.findall(r" (?:fusion|custom-call|copy)\(", text)) for text in steps)
 
 
 def compile_all() -> dict[str, dict[str, Any]]:
@@ -282,6 +299,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
             "waits": bool(re.findall("barrier", compiled.as_text())),
+            "launches": launches(compiled.as_text()),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

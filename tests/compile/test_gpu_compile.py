@@ -57,6 +57,10 @@ def test_appending_works_in_place(programs):
         assert program["kernels"] == 1, name
         assert program["temporary"] == 0, name
         assert program["alias"] == 8 * 13312 * (2 * 2 * 128 + 4 + 4), name
+    program = programs["append with scores"]
+    assert program["kernels"] == 1
+    assert program["temporary"] <= 5 * 8  # the addresses of its results
+    assert program["alias"] == 8 * 13312 * (2 * 2 * 128 + 4 + 4 + 4)
 
 
 def test_codes_are_read_and_written_where_they_lie(programs):
@@ -114,6 +118,12 @@ def test_decoding_holds_one_cache(programs):
         "decode with windows",
     ):
         assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
+
+
+def test_scores_of_a_step_are_one_launch_a_layer(programs):
+    """Their product, bias and all; they enter their slots with the rows."""
+    plain, scored = programs["decode"]["launches"], programs["decode by scores"]["launches"]
+    assert plain < scored <= plain + 2
 
 
 def test_a_step_takes_few_launches_through_experts(programs):

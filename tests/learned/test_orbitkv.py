@@ -93,6 +93,30 @@ def test_rows_take_their_scores_along(kind):
                 assert scores[head, slot] == pytest.approx(expected[head, position], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", [ckv.KVzap, ckv.OrbitKV])
+def test_scores_of_a_question_are_those_of_its_tokens(kind):
+    """Several tokens at once, padding behind them, in sequences of their own lengths."""
+    model, texts, questions = taught(), [prompt(1, 60), prompt(3, 51)], [prompt(2, 5), prompt(4, 3)]
+    method = kind(
+        ckv.Budget(tokens=200), sinks=2, recent=4, **{"decode_interval" if kind is ckv.KVzap else "interval": 64}
+    )
+    ids = np.zeros((2, 60), np.int32)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text
+    asked = jnp.asarray([questions[0], questions[1] + [0, 0]], jnp.int32)
+    cache, _ = ckv.prefill(
+        model.params, model.config, method, ids, np.asarray([60, 51]), max_new_tokens=8, step_tokens=5
+    )
+    step = jax.jit(extend_step, static_argnums=(1, 2))
+    whole, _ = step(model.params, model.config, method, cache, asked, jnp.asarray([5, 3]))
+    for i in range(5):
+        here = jnp.asarray([1, int(i < 3)])
+        cache, _ = step(model.params, model.config, method, cache, asked[:, i : i + 1], here)
+    for (one,), (many,), before in zip(cache.state, whole.state, cache.layers, strict=True):
+        np.testing.assert_allclose(many["scores"], one["scores"], atol=1e-5)
+        assert (np.asarray(many["scores"])[np.asarray(before.degree) == 0] == 0).all()
+
+
 def test_while_decoding_the_best_of_all_that_was_read_stay():
     """Recompression goes by scores: a single row that is left has a higher score than those that are not."""
     cache = run(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from clusterkv_jax import learned, programs
-from clusterkv_jax.learned import repeated_attention
-from clusterkv_jax.learned.surrogates import in_parts
+from clusterkv_jax.learned import repeated_attention, surrogates
+from clusterkv_jax.learned.surrogates import affine, in_one_launch, in_parts
 from tests.support.golden_files import golden
 from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
 from tests.support.tiny import prompt, tiny
@@ -101,3 +101,28 @@ def test_a_product_in_parts_is_one_in_float32():
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
     rounded = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64)
     assert np.linalg.norm(rounded - want) > 1e-3 * np.linalg.norm(want)
+
+
+def test_few_tokens_in_one_launch_are_multiplied_in_float32():
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(2, 3, 64)), jnp.bfloat16)
+    weights = jnp.asarray(rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-6, 3, (64, 5)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=5) * 100, jnp.float32)
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64) + np.asarray(bias, np.float64)
+    for product in (in_one_launch, jax.jit(in_one_launch)):
+        got = product(x, weights, bias)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+        # The bias is there once, whatever the tokens are.
+        np.testing.assert_array_equal(product(0 * x, weights, bias), np.broadcast_to(bias, (2, 3, 5)))
+    gradients = [jax.grad(lambda w, f=f: jnp.sum(f(x, w, bias) ** 2))(weights) for f in (in_one_launch, affine)]
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-4 * np.abs(gradients[0]).max())
+
+
+def test_one_launch_takes_few_tokens_and_outputs(monkeypatch):
+    """A network's inner layer has many outputs, whose weights each token would read for itself."""
+    monkeypatch.setattr(surrogates, "few", lambda x: x.shape[0] * x.shape[1] <= 16)
+    for tokens, outputs, taken in ((16, 32, True), (17, 32, False), (1, 33, False), (1, 1, True)):
+        with mock.patch.object(surrogates, "in_one_launch", wraps=in_one_launch) as one:
+            affine(jnp.zeros((1, tokens, 8)), jnp.zeros((8, outputs)), jnp.zeros(outputs))
+        assert one.called == taken

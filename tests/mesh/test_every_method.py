@@ -126,15 +126,23 @@ def moved(program: jax.stages.Wrapped, *args, **options) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(("text", "kv_heads"), [("model=8", 2), *((text, 4) for text in MESHES)])
-def test_a_step_moves_no_cache(text, kv_heads):
+# Its scores enter beside the rows, on the devices that share those.
+ORBIT = ckv.OrbitKV(HALF, sinks=2, recent=4, interval=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_heads", "method"),
+    [("model=8", 2, ckv.Full()), *((text, 4, ckv.Full()) for text in MESHES), ("model=8", 2, ORBIT)],
+    ids=lambda x: x if isinstance(x, str | int) else named(x),
+)
+def test_a_step_moves_no_cache(text, kv_heads, method):
     """Devices that share a head's slots exchange outputs; two more collectives a layer, of hidden states."""
     model, tokens = model_on(text, kv_heads), 248
     with on_mesh(model.mesh, model.config.num_kv_heads):
         ids = np.asarray([prompt(1, tokens), prompt(2, tokens)])
-        cache, _ = ckv.prefill(model.params, model.config, ckv.Full(), ids, np.asarray([tokens] * 2), max_new_tokens=8)
+        cache, _ = ckv.prefill(model.params, model.config, method, ids, np.asarray([tokens] * 2), max_new_tokens=8)
         state = DecodeState(cache, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
-        arguments = model.params, model.config, ckv.Full(), state, jax.random.key(0), jnp.int32(0), jnp.int32(4)
+        arguments = model.params, model.config, method, state, jax.random.key(0), jnp.int32(0), jnp.int32(4)
         sizes = moved(decode_loop, *arguments, sampling=ckv.Sampling(), eos_ids=(), steps=8)
     layers, hidden = model.config.num_layers, 4 * 2 * model.config.hidden_size
     shares_slots = len(cache.layers[0].keys.sharding.spec) > 2
@@ -150,6 +158,23 @@ def test_slots_lie_on_the_devices_that_heads_leave():
     assert dict(fitted_mesh(model.mesh, 2).shape) == {"model": 2, "slots": 4}
     keys = read(model, CENTROID).layers[0].keys
     assert keys.addressable_shards[0].data.shape == (2, 1, keys.shape[2] // 4, keys.shape[3])
+
+
+def test_scores_lie_where_their_rows_lie():
+    """After the prompt, and after steps that bring the cache back to its budget."""
+    model, method = model_on("model=8", kv_heads=2), dataclasses.replace(ORBIT, interval=4)
+    many = answers(model, method)
+    assert many.tokens == answers(untied(taught(kv_heads=2)), method).tokens
+    cache = read(model, method)
+    with on_mesh(model.mesh, model.config.num_kv_heads):
+        state = DecodeState(cache, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
+        arguments = model.params, model.config, method, state, jax.random.key(0), jnp.int32(0), jnp.int32(6)
+        after = decode_loop(*arguments, sampling=ckv.Sampling(), eos_ids=(), steps=8)[0].cache
+    for now in (read(model, method), after):
+        for layer, (memory,) in zip(now.layers, now.state, strict=True):
+            assert memory["scores"].shape == layer.degree.shape
+            assert memory["scores"].sharding.is_equivalent_to(layer.degree.sharding, 3)
+            assert memory["scores"].addressable_shards[0].data.size * 8 == layer.degree.size
 
 
 def test_heads_of_their_own_budgets_share_every_device():

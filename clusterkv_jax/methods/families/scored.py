@@ -2,16 +2,14 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.cache import NewTokens, kept_slots
+from clusterkv_jax.cache import kept_slots
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows, append_and_attend
+from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
 
 
@@ -68,10 +66,6 @@ class Scored(Scoped):
         slots = kept_slots(result.selection, rows.plan.capacity)
         return replace(result, memory={"scores": take_scores(rows.memory["scores"], slots)})
 
-    @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        return append_with_scores(group, memory, tokens)
-
 
 def scores_of(rows: Rows) -> Float[Array, "B K C"]:
     """What each row is worth, after the prompt as while decoding."""
@@ -84,22 +78,3 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
 def take_scores(scores: Float[Array, "B K C"], slots: Int[Array, "B K slots"]) -> Float[Array, "B K slots"]:
     """The scores of these slots, 0 where a slot is -1: what `cache.take_slots` does with rows."""
     return jnp.where(slots >= 0, jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=2), 0.0)
-
-
-def append_with_scores(group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-    """The step of methods whose rows have scores: append, attend, and write the new scores down."""
-    scores = append_scores(memory["scores"], group.length, tokens)
-    attended, group, _ = append_and_attend(group, memory, tokens)
-    return attended, group, memory | {"scores": scores}
-
-
-def append_scores(scores: Float[Array, "B K C"], length: Int[Array, "B K"], tokens: NewTokens) -> Float[Array, "B K C"]:
-    """Scores of the new tokens behind those of the rows there are."""
-    assert tokens.scores is not None
-    new = jnp.swapaxes(tokens.scores, 1, 2)
-    number = ordinals(scores.shape[2], 3) - length[..., None]
-    if new.shape[2] == 1:  # nothing to gather: one pass over the scores
-        return jnp.where((number == 0) & tokens.real[:, None], new, scores)
-    count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None, None]
-    at = jnp.broadcast_to(jnp.clip(number, 0, new.shape[2] - 1), scores.shape)
-    return jnp.where((number >= 0) & (number < count), jnp.take_along_axis(new, at, axis=2), scores)

@@ -1,6 +1,7 @@
 """New rows behind those that there are: checks, backends, broken variants, derivatives."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ BACKENDS = {
     "gpu-small-tiles": partial(pallas_gpu.append_rows, tile=2, interpret=True),
 }
 
-# batch, heads, slots, tokens, head dim, dtypes of rows and slots, with positions
+# batch, heads, slots, tokens, head dim, dtypes of rows and slots, with positions and scores
 APPEND_SHAPES = [
     (2, 3, 20, 1, 24, jnp.float32, jnp.bfloat16, True),
     (2, 2, 40, 19, 16, jnp.bfloat16, jnp.bfloat16, True),
@@ -41,21 +42,28 @@ def check_append_of(shape, implementation, examples):
         rng = np.random.default_rng(seed)
         real = rng.random((batch, tokens)) < share
         empty = np.arange(slots) >= length[..., None]
+        padding = np.broadcast_to(~real[:, None], (batch, heads, tokens))
         rows = [np.asarray(normal(seed + i, batch, heads, tokens, dim), row_dtype) for i in (0, 1)]
         rows = [poisoned(x, ~real[:, None]) for x in rows]
         buffers = [np.asarray(normal(seed + i, batch, heads, slots, dim), slot_dtype) for i in (2, 3)]
         buffers = [poisoned(x, empty) for x in (*buffers, np.asarray(rng.integers(1, 9, empty.shape), np.float32))]
         positions = np.asarray(rng.integers(0, 99, empty.shape), np.int32) if with_positions else None
         new = np.asarray(rng.integers(100, 2**30, (batch, tokens)), np.int32)
-        results = run(*buffers, positions, length, *rows, new, real)
-        expected = [None if x is None else np.array(x) for x in (*buffers, positions)]
-        stored = (*(x.astype(slot_dtype) for x in rows), np.ones((batch, heads, tokens)), new[:, None])
+        scores, new_scores = None, None
+        if with_positions:
+            scores = np.asarray(normal(seed + 4, *empty.shape), np.float32)
+            new_scores = poisoned(np.asarray(normal(seed + 5, *padding.shape), np.float32), padding)
+        results = run(*buffers, positions, length, *rows, new, real, scores, new_scores)
+        count = 3 + 2 * with_positions
+        expected = [np.array(x) for x in (*buffers, positions, scores)[:count]]
+        stored: list[Any] = [x.astype(slot_dtype) for x in rows]
+        stored += [np.ones(padding.shape), new[:, None], new_scores]
         for b, k, t in np.ndindex(batch, heads, tokens):
             if real[b, t] and 0 <= length[b, k] + t < slots:
-                for x, y in zip(expected[: 3 + with_positions], stored, strict=False):
+                for x, y in zip(expected, stored[:count], strict=True):
                     x[b, k, length[b, k] + t] = y[b, min(k, y.shape[1] - 1), t]
-        assert (results[3] is None) == (positions is None)
-        for x, y in zip(results[: 3 + with_positions], expected, strict=False):
+        assert [x is None for x in results] == [False] * count + [True] * (5 - count)
+        for x, y in zip(results[:count], expected, strict=True):
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(np.asarray(x).view(np.uint8), y.view(np.uint8))
 
@@ -66,7 +74,19 @@ def check_append_of(shape, implementation, examples):
 
 
 def append_of_padding(*args):
-    return reference.append_rows(*args[:-1], jnp.ones_like(args[-1]))
+    *others, real, scores, new_scores = args
+    return reference.append_rows(*others, jnp.ones_like(real), scores, new_scores)
+
+
+def append_of_padded_scores(*args):
+    *others, scores = reference.append_rows(*args)
+    return *others, None if scores is None else append_of_padding(*args)[4]
+
+
+def append_of_the_first_score(*operands):
+    *others, scores, new_scores = operands
+    new_scores = None if scores is None else jnp.broadcast_to(new_scores[:, :1], new_scores.shape)
+    return reference.append_rows(*others, scores, new_scores)
 
 
 def append_behind_the_first_head(keys, values, degree, positions, length, *new):
@@ -74,20 +94,20 @@ def append_behind_the_first_head(keys, values, degree, positions, length, *new):
 
 
 def append_over_the_last_rows(keys, *operands):
-    *slots, length, new_keys, new_values, new, real = operands
+    values, degree, positions, length, new_keys, *new = operands
     length = jnp.minimum(length, keys.shape[2] - new_keys.shape[2])
-    return reference.append_rows(keys, *slots, length, new_keys, new_values, new, real)
+    return reference.append_rows(keys, values, degree, positions, length, new_keys, *new)
 
 
 def append_from_the_end(*operands):
-    *slots, length, new_keys, new_values, new, real = operands
+    *slots, length = operands[:5]
     length = jnp.where(length < 0, length + slots[0].shape[2], length)
-    return reference.append_rows(*slots, length, new_keys, new_values, new, real)
+    return reference.append_rows(*slots, length, *operands[5:])
 
 
 def append_of_short_rows(*operands):
-    *slots, new_keys, new_values, new, real = operands
-    return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), new_values, new, real)
+    slots, new_keys, new = operands[:5], operands[5], operands[6:]
+    return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), *new)
 
 
 def check_append_of_codes(implementation, *, examples=4):
@@ -107,8 +127,10 @@ def check_append_of_kind(tokens, name, implementation, examples):
         new = [store(np.asarray(normal(seed + i, batch, heads, tokens, dim), np.float32)) for i in (2, 3)]
         degree = np.asarray(rng.integers(1, 9, (batch, heads, slots)), np.float32)
         positions = np.zeros((batch, tokens), np.int32)
-        results = run(*held, degree, None, length, *new, positions, real)[:2]
-        for result, old, rows in zip(results, held, new, strict=True):
+        scores, new_scores = (np.asarray(normal(seed + 4, batch, heads, n), np.float32) for n in (slots, tokens))
+        after = run(*held, degree, None, length, *new, positions, real, scores, new_scores)
+        results = *after[:2], after[4]
+        for result, old, rows in zip(results, (*held, scores), (*new, new_scores), strict=True):
             for x, before, put in zip(*map(jax.tree.leaves, (result, old, rows)), strict=True):
                 expected = np.array(before)
                 for b, k, t in np.ndindex(batch, heads, tokens):
@@ -130,6 +152,8 @@ BROKEN = {
     check_append_of_codes: [append_without_scales],
     check_append: [
         append_of_padding,
+        append_of_padded_scores,
+        append_of_the_first_score,
         append_behind_the_first_head,
         append_over_the_last_rows,
         append_from_the_end,
@@ -143,7 +167,9 @@ def test_appending_has_derivatives(op):
     keys, values, *rows = (jnp.asarray(normal(i, 1, 2, n, 3), jnp.float32) for i, n in enumerate((5, 5, 2, 2)))
     length, real = jnp.asarray([[2, 4]]), jnp.asarray([[True, True]])
 
-    def function(keys, values, degree, new_keys, new_values):
-        return op(keys, values, degree, None, length, new_keys, new_values, jnp.zeros((1, 2), jnp.int32), real)[:3]
+    def function(keys, values, degree, new_keys, new_values, scores, new_scores):
+        slots, new = (keys, values, degree, None), (new_keys, new_values, jnp.zeros((1, 2), jnp.int32), real)
+        return jax.tree.leaves(op(*slots, length, *new, scores, new_scores))
 
-    check_grads(jax.jit(function), (keys, values, keys[..., 0], *rows), order=1, modes=("fwd", "rev"), rtol=1e-2)
+    operands = keys, values, keys[..., 0], *rows, values[..., 1], rows[0][..., 1]
+    check_grads(jax.jit(function), operands, order=1, modes=("fwd", "rev"), rtol=1e-2)
