@@ -4,9 +4,9 @@ The source may lie in `pinned_host` memory: the loads then go over the host link
 keep it busy. XLA's own gather refuses operands in different memories. What is near is read by the same programs, so
 that rows from both places are written once.
 
-In place, rows move up within their head: a program a head takes a tile after the other, and what it reads of a tile lies
-nowhere before it. Where no row of a tile moves, nothing is read or written but the list. That fills a device with many
-heads alone; with few heads rows are gathered and copied.
+In place, rows move up within their head: a program a head takes a tile after the other, and what it reads of a tile
+lies nowhere before it. Where no row of a tile moves, nothing is read or written but the list. That fills a device with
+many heads alone; with few heads rows are gathered and copied.
 """
 
 from functools import partial
