@@ -27,6 +27,7 @@ from clusterkv_jax.kernels.quantised import Quantised, as_array, kind
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile
+LEAST_NUMBERS, LEAST_CODES = 16, 32  # columns that a matrix unit multiplies at once, of 16 bits and of 8
 SIZES = {"columns": 64, "warps": 8, "stages": 2}  # columns read at once; warps and stages of a tile of MOST_ROWS
 
 
@@ -146,7 +147,7 @@ def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
     """Dot products of A and B rows, added to `value`, and the sums of squares of both, over tiles of columns."""
     coded = isinstance(rows, Quantised)
     width, tile = as_array(rows).shape[2], a_rows.shape[0]
-    step = min(power_of_two(width, 16), step)
+    step = min(power_of_two(width, LEAST_CODES if coded else LEAST_NUMBERS), step)
     product = jnp.zeros((tile, tile), jnp.float32) if value is None or coded else value
     a_square = b_square = jnp.zeros((tile,), jnp.float32)
     for start in range(0, width, step):
