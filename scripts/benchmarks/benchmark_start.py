@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-LLAMA_GIGABYTES = 16.06
+LLAMA_GIGABYTES, POSITIONS = 16.06, 131072
 
 
 def child(options: argparse.Namespace) -> None:
@@ -67,8 +67,10 @@ def written(folder: Path) -> str:
     from benchmark_convert import write_model
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.json").exists():
+    about = folder / "config.json"
+    if not about.exists():
         write_model(folder, LLAMA_GIGABYTES)
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"max_position_embeddings": POSITIONS}))
     return str(folder)
 
 
