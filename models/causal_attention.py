@@ -1,4 +1,4 @@
-"""Causal attention over whole prompts: the library kernel of each accelerator, query blocks in XLA everywhere else.
+"""Causal attention over whole prompts: the library kernel of each accelerator, tiles on a CPU, else blocks in XLA.
 
 Prompts are padded on the right, so causality alone keeps padding out of the rows of real tokens.
 """
@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.soft_cap import capped
+from clusterkv_jax.models.tiled_attention import tiled_attention, visible
 from clusterkv_jax.sharding import ambient_mesh, partition
 
-BACKENDS = ("xla", "cudnn", "splash")
-# Scores that exist at once, in elements (f32): 256 MiB on accelerators, what a CPU's last cache may hold of them there.
-SCORES_AT_ONCE = {"cpu": 2**22, "gpu": 2**26, "tpu": 2**26}
+BACKENDS = ("cudnn", "splash", "tiles", "xla")  # the first that serves is taken
+SCORES_AT_ONCE = 2**26  # in plain XLA, in elements (f32): 256 MiB
 LARGEST_BLOCK = 256
 # Queries of a later segment see longer prefixes of the keys: with 4 segments 5/8 of the N x N scores are computed
 # instead of all, with 8 9/16, at the price of as many loop bodies to compile; for a GPU that takes a second each.
@@ -44,7 +44,8 @@ def causal_attention(
     With a `window` query n sees the last so many of them, at a cost linear in N. A `soft_cap` c makes of a score s
     c tanh(s / c), and `sink_logits` give the softmax of each head a logit more, without a value. `backend` None takes
     the fastest that serves these shapes on the device that is compiled for: "cudnn" on a GPU (16-bit types, no soft
-    cap), "splash" on a TPU, "xla" otherwise and with sinks. Naming a backend that cannot serve them raises ValueError.
+    cap) and "splash" on a TPU, both without sinks; "tiles" on a CPU; "xla" otherwise. Naming a backend that cannot
+    serve them raises ValueError.
     """
     window = None if window is None or window >= k.shape[1] else window
     match _choose(q, k, soft_cap, sink_logits, backend):
@@ -52,8 +53,8 @@ def causal_attention(
             return _over_mesh(partial(_cudnn, window=window), q, k, v)
         case "splash":
             return _over_mesh(partial(_splash, window=window, soft_cap=soft_cap), q, k, v)
-        case _:
-            return _in_parts(q, k, v, window, soft_cap, sink_logits)
+        case plain:
+            return _PLAIN[plain](q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
 
 
 def last_queries_backend(
@@ -61,7 +62,9 @@ def last_queries_backend(
 ) -> str:
     """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
     count = q.shape[1] // (2 * parts)
-    return "splash" if not _obstacle(q, k, None, sink_logits, "splash") and count % 128 == 0 else "xla"
+    if not _obstacle(q, k, None, sink_logits, "splash") and count % 128 == 0:
+        return "splash"
+    return "tiles" if platform() == "cpu" else "xla"
 
 
 def last_queries_attention(
@@ -74,11 +77,11 @@ def last_queries_attention(
     sink_logits: Float[Array, " H"] | None = None,
     backend: str,
 ) -> Float[Array, "B T H D"]:
-    """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash" or "xla"."""
+    """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash", "tiles" or "xla"."""
     window = None if window is None or window >= k.shape[1] else window
     if backend == "splash":
         return _splash(q, k, v, window, soft_cap)
-    return _in_parts(q, k, v, window, soft_cap, sink_logits)
+    return _PLAIN[backend](q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
 
 
 def attention_with_lse(
@@ -116,16 +119,18 @@ def _choose(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | Non
         if why := _obstacle(q, k, soft_cap, sink_logits, backend):
             raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
         return backend
-    return next(name for name in ("cudnn", "splash", "xla") if not _obstacle(q, k, soft_cap, sink_logits, name))
+    return next(name for name in BACKENDS if not _obstacle(q, k, soft_cap, sink_logits, name))
 
 
 def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
     """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
     if backend == "xla":
         return None
-    device = {"cudnn": "gpu", "splash": "tpu"}[backend]
+    device = {"cudnn": "gpu", "splash": "tpu", "tiles": "cpu"}[backend]
     if platform() != device:
         return f"it needs a {device}, the device is {platform()}"
+    if backend == "tiles":
+        return None
     if sink_logits is not None:
         return "it has no gradients of sinks" if backend == "cudnn" else "it is not given sink logits"
     length, dim = q.shape[1], q.shape[-1]
@@ -152,23 +157,21 @@ def _in_parts(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B N K D"],
     v: Float[Array, "B N K D"],
+    *,
     window: int | None = None,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """The last T queries, one segment after the other; on a CPU for few rows of the batch at a time."""
+    """The last T queries, one segment after the other."""
     batch, length, heads, dim = q.shape
     before = k.shape[1] - length
     seen = k.shape[1] if window is None else min(k.shape[1], window + LARGEST_BLOCK)
-    at_once = SCORES_AT_ONCE[platform()] // (heads * seen)
-    rows = batch
-    if platform() == "cpu" and ambient_mesh() is None:
-        rows = min(batch, max(1, at_once // LARGEST_BLOCK))
-    block = min(LARGEST_BLOCK, max(16, at_once // rows))
+    block = min(LARGEST_BLOCK, max(16, SCORES_AT_ONCE // (batch * heads * seen)))
     # Blocks within a window see as many keys each: they need no segments.
     edges = segment_edges(length) if window is None else [0, length]
     sinks = None if sink_logits is None else sink_logits.reshape(k.shape[2], -1).astype(jnp.float32)
 
+    @jax.vmap
     def attend(q: Array, k: Array, v: Array) -> Array:
         parts = [
             _in_blocks(q[:, :, a:b], k[:, : before + b], v[:, : before + b], before + a, block, window, soft_cap, sinks)
@@ -178,27 +181,17 @@ def _in_parts(
 
     # Heads first: products then leave no array to be transposed but these.
     q = q.reshape(batch, length, k.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    if rows < batch:
-        out = jax.lax.map(lambda row: attend(*row), (q, k, v), batch_size=rows)
-    else:
-        out = jax.vmap(attend)(q, k, v)
+    out = attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2))
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
+_PLAIN = {"tiles": tiled_attention, "xla": _in_parts}
 
 
 def segment_edges(length: int) -> list[int]:
     """Where segments of the queries begin and end."""
     segments = max(1, min(SEGMENTS[platform()], length // LARGEST_BLOCK))
     return [length * i // segments for i in range(segments + 1)]
-
-
-def _visible(
-    first_query: int | Int[Array, ""], queries: int, first_key: int | Int[Array, ""], keys: int, window: int | None
-) -> Bool[Array, "T N"]:
-    """Which of so many keys each of so many queries sees, from these positions on; before 0 there is no key."""
-    key = first_key + jnp.arange(keys, dtype=jnp.int32)[None, :]
-    query = first_query + jnp.arange(queries, dtype=jnp.int32)[:, None]
-    return key <= query if window is None else (key <= query) & (key > query - window) & (key >= 0)
 
 
 def _in_blocks(
@@ -233,19 +226,11 @@ def _in_blocks(
             keys, values = (jax.lax.dynamic_slice_in_dim(x, start, block + window - 1, axis=1) for x in (k, v))
         scores = jnp.einsum("kgtd,knd->kgtn", query, keys, precision=precision, preferred_element_type=jnp.float32)
         scores = capped(scores * dim**-0.5, soft_cap)
-        scores = jnp.where(_visible(start, block, first, keys.shape[1], window), scores, -jnp.inf)
-        mixed = partial(jnp.einsum, "kgtn,knd->kgtd", precision=precision)
-        share = None
-        if sink_logits is not None:
-            share = jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1) - sink_logits[..., None])[..., None]
-        if platform() == "cpu":  # the outputs are divided instead of the weights: one pass less over the scores
-            weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            out = mixed(weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-            return (out / total if share is None else out * (share / total)).astype(v.dtype)
+        scores = jnp.where(visible(start, block, first, keys.shape[1], window), scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1)
-        weights = weights if share is None else weights * share
-        return mixed(weights.astype(v.dtype), values)
+        if sink_logits is not None:
+            weights *= jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1) - sink_logits[..., None])[..., None]
+        return jnp.einsum("kgtn,knd->kgtd", weights.astype(v.dtype), values, precision=precision)
 
     starts = offset + block * jnp.arange(count, dtype=jnp.int32)
     out = attend((starts[0], q[0]))[None] if count == 1 else jax.lax.map(attend, (starts, q))

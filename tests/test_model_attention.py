@@ -12,6 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from clusterkv_jax.models import causal_attention as attention
+from clusterkv_jax.models import tiled_attention as tiles
+
+
+@pytest.fixture(params=["tiles", "xla"])
+def plain(request, monkeypatch) -> str:
+    """A backend that serves everything on a CPU, in blocks so small that a short prompt has many."""
+    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+    monkeypatch.setattr(tiles, "TILE", 16)
+    return request.param
 
 
 def relative(got: Any, want: Any) -> float:
@@ -38,9 +47,8 @@ def dense(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_sinks_are_rows_without_values(monkeypatch, window):
+def test_sinks_are_rows_without_values(plain, window):
     """Forwards, of the last queries, and backwards: as a first key that all see, of value zero."""
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
     q, k, v, sinks = normal(0, 2, 70, 4, 8), normal(1, 2, 70, 2, 8), normal(2, 2, 70, 2, 8), normal(3, 4)
 
     def definition(q: jax.Array, sinks: jax.Array, offset: int = 0) -> jax.Array:
@@ -52,9 +60,9 @@ def test_sinks_are_rows_without_values(monkeypatch, window):
         weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1))[..., :-1]
         return jnp.einsum("bhtn,bnhd->bthd", weights, groups[1])
 
-    whole = lambda q, sinks: attention.causal_attention(q, k, v, window=window, sink_logits=sinks)  # noqa: E731
+    whole = lambda q, sinks: attention.causal_attention(q, k, v, window=window, sink_logits=sinks, backend=plain)  # noqa: E731
     assert relative(jax.jit(whole)(q, sinks), definition(q, sinks)) < 1e-6
-    last = partial(attention.last_queries_attention, window=window, backend="xla", sink_logits=sinks)
+    last = partial(attention.last_queries_attention, window=window, backend=plain, sink_logits=sinks)
     assert relative(jax.jit(last)(q[:, 50:], k, v), definition(q[:, 50:], sinks, 50)) < 1e-6
     gradients = [jax.jit(jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), (0, 1)))(q, sinks) for f in (whole, definition)]
     assert relative(gradients[0][0], gradients[1][0]) < 1e-5
@@ -64,75 +72,92 @@ def test_sinks_are_rows_without_values(monkeypatch, window):
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads"), [(1, 4, 4), (5, 6, 2), (37, 3, 1), (37, 4, 4), (130, 6, 2)])
-def test_causal_attention(monkeypatch, length, heads, kv_heads):
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+def test_causal_attention(plain, length, heads, kv_heads):
     q, k, v = normal(0, 2, length, heads, 8), normal(1, 2, length, kv_heads, 8), normal(2, 2, length, kv_heads, 8)
-    got = jax.jit(attention.causal_attention)(q, k, v)
+    got = jax.jit(partial(attention.causal_attention, backend=plain))(q, k, v)
     assert relative(got, dense(q, k, v)) < 1e-6
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (5, 0.7), (16, None), (40, 0.7), (70, None), (80, 0.7)])
-def test_windows_and_soft_caps(monkeypatch, window, soft_cap):
+def test_windows_and_soft_caps(plain, window, soft_cap):
     """Of all queries, of the last ones of a prompt, and backwards."""
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
     q, k, v = normal(0, 2, 70, 4, 8), normal(1, 2, 70, 2, 8), normal(2, 2, 70, 2, 8)
     options: Any = {"window": window, "soft_cap": soft_cap}
-    whole = jax.jit(partial(attention.causal_attention, **options))
+    whole = jax.jit(partial(attention.causal_attention, **options, backend=plain))
     assert relative(whole(q, k, v), dense(q, k, v, **options)) < 1e-6
-    last = jax.jit(partial(attention.last_queries_attention, **options, backend="xla"))
+    last = jax.jit(partial(attention.last_queries_attention, **options, backend=plain))
     assert relative(last(q[:, 50:], k, v), dense(q[:, 50:], k, v, offset=50, **options)) < 1e-6
     gradient = lambda function: jax.jit(jax.grad(lambda x: jnp.sum(function(q, x, x + v) ** 2)))(k)  # noqa: E731
     assert relative(gradient(whole), gradient(partial(dense, **options))) < 1e-5
 
 
 def test_a_window_costs_as_much_for_each_token():
-    """No block of queries looks at more keys than it can see together."""
+    """No block of queries looks at more keys than it can see together, nor goes back over more tiles."""
+
+    def program(backend: str, length: int, window: int | None) -> str:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+        attend = partial(attention.causal_attention, window=window, backend=backend)
+        return str(jax.make_jaxpr(attend)(shape, shape, shape))
 
     def keys_of_a_block(length: int, window: int | None) -> int:
-        shape = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
-        lowered = jax.jit(partial(attention.causal_attention, window=window)).lower(shape, shape, shape)
-        return max(map(int, re.findall(r"x256x(\d+)xf32", lowered.as_text())))
+        return max(map(int, re.findall(r"\b256,(\d+)\]", program("xla", length, window))))
+
+    def tiles_of_a_block(length: int, window: int | None) -> int:
+        return min(map(int, re.findall(r"\blength=(\d+)", program("tiles", length, window))))
 
     assert keys_of_a_block(8192, 512) == keys_of_a_block(4096, 512) == 256 + 511
     assert keys_of_a_block(8192, None) > 4096
+    assert tiles_of_a_block(8192, 512) == tiles_of_a_block(4096, 512) == 4
+    assert tiles_of_a_block(8192, None) == 32
 
 
-def test_rows_of_a_batch_may_be_taken_one_after_the_other(monkeypatch):
-    """As on a CPU, whose cache holds the scores of few."""
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
+def test_sequences_of_a_batch_may_be_taken_one_after_the_other(monkeypatch):
+    """As on a CPU, whose caches hold the scores of few."""
+    monkeypatch.setattr(tiles, "TILE", 16)
     operands = normal(0, 5, 70, 4, 8), normal(1, 5, 70, 2, 8), normal(2, 5, 70, 2, 8)
     together = jax.jit(lambda *x: attention.causal_attention(*x)).lower(*operands)
-    monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", 2 * 4 * 70 * 16)  # two rows at once, one is left
+    monkeypatch.setattr(tiles, "SCORES_AT_ONCE", 2 * 4 * 16 * 16)  # two sequences at once, one is left
     parts = jax.jit(lambda *x: attention.causal_attention(*x)).lower(*operands)
-    scores_of_five = "tensor<5x2x2x9x17xf32>"  # the first 9 of 17 queries
+    scores_of_five = "tensor<5x2x2x14x14xf32>"  # five blocks of 70 tokens
     assert scores_of_five in together.as_text()
     assert scores_of_five not in parts.as_text()
     assert relative(parts.compile()(*operands), together.compile()(*operands)) < 1e-6
 
 
-def test_gradients_of_attention(monkeypatch):
-    monkeypatch.setattr(attention, "LARGEST_BLOCK", 8)
+def test_tiles_that_no_query_sees_are_skipped():
+    """Their keys are not read: nothing of them reaches a query, not even what is no number."""
+    q, k, v = (normal(seed, 1, 1024, 2, 16) for seed in range(3))
+    whole = jax.jit(partial(attention.causal_attention, window=300, backend="tiles"))
+    poisoned = [x.at[:, 512:].set(jnp.nan) for x in (k, v)]
+    np.testing.assert_array_equal(whole(q, *poisoned)[:, :512], whole(q, k, v)[:, :512])
+    before = [x.at[:, :256].set(jnp.nan) for x in (k, v)]
+    np.testing.assert_array_equal(whole(q, *before)[:, 768:], whole(q, k, v)[:, 768:])
+
+
+def test_gradients_of_attention(plain):
     operands = normal(0, 1, 40, 4, 8), normal(1, 1, 40, 2, 8), normal(2, 1, 40, 2, 8)
     weight = normal(3, 1, 40, 4, 8)
 
     def gradients(function):
         return jax.jit(jax.grad(lambda *x: jnp.sum(function(*x) * weight), argnums=(0, 1, 2)))(*operands)
 
-    for got, want in zip(gradients(attention.causal_attention), gradients(dense), strict=True):
+    attend = partial(attention.causal_attention, backend=plain)
+    for got, want in zip(gradients(attend), gradients(dense), strict=True):
         assert relative(got, want) < 1e-5
 
 
-def test_scores_of_all_queries_never_exist_at_once():
+@pytest.mark.parametrize("backend", ["tiles", "xla"])
+def test_scores_of_all_queries_never_exist_at_once(backend):
     shape = jax.ShapeDtypeStruct((1, 8192, 4, 16), jnp.float32)
-    lowered = jax.jit(jax.grad(lambda q, k, v: jnp.sum(attention.causal_attention(q, k, v)))).lower(shape, shape, shape)
-    text = lowered.as_text()
+    total = lambda *operands: jnp.sum(attention.causal_attention(*operands, backend=backend))  # noqa: E731
+    text = jax.jit(jax.grad(total)).lower(shape, shape, shape).as_text()
     assert "x8192x" in text
     assert "8192x8192" not in text
 
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("cudnn", "needs a gpu"), ("splash", "needs a tpu"), ("flash", "allowed: xla, cudnn, splash")],
+    [("cudnn", "needs a gpu"), ("splash", "needs a tpu"), ("flash", "allowed: cudnn, splash, tiles, xla")],
 )
 def test_a_backend_that_cannot_serve_says_why(backend, message):
     q = normal(0, 1, 4, 2, 8)
