@@ -58,12 +58,21 @@ def causal_attention(
 
 
 def last_queries_backend(
-    q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], parts: int, sink_logits: Float[Array, " H"] | None = None
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B N K D"],
+    parts: int,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Float[Array, " H"] | None = None,
 ) -> str:
     """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
     count = q.shape[1] // (2 * parts)
-    if not _obstacle(q, k, None, sink_logits, "splash") and count % 128 == 0:
+    if not _obstacle(q, k, soft_cap, sink_logits, "splash") and count % 128 == 0:
         return "splash"
+    in_pieces = window is None and count % 2 == 0 and _cudnn_module() is not None
+    if in_pieces and not _obstacle(q, k, soft_cap, sink_logits, "cudnn"):
+        return "cudnn"
     return "tiles" if platform() == "cpu" else "xla"
 
 
@@ -77,10 +86,12 @@ def last_queries_attention(
     sink_logits: Float[Array, " H"] | None = None,
     backend: str,
 ) -> Float[Array, "B T H D"]:
-    """`causal_attention` of the last T of N tokens, on one device; `backend` is "splash", "tiles" or "xla"."""
+    """`causal_attention` of the last T of N tokens on one device, by what `last_queries_backend` says."""
     window = None if window is None or window >= k.shape[1] else window
     if backend == "splash":
         return _splash(q, k, v, window, soft_cap)
+    if backend == "cudnn":
+        return _in_pieces(q, k, v)
     return _PLAIN[backend](q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
 
 
@@ -92,22 +103,15 @@ def attention_with_lse(
     What is returned takes (q, keys, values, lengths), rows [B,K,N,D] of which a query sees the first `lengths`; with
     None it sees the rows up to its own. It gives the output and the log-sum-exp of the scores in float32.
     """
-    if ambient_mesh() is not None or _obstacle(q, k.swapaxes(1, 2), None, None, "cudnn"):
-        return None
-    try:  # jax.nn.dot_product_attention has the log-sum-exp in the type of the output alone, 8 bits of it
-        from jax._src.cudnn import fused_attention_stablehlo as cudnn
-    except ImportError:
+    if ambient_mesh() is not None or _cudnn_module() is None or _obstacle(q, k.swapaxes(1, 2), None, None, "cudnn"):
         return None
 
     def attention(q: Array, keys: Array, values: Array, lengths: Array | None) -> tuple[Array, Array]:
-        options: dict[str, Any] = {"mask_type": cudnn.MaskType.CAUSAL}
+        kind, options = "CAUSAL", {}
         if lengths is not None:
             queries = jnp.full(len(q), q.shape[1], jnp.int32)
-            options = {"mask_type": cudnn.MaskType.PADDING, "q_seqlen": queries, "kv_seqlen": lengths.astype(jnp.int32)}
-        rows = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-        scale = q.shape[-1] ** -0.5
-        result: Any = cudnn.dot_product_attention(q, *rows, scale=scale, return_residual=True, **options)
-        return result
+            kind, options = "PADDING", {"q_seqlen": queries, "kv_seqlen": lengths.astype(jnp.int32)}
+        return _cudnn_with_lse(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), kind, **options)
 
     return attention
 
@@ -258,6 +262,50 @@ def _cudnn(q: Array, k: Array, v: Array, window: int | None) -> Array:
     before = None if window is None else (window - 1, 0)
     options: Any = {"is_causal": True, "local_window_size": before, "implementation": "cudnn"}
     return jax.nn.dot_product_attention(q, k, v, **options)[:, :length]
+
+
+def _cudnn_module() -> Any:
+    """jax's inner module, None where it has moved: its public function rounds the log-sum-exp to 8 bits."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
+
+
+def _cudnn_with_lse(q: Array, k: Array, v: Array, mask: str, **lengths: Array) -> tuple[Array, Array]:
+    """Attention of q [B,T,H,D] to k, v [B,N,K,D] and the log-sum-exp of its scores, f32 [B,H,T]."""
+    cudnn = _cudnn_module()
+    options = {"scale": q.shape[-1] ** -0.5, "mask_type": cudnn.MaskType[mask], "return_residual": True}
+    return cudnn.dot_product_attention(q, k, v, **options, **lengths)
+
+
+@jax.custom_vjp
+def _in_pieces(
+    q: Float[Array, "B T H D"], k: Float[Array, "B N K D"], v: Float[Array, "B N K D"]
+) -> Float[Array, "B T H D"]:
+    """The last T queries by cuDNN: to their own tokens, to all earlier ones, and combined by the log-sum-exps.
+
+    The library's derivative leaves out that of the log-sum-exp, so backwards goes through XLA's blocks.
+    """
+    before = k.shape[1] - q.shape[1]
+    own, own_lse = _cudnn_with_lse(q, k[:, before:], v[:, before:], "CAUSAL")
+    if not before:
+        return own
+    earlier, lse = _cudnn_with_lse(q, k[:, :before], v[:, :before], "NO_MASK")
+    share = jax.nn.sigmoid(lse - own_lse).swapaxes(1, 2)[..., None]
+    return (share * earlier + (1 - share) * own).astype(q.dtype)
+
+
+def _in_pieces_forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _in_pieces(q, k, v), (q, k, v)
+
+
+def _in_pieces_backward(operands: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, ...]:
+    return jax.vjp(_in_parts, *operands)[1](cotangent)
+
+
+_in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
 
 
 @cache

@@ -35,12 +35,13 @@ def attention_over_tokens(
         return causal_attention(q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     mesh = ambient_mesh()
     queries, keys = _specs(q, k)
-    backend = last_queries_backend(q, k, parts, sink_logits)
+    options = {"window": window, "soft_cap": soft_cap}
+    backend = last_queries_backend(q, k, parts, **options, sink_logits=sink_logits)
     heads = PartitionSpec(queries[2])
 
     def run(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-        options = {"window": window, "soft_cap": soft_cap, "sink_logits": sinks}
-        return _local(partial(last_queries_attention, **options, backend=backend), parts, q, k, v)
+        attend = partial(last_queries_attention, **options, sink_logits=sinks, backend=backend)
+        return _local(attend, parts, q, k, v)
 
     over_mesh = jax.shard_map(run, mesh=mesh, in_specs=(queries, keys, keys, heads), out_specs=queries, check_vma=False)
     return over_mesh(q, k, v, sink_logits)

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from clusterkv_jax.models import causal_attention as attention
+from clusterkv_jax.models import context_parallel
 from clusterkv_jax.models import tiled_attention as tiles
+from clusterkv_jax.sharding import named_mesh
 
 
 @pytest.fixture(params=["tiles", "xla"])
@@ -193,6 +195,41 @@ def test_odd_lengths_are_padded_for_cudnn(monkeypatch, length):
     assert relative(attention._cudnn(q, k, v, None), dense(q, k, v)) < 1e-6
     assert relative(attention._cudnn(q, k, v, 3), dense(q, k, v, window=3)) < 1e-6
     assert lengths == [0, 0]
+
+
+def with_lse(q: jax.Array, k: jax.Array, v: jax.Array, mask: str) -> tuple[jax.Array, jax.Array]:
+    """What cuDNN's attention returns, in plain jnp."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bnhd->bhtn", q, k) / math.sqrt(q.shape[-1])
+    if mask == "CAUSAL":
+        scores = jnp.where(np.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("bhtn,bnhd->bthd", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_pieces_of_a_library_are_one_attention(monkeypatch, before):
+    """Forwards and backwards, with cuDNN's part done in jnp."""
+    monkeypatch.setattr(attention, "_cudnn_with_lse", with_lse)
+    q, k, v = normal(0, 2, 20, 4, 8), normal(1, 2, 20 + before, 2, 8), normal(2, 2, 20 + before, 2, 8)
+    pieces = partial(attention.last_queries_attention, backend="cudnn")
+    assert relative(pieces(q, k, v), dense(q, k, v, before)) < 1e-6
+    gradients = [
+        jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), (0, 1, 2))(q, k, v)
+        for f in (pieces, partial(dense, offset=before))
+    ]
+    for got, want in zip(*gradients, strict=True):
+        assert relative(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_devices_share_a_prompt_by_pieces_of_a_library(monkeypatch, parts):
+    """As GPUs do along "sequence", with cuDNN's part done in jnp."""
+    monkeypatch.setattr(attention, "_cudnn_with_lse", with_lse)
+    monkeypatch.setattr(context_parallel, "last_queries_backend", lambda *_, **__: "cudnn")
+    q, k, v = normal(0, 2, 48, 4, 8), normal(1, 2, 48, 2, 8), normal(2, 2, 48, 2, 8)
+    with jax.set_mesh(named_mesh(f"sequence={parts},model={8 // parts}")):
+        got = jax.jit(lambda *x: context_parallel.attention_over_tokens(*x))(q, k, v)
+    assert relative(got, dense(q, k, v)) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 1, 128, 200, 500])
