@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -164,17 +164,17 @@ def from_tokens(
 
 def resize(layer: LayerCache, capacity: int) -> LayerCache:
     """The same rows in `capacity` slots; the caller knows that no row lies beyond them."""
-    extra = capacity - layer.capacity
-    if extra == 0:
-        return layer
-
-    def fit(x: Array) -> Array:
-        if extra <= 0:
-            return x[:, :, :capacity]
-        return jnp.pad(x, [(0, 0), (0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 3))
-
-    keys, values, degree, positions = jax.tree.map(fit, (layer.keys, layer.values, layer.degree, layer.positions))
+    every = (layer.keys, layer.values, layer.degree, layer.positions)
+    keys, values, degree, positions = jax.tree.map(partial(fit_slots, capacity=capacity), every)
     return LayerCache(keys, values, degree, layer.length, positions)
+
+
+def fit_slots(x: Shaped[Array, "B K C ..."], capacity: int) -> Shaped[Array, "B K slots ..."]:
+    """The first `capacity` slots, zeros behind those there are."""
+    extra = capacity - x.shape[2]
+    if extra <= 0:
+        return x[:, :, :capacity]
+    return jnp.pad(x, [(0, 0), (0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 3))
 
 
 def quantised(group: Any, name: CacheDtype | None) -> Any:

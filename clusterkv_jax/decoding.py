@@ -7,8 +7,8 @@
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
 Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
-the one that compresses; only one layer's full KV is alive beside the compressed ones. Decoding is one program with its
-layers unrolled, its cache donated, and one scalar condition around the clustering of all layers.
+the one that compresses (`compressing`); only one layer's full KV is alive beside the compressed ones. Decoding is one
+program with its layers unrolled, its cache donated, and one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
+from clusterkv_jax.compressing import compress
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
@@ -31,7 +32,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, compress_layer, due, placed, placed_state, recompress, step_layer
+from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
@@ -136,8 +137,8 @@ def prefill(
                 prompt = rows.pop(0)
             if number + 1 < config.num_layers:
                 planned(number + 1)  # while the device reads: it clusters in step with the host, and would wait
-            args = method, plan, prompt, budgets, key, np.int32(number), before
-            layer, memory, selection_here = run(_compress_layer, *args)
+            args = method, plan, prompt, budgets, key, np.asarray(number, np.int32), before
+            layer, memory, selection_here = compress(run, *args)
             del prompt, args  # a layer's rows go as soon as it is compressed
             selection = selection_here if plan.selects and plan.window is None else selection
             layers.append(layer)
@@ -389,19 +390,3 @@ def _read_layer(
     hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
-
-
-@jit(static_argnames=("method", "plan"))
-def _compress_layer(
-    method: Method,
-    plan: LayerPlan,
-    prompt: Prompt,
-    budgets: Int[Array | np.ndarray, "B groups stages"],
-    key: Key[Array, ""],
-    number: Int[Array | np.ndarray, ""],
-    selection: Any,
-) -> tuple[Layer, tuple[State, ...], Any]:
-    """What is left of a layer that was read; `number` is its own, for methods that draw."""
-    draw = jax.random.fold_in(key, number)
-    layer, state, selection = compress_layer(method, prompt, budgets, plan, draw, selection)
-    return placed(method, layer), placed_state(method, state), selection

@@ -121,6 +121,7 @@ class Rows:
         scores: what each row of the prompt is worth, as `queries`; of a row beyond the prompt they mean nothing.
         key: PRNG key of the layer, after the prompt.
         selection: what an earlier layer selected, for methods that need it.
+        share: each sequence's part of the budget in units of the mean over all layers and heads, after the prompt.
         plan: static.
     """
 
@@ -133,6 +134,7 @@ class Rows:
     scores: Float[Array, "B K N"] | None = None
     key: Array | None = None
     selection: Any = None
+    share: Float[Array, " B"] | None = None
     plan: GroupPlan = field(default=GroupPlan((), 0), metadata={"static": True})
 
 
@@ -156,6 +158,7 @@ class Method(Storage):
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"
+    heads_agree: ClassVar[bool] = False  # what a head keeps depends on the other heads of its group
 
     @property
     def forgets(self) -> bool:
@@ -302,6 +305,15 @@ def _new_rows(tokens: NewTokens) -> tuple[Array, Array, Array, Array]:
 def slots_apart(method: "Method") -> bool:
     """Whether devices may share the slots of a head: steps only append to the rows there are and attend to them."""
     return method.schedule.kind in ("append", "interval") and method.holds in ("tokens", "centroids", "moved")
+
+
+def is_by_head(method: "Method", num_layers: int) -> bool:
+    """Whether heads of unequal budgets may be compressed as sequences of their own: each knows of no other, and steps
+    only append to rows and attend to them.
+    """
+    beside = {"selection", "hidden"}  # what groups of heads pass on to later layers, and what is large
+    alone = slots_apart(method) and method.holds != "moved" and not method.heads_agree
+    return alone and not any(beside & method.needs(layer) for layer in range(num_layers))
 
 
 def one_by_one(

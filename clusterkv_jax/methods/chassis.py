@@ -1,6 +1,7 @@
 """How a layer is taken through a method: the same for all methods, so none overrides it.
 
     compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and what is remembered
+    compress_heads   the same of heads with budgets of their own, before they stand in groups (`by_head`)
     step_layer       new tokens enter every group and attend
     due, recompress  one condition for all layers, and the way back to the budget of the sequences that are due
 
@@ -36,7 +37,17 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
-from clusterkv_jax.methods.base import Compressed, Method, Rows, append_and_attend, rows_held, slots_apart
+from clusterkv_jax.methods import by_head
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Method,
+    Rows,
+    append_and_attend,
+    is_by_head,
+    rows_held,
+    slots_apart,
+)
+from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.sharding import constrain, constrain_cache
@@ -85,6 +96,9 @@ def compress_layer(
     """
     if plan.window is not None:
         return ring(prompt.keys, prompt.values, prompt.lengths, plan.window, plan.capacities[0]), (None,), ()
+    if plan.by_head is not None:
+        heads = compress_heads(method, plan.by_head, plan.needs, prompt, *budgets_by_head(plan, budgets), key)
+        return *by_head.grouped(method, plan, *heads), (None,) * len(plan.groups)
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[tuple[Any, State, Any]] = []
     for i, group in enumerate(plan.groups):
@@ -101,6 +115,34 @@ def compress_layer(
     return caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads), state, selections
 
 
+@jax.named_scope("compress")
+def compress_heads(
+    method: Method,
+    plan: GroupPlan,
+    needs: frozenset[str],
+    prompt: Prompt,
+    budgets: Int[Array | np.ndarray, "B K stages"],
+    shares: Float[Array | np.ndarray, " K"],
+    key: Array | None,
+) -> tuple[LayerCache, by_head.ByHead]:
+    """Every KV head of a layer after its prompt, each compressed as a sequence of its own, and what it remembers.
+
+    `plan` and `needs` are static, the others as in `compress_layer`; `shares` are those of the heads.
+    """
+    _check_inputs(method, prompt, needs)
+    batch, heads = prompt.keys.shape[:2]
+    whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
+    cache, queries, scores = jax.tree.map(
+        partial(by_head.alone, kv_heads=heads), (whole, prompt.queries, prompt.scores)
+    )
+    prompt = Prompt(queries, cache.keys, cache.values, jnp.repeat(prompt.lengths, heads), scores=scores)
+    budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
+    share = jnp.tile(jnp.asarray(shares), batch)
+    group, memory, _ = _compress_group(method, cache, prompt, budgets, plan, key, None, share)
+    assert isinstance(group, LayerCache)
+    return by_head.together(resize(group, plan.capacity), memory, heads)
+
+
 def _compress_group(
     method: Method,
     cache: Group,
@@ -109,6 +151,7 @@ def _compress_group(
     plan: GroupPlan,
     key: Array | None,
     selection: Any,
+    share: Float[Array, " B"] | None = None,
 ) -> tuple[Group, State, Any]:
     queries = prompt.queries
     if queries is not None:
@@ -117,7 +160,8 @@ def _compress_group(
     hidden = None if prompt.hidden is None else constrain(prompt.hidden, "batch", None, None)
     # A head's rows come together: left to the partitioner, each step of a method would have its own collectives.
     cache, queries, scores = constrain_cache((cache, queries, scores))
-    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, hidden, scores, key, selection, plan)
+    share = jnp.full(prompt.lengths.shape, plan.share) if share is None else share
+    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, hidden, scores, key, selection, share, plan)
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)
     memory = rows.memory if result.memory is None else result.memory
@@ -180,6 +224,7 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
     `rope` are the model's rotations, for methods that score rows by queries of other positions.
     """
     layers, states, selection, number = [], [], None, -1
+    alone = is_by_head(method, sum(not isinstance(layer, WindowCache) for layer in cache.layers))
     for layer, state in zip(cache.layers, cache.state, strict=True):
         if isinstance(layer, WindowCache):
             layers.append(layer)
@@ -187,14 +232,15 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
             continue
         number += 1
         before = selection if "selection" in method.needs(number) else None
-        layer, state, selection_here = _recompress_layer(method, layer, state, cache.position, rope, before)
+        args = method, layer, state, cache.position, rope
+        layer, state, selection_here = _recompress_layer(*args, before, alone)
         selection = selection_here if before is None else before
         layers.append(layer)
         states.append(state)
     return replace(cache, layers=placed(method, tuple(layers)), state=placed_state(method, tuple(states)))
 
 
-@partial(jax.jit, static_argnames=("method", "rope"))
+@partial(jax.jit, static_argnames=("method", "rope", "alone"))
 def _recompress_layer(
     method: Method,
     layer: Layer,
@@ -202,8 +248,14 @@ def _recompress_layer(
     position: Int[Array, " B"],
     rope: Rope | None,
     selection: tuple[Any, ...] | None,
+    alone: bool,
 ) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
     """Equal layers are traced once."""
+    late = [i for i, memory in enumerate(state) if memory is not None and "due" in memory]
+    if alone and len(late) > 1:
+        heads = (*by_head.copies(layer, state, late), position)
+        done = by_head.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
+        return *by_head.put_back(layer, state, late, *done), (None,) * len(state)
     befores = (None,) * len(state) if selection is None else selection
     parts = [
         _recompress_group(method, group, memory, position, rope, before)
@@ -211,6 +263,18 @@ def _recompress_layer(
     ]
     layer = with_groups(layer, [part.cache for part in parts])
     return layer, tuple(part.memory for part in parts), tuple(part.selection for part in parts)
+
+
+@partial(jax.jit, static_argnames=("method", "rope"))
+def _recompress_heads(
+    method: Method, cache: LayerCache, memory: by_head.ByHead, position: Int[Array, " B"], rope: Rope | None
+) -> tuple[LayerCache, by_head.ByHead]:
+    """Heads as sequences of their own. Those of all layers, if in equal slots, are traced once."""
+    heads = cache.length.shape[1]
+    each = jax.tree.map(partial(by_head.alone, kv_heads=heads), cache)
+    memory = by_head.remembered_alone(memory)
+    part = _recompress_group(method, each, memory, jnp.repeat(position, heads), rope, None)
+    return by_head.together(part.cache, part.memory, heads)
 
 
 def _recompress_group(
@@ -245,7 +309,7 @@ def apart(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
     """Whether devices may share the slots of a head of a layer, or of one of its groups; or what a method keeps under
     this path of its state: scores stand with their rows.
     """
-    rows = isinstance(part, LayerCache) or path[-1:] == (jax.tree_util.DictKey("scores"),)
+    rows = isinstance(part, LayerCache) or path[-1:] in [(jax.tree_util.DictKey(name),) for name in by_head.OF_SLOTS]
     return isinstance(part, WindowCache) or (rows and slots_apart(method))
 
 

@@ -3,7 +3,7 @@ al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Conte
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +39,8 @@ class ChunkKV(Windowed):
     mode: Literal["exact", "kvpress"] = "exact"
     reuse_layers: int = 1
     decode_interval: int | None = None
+
+    heads_agree: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

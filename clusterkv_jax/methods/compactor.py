@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -32,6 +32,8 @@ class Compactor(Scoped):
     sketch: int = 48
     blending: float | None = None
     scope: Literal["head", "layer"] = "head"
+
+    heads_agree: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -139,23 +139,23 @@ class OrbitKV(Method):
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 
-    def _part(self, plan: GroupPlan) -> float:
-        """Which part of the free rows of a budget are centroids: all in heads that mix what they read; heads that look
-        single rows up are those with at least the mean share.
-        """
-        return self.merged if plan.share >= 1 else 1.0
-
     def _centroids(self, rows: Rows) -> Int[Array, " B"]:
-        """Rows of the budget that the others are merged into, at least one: nothing is dropped."""
+        """Rows of the budget that the others are merged into, at least one: nothing is dropped.
+
+        They are all free rows in heads that mix what they read; heads that look single rows up are those with at least
+        the mean share.
+        """
+        assert rows.share is not None
         free = rows.budget - self.sinks - self.recent
-        return jnp.maximum(1, share_of(self._part(rows.plan), free, rows.plan.most_rows))
+        part = share_of(self.merged, free, rows.plan.most_rows)
+        return jnp.maximum(1, jnp.where(rows.share >= 1, part, free))
 
     def _expected_rounds(self, rows: int, plan: GroupPlan) -> int:
-        """As `Clustering` expects them on a GPU."""
-        budget = plan.most_rows
+        """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""
+        budget = plan.fewest_rows
         if platform() != "gpu" or budget >= rows:
             return 0
-        centroids = max(1, int(self._part(plan) * (budget - self.sinks - self.recent)))
+        centroids = max(1, int((self.merged if plan.share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
         counts = np.asarray([rows - budget + centroids]), np.asarray([centroids])
         return soft_matching.count_rounds(*counts, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.learned import repetition
-from clusterkv_jax.methods.base import Method, Schedule, slots_apart
+from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.sharding import slot_ways
@@ -64,11 +64,13 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
         rows = np.maximum(most[:, heads[0]], method.protected.fewest)
         covered = np.all(least[:, heads[0]] >= lengths) and method.schedule.kind == "append" and method.forgets
         slots = capacity(method, lengths, rows, request)
+        most_rows = int(np.max(np.minimum(rows[:, -1], lengths + request.reserve)))
         groups.append(
             GroupPlan(
                 heads,
                 aligned(int(np.max(slots)), slot_ways(len(heads)) if slots_apart(method) else 1),
-                most_rows=int(np.max(np.minimum(rows[:, -1], lengths + request.reserve))),
+                most_rows=most_rows,
+                fewest_rows=most_rows,
                 keep_all=bool(covered) or bool(np.min(rows) >= MOST_ROWS),
                 reserve=request.reserve,
                 step_tokens=request.step_tokens,
@@ -76,7 +78,32 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
                 share=1.0 if table is None else float(table[heads[0]]),
             )
         )
-    return LayerPlan(tuple(groups), method.needs(layer))
+    by_head = None
+    if len(groups) > 1 and is_by_head(method, request.num_layers):
+        by_head = plan_heads(method, request)
+    return LayerPlan(tuple(groups), method.needs(layer), by_head=by_head)
+
+
+def plan_heads(method: Method, request: Request) -> GroupPlan:
+    """The plan of any head of any layer, which is compressed as a sequence of its own."""
+    longest = int(np.max(request.lengths))
+
+    def budgets(new: int) -> Int[np.ndarray, "L 1 K stages"]:
+        known, layers = replace(request, max_new_tokens=new), range(request.num_layers)
+        return np.stack([stages(method.budget_rows(np.asarray([longest]), layer, known)) for layer in layers])
+
+    most, fewest = budgets(request.reserve), budgets(0)
+    most_rows = min(int(most.max()), longest + request.reserve)
+    held = min(longest, int(most[..., 0].max()) + method.schedule.slack + method.schedule.rounding)
+    return GroupPlan(
+        (0,),
+        aligned(held),
+        most_rows=most_rows,
+        fewest_rows=max(int(fewest[..., 0].min()), method.protected.fewest),
+        reserve=request.reserve,
+        step_tokens=request.step_tokens,
+        rope=request.rope,
+    )
 
 
 def _budget_of(method: Any) -> Budget | None:
@@ -139,16 +166,28 @@ def planned_layer(
     """The plan of a model's layer, its own unless there are `plans`, and the budgets of these prompts.
 
     Its groups are `exact` where the host knows all that the device would have to be asked: prompts as long as the
-    longest, each with the budget that its program expects.
+    longest, each with the budget that its program expects, or of heads that are compressed together no less.
     """
     plan = plan_of_layer(config, method, layer, request) if plans is None else plans[layer]
     budgets = rows_of_request(method, plan, lengths, config.global_number(layer), request)
     numbers = concrete(lengths)
     if numbers is None or np.any(numbers != np.max(request.lengths)):
         return plan, budgets
+    if plan.by_head is not None:
+        enough = bool(np.all(budgets[..., 0] >= plan.by_head.fewest_rows))
+        return replace(plan, by_head=replace(plan.by_head, exact=enough)), budgets
     exact = np.all(budgets[:, :, 0] == [group.most_rows for group in plan.groups], axis=0).tolist()
     groups = (replace(group, exact=known) for group, known in zip(plan.groups, exact, strict=True))
     return replace(plan, groups=tuple(groups)), budgets
+
+
+def budgets_by_head(
+    plan: LayerPlan, budgets: Int[Array | np.ndarray, "B groups stages"]
+) -> tuple[Int[Array | np.ndarray, "B K stages"], Float[np.ndarray, " K"]]:
+    """What each KV head of the layer may keep of each prompt, and its share of the budget."""
+    group = np.argsort([head for heads in plan.heads for head in heads])
+    of_head = np.repeat(np.arange(len(plan.groups)), [len(heads) for heads in plan.heads])[group]
+    return budgets[:, of_head], np.asarray([plan.groups[i].share for i in of_head], np.float32)
 
 
 def stages(rows: np.ndarray) -> np.ndarray:

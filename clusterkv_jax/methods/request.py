@@ -52,6 +52,7 @@ class GroupPlan:
         heads: the KV heads of the group.
         capacity: C, slots of each head; of heads that share pages, the mean.
         most_rows: the largest budget that may occur, of a prompt and what is appended to it at most.
+        fewest_rows: the smallest budget of the longest prompt, by which rounds of clustering are counted.
         keep_all: whether the group keeps every row, so that its method never sees it.
         reserve: tokens that will be appended after the prompt.
         step_tokens: the most of them that are appended at once.
@@ -63,6 +64,7 @@ class GroupPlan:
     heads: tuple[int, ...]
     capacity: int
     most_rows: int = MOST_ROWS
+    fewest_rows: int = MOST_ROWS
     keep_all: bool = False
     reserve: int = 0
     step_tokens: int = 1
@@ -76,11 +78,15 @@ class LayerPlan:
     """The groups of one layer, and what its method must be shown of it; layers of equal plans share a program.
 
     A layer with a `window` has one group, which no method sees.
+
+    With `by_head` the heads of several groups are compressed in one program, each as a sequence of its own; the same
+    one for all layers of a request. Else a group has a program.
     """
 
     groups: tuple[GroupPlan, ...]
     needs: frozenset[str] = frozenset()
     window: int | None = None
+    by_head: GroupPlan | None = None
 
     @property
     def selects(self) -> bool:

@@ -103,9 +103,9 @@ class Clustering(Method):
         """
         if platform() != "gpu":
             return 0
-        longest, most = np.asarray([rows.cache.degree.shape[2]]), np.asarray([rows.plan.most_rows])
+        longest, fewest = np.asarray([rows.cache.degree.shape[2]]), np.asarray([rows.plan.fewest_rows])
         apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
-        return soft_matching.count_rounds(longest, most, self._merge_schedule(int(longest[0])), **apart)
+        return soft_matching.count_rounds(longest, fewest, self._merge_schedule(int(longest[0])), **apart)
 
     def _merge_schedule(self, rows: int) -> np.ndarray:
         return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)

@@ -1,0 +1,111 @@
+"""Heads of unequal budgets as sequences of their own: a method brings all of a layer to their budgets in one program.
+
+    budgets 5 1 2 of three heads, two sequences: a method is given six sequences of one head
+
+    groups       [2,1,6,D]  [2,1,2,D]  [2,1,3,D]      each head in slots of its own number
+    copies       [2,3,8,D]                            in equal slots, side by side
+    sequences    [6,1,8,D]                            as a method sees them, with the budgets [6]
+
+A program for each group would compile as many times as a model has heads. What is remembered of a head comes along.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from clusterkv_jax.cache import HeadGroups, LayerCache, State, fit_slots, quantised, resize, select_heads
+from clusterkv_jax.kernels.gpu import power_of_two
+from clusterkv_jax.methods.base import Memory, Method
+from clusterkv_jax.methods.request import LayerPlan
+
+OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
+BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding
+
+# What is remembered of each head of each sequence: [B,K] of numbers of a sequence, else [B,K,n,...].
+ByHead = dict[str, Shaped[Array, "B K ..."]]
+
+
+def alone(x: Shaped[Array, "B heads ..."], kv_heads: int) -> Shaped[Array, "BK heads_each ..."]:
+    """The heads that belong to a KV head, for each KV head as a sequence of its own."""
+    return x.reshape(x.shape[0] * kv_heads, -1, *x.shape[2:])
+
+
+def together(cache: Any, memory: State, kv_heads: int) -> tuple[LayerCache, ByHead]:
+    """What a method left of sequences that are heads, as heads again."""
+    cache = jax.tree.map(lambda x: x.reshape(-1, kv_heads, *x.shape[2:]), cache)
+    return cache, {name: x.reshape(-1, kv_heads, *x.shape[1:]) for name, x in (memory or {}).items()}
+
+
+def remembered_alone(memory: ByHead) -> Memory:
+    """What is remembered of heads, as of sequences."""
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in memory.items()}
+
+
+def grouped(method: Method, plan: LayerPlan, cache: LayerCache, memory: ByHead) -> tuple[HeadGroups, tuple[State, ...]]:
+    """A layer's heads after the prompt, in groups of equal budgets."""
+    caches, state = [], []
+    for group in plan.groups:
+        rows = resize(select_heads(cache, group.heads), group.capacity)
+        mine = {name: x[:, jnp.asarray(group.heads)] for name, x in memory.items()}
+        caches.append(quantised(rows, method.cache_dtype))
+        state.append(None if group.keep_all else _of_group(mine, group.capacity) or None)
+    return HeadGroups(tuple(caches), plan.heads), tuple(state)
+
+
+def copies(layer: Any, state: Sequence[Any], which: Sequence[int]) -> tuple[LayerCache, ByHead]:
+    """The heads of these groups side by side, in equal slots."""
+    # Layers whose largest heads differ little have copies of the same size, and so one program.
+    slots = power_of_two(max(layer.groups[i].capacity for i in which))
+    parts = [(resize(layer.groups[i], slots), _of_heads(state[i], len(layer.heads[i]), slots)) for i in which]
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
+
+
+def put_back(
+    layer: Any, state: Sequence[Any], which: Sequence[int], cache: LayerCache, memory: ByHead
+) -> tuple[HeadGroups, tuple[State, ...]]:
+    """The layer with what `copies` has become in these groups."""
+    groups, states = list(layer.groups), list(state)
+    counts = [len(layer.heads[i]) for i in which]
+    for i, end, count in zip(which, np.cumsum(counts).tolist(), counts, strict=True):
+        mine, remembered = jax.tree.map(lambda x, part=slice(end - count, end): x[:, part], (cache, memory))
+        states[i] = _of_group(remembered, groups[i].capacity)
+        groups[i] = resize(mine, groups[i].capacity)
+    return replace(layer, groups=tuple(groups)), tuple(states)
+
+
+def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:
+    """A function of arrays [B, ...], of as many sequences at a time as have so many bytes, at least of one."""
+    leaves = jax.tree.leaves(tree)
+    batch = leaves[0].shape[0]
+    size = sum(x.size * x.dtype.itemsize for x in leaves) // batch
+    at_once = max(n for n in range(1, batch + 1) if batch % n == 0 and n * size <= max(size, most_bytes))
+    if at_once == batch:
+        return function(tree)
+    turns = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), tree)
+    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), jax.lax.map(function, turns))
+
+
+def _of_group(memory: ByHead, capacity: int) -> Memory:
+    """What is remembered of heads, as of a group: a number of a sequence is the same for all of its heads."""
+    joined = {name: x[:, 0] if x.ndim == 2 else x.reshape(len(x), -1, *x.shape[3:]) for name, x in memory.items()}
+    return _in_slots(joined, capacity)
+
+
+def _of_heads(memory: Memory, heads: int, capacity: int) -> ByHead:
+    """What is remembered of a group of so many heads, as of each of them."""
+
+    def of_each(x: Array) -> Array:
+        if x.ndim == 1:
+            return jnp.broadcast_to(x[:, None], (len(x), heads))
+        return x.reshape(len(x), heads, -1, *x.shape[2:])
+
+    return {name: of_each(x) for name, x in _in_slots(memory, capacity).items()}
+
+
+def _in_slots(memory: Memory, capacity: int) -> Memory:
+    return {name: fit_slots(x, capacity) if name in OF_SLOTS else x for name, x in memory.items()}

@@ -1,0 +1,159 @@
+"""Heads of unequal budgets: compressed together, each as a sequence of its own, they are what each is alone."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax import compressing
+from clusterkv_jax.cache import groups
+from clusterkv_jax.kernels.quantised import as_array
+from clusterkv_jax.methods import base, by_head, chassis
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import request_of_tensors
+from clusterkv_jax.programs import compilation
+
+LAYERS, HEADS, GROUP, DIM, PROMPT = 3, 3, 2, 8, 100
+SHARES = ((3.0, 0.5, 0.5), (0.2, 1.0, 1.5), (0.4, 0.6, 0.3))  # heads alike; around the mean; a layer of little
+BUDGET = ckv.Budget(ratio=0.3, shares=SHARES)
+LENGTHS = np.asarray([100, 71, 45])
+
+METHODS = {
+    "centroids": ckv.CentroidKV(BUDGET, sinks=2, recent=4, chunk=32, interval=16),
+    "gravity": ckv.GravityKV(BUDGET, sinks=2, recent=4, chunk=32, interval=16, cache_dtype="int8"),
+    "orbit": ckv.OrbitKV(BUDGET, interval=16),
+    "outliers": ckv.Chelsea(ckv.Budget(ratio=0.3), sinks=2, recent=4, chunk=32, interval=16, outlier_heads=((1, 1),)),
+    "window": ckv.SnapKV(BUDGET, window=4, decode_interval=16),
+    "scores": ckv.KVzap(BUDGET, sinks=2, recent=4, decode_interval=16),
+    "moments": ckv.ExpectedAttention(BUDGET, decode_interval=16),
+    "both": ckv.Composed(
+        ckv.SnapKV(replace(BUDGET, ratio=0.2), window=4),
+        ckv.GravityKV(BUDGET, sinks=2, recent=4, chunk=32, interval=16),
+    ),
+}
+
+
+def prompt(seed: int = 0) -> chassis.Prompt:
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    batch, rows = len(LENGTHS), (HEADS, PROMPT, DIM)
+    queries, keys, values = draw(batch, HEADS * GROUP, PROMPT, DIM), draw(batch, *rows), draw(batch, *rows)
+    return chassis.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
+
+
+def compressed(method, layer, together=True):
+    """A layer after its prompt, and what is remembered of its groups."""
+    whole = prompt(layer)
+    request = request_of_tensors(whole.keys, whole.values, np.arange(1, PROMPT + 1), LAYERS, 64)
+    plan = plan_layer(method, layer, request)
+    budgets = rows_of_request(method, plan, LENGTHS, layer, request)
+    plan = plan if together else replace(plan, by_head=None)
+    return jax.jit(lambda key: chassis.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(layer))
+
+
+def same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_prompt_leaves_what_each_group_would_alone(name):
+    """Rows, their numbers, and what is remembered: of sequences of unequal length, and of heads alike."""
+    layer = 0 if name in ("centroids", "scores") else 1
+    same(compressed(METHODS[name], layer), compressed(METHODS[name], layer, together=False))
+
+
+def extended(method, monkeypatch, most_bytes=None, together=True):
+    """A layer whose heads have taken 40 tokens more, and have been due on the way."""
+    with monkeypatch.context() as patch:
+        if most_bytes is not None:
+            turns = by_head.in_turns
+            patch.setattr(by_head, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
+        if not together:
+            patch.setattr(chassis, "is_by_head", lambda *_: False)
+        layer, state = compressed(method, 1)
+        cache = ckv.KVCache((layer,), (state,), jnp.asarray(LENGTHS))
+        rng, rounds = np.random.default_rng(5), 0
+
+        @jax.jit
+        def step(cache, k, v, q, scores):
+            real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
+            new = ckv.cache.NewTokens(q, k, v, at, real, scores=scores)
+            attended, layer, state = chassis.step_layer(method, cache.layers[0], cache.state[0], new)
+            return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
+
+        recompress = jax.jit(lambda cache: chassis.recompress(method, cache, None))
+        for _ in range(40):
+            draw = lambda *shape: jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)  # noqa: E731
+            attended, cache = step(cache, draw(HEADS, DIM), draw(HEADS, DIM), draw(HEADS * GROUP, DIM), draw(HEADS))
+            late = chassis.due(method, cache)
+            if late is not None and late:
+                cache, rounds = recompress(cache), rounds + 1
+        assert rounds >= 2
+        return attended, cache
+
+
+@pytest.mark.parametrize(
+    ("name", "most_bytes"), [("orbit", None), ("gravity", 1), ("window", 1), ("moments", None), ("both", None)]
+)
+def test_decoding_leaves_what_each_group_would_alone(name, most_bytes, monkeypatch):
+    """All sequences at once, and one after the other where copies of all would be too large."""
+    together = extended(METHODS[name], monkeypatch, most_bytes)
+    same(together, extended(METHODS[name], monkeypatch, together=False))
+
+
+def test_all_layers_share_the_program_that_compresses():
+    method, whole = METHODS["orbit"], prompt()
+    request = request_of_tensors(whole.keys, whole.values, np.arange(1, PROMPT + 1), LAYERS, 64)
+    plans = [plan_layer(method, layer, request) for layer in range(LAYERS)]
+    assert len({plan.by_head for plan in plans}) == 1
+    assert len({plan.capacities for plan in plans}) == LAYERS
+    called = []
+
+    def run(program, *args):
+        called.append(program.__name__)
+        return program(*args)
+
+    with compilation() as compiled:
+        for number, plan in enumerate(plans):
+            budgets = rows_of_request(method, plan, LENGTHS, number, request)
+            key = jax.random.key(0), np.asarray(number, np.int32)
+            layer, state, _ = compressing.compress(run, method, plan, whole, budgets, *key, None)
+            same((layer, state), jax.jit(compress_layer_of(method, plan, whole, budgets, number))())
+    assert called == ["_compress_heads", "_group_heads"] * LAYERS
+    assert compiled.programs >= 1
+
+
+def compress_layer_of(method, plan, whole, budgets, number):
+    key = jax.random.fold_in(jax.random.key(0), number)
+    return lambda: chassis.compress_layer(method, whole, budgets, plan, key)[:2]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ckv.ChunkKV(BUDGET, window=4, chunk=4),
+        ckv.Compactor(BUDGET),
+        ckv.Matched(ckv.Compactor(BUDGET)),
+        ckv.Composed(ckv.ChunkKV(BUDGET, window=4, chunk=4), ckv.Full()),
+        ckv.H2O(BUDGET),
+        ckv.StreamingLLM(BUDGET, rerotate=True),
+        ckv.ClusterKV(BUDGET, sinks=2),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_heads_that_agree_or_take_turns_stay_in_groups(method):
+    assert not base.is_by_head(method, LAYERS)
+
+
+def test_heads_of_a_layer_have_slots_of_their_own():
+    """However they were compressed: no head has the slots of the largest."""
+    layer, _ = compressed(METHODS["centroids"], 1)
+    slots = [as_array(group.keys).shape[2] for group in groups(layer)]
+    assert len(set(slots)) == HEADS
+    assert max(slots) > 3 * min(slots) / 2
