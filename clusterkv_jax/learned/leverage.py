@@ -115,7 +115,9 @@ def chunk_attention(
 ) -> Float[Array, "B K N"]:
     """Attention that rows get inside their chunk, unscaled and not causal, times |v|, mean over 3 neighbours."""
     batch, kv_heads, count, dim = keys.shape
-    chunks = max(1, -(-(count - first) // chunk))
+    if count <= first:
+        return jnp.zeros(rows.shape, jnp.float32)
+    chunks = -(-(count - first) // chunk)
     size = chunks * chunk
 
     def cut(x: Array) -> Array:

@@ -166,6 +166,14 @@ def test_leverage_of_keys_too_long_for_the_jitter():
     assert np.isfinite(result).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 8, 12])
+def test_compactor_of_a_text_that_it_protects_as_a_whole(tokens):
+    queries, keys, values = tensors(1, tokens=tokens)
+    scores = learned.compactor(queries, keys, keys, values, SKETCH, 0.5)
+    assert scores.shape == (1, 2, tokens)
+    assert np.isfinite(scores).all()
+
+
 def test_projected_norms_are_those_of_projected_values():
     values = tensors(1)[2]
     output = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 12)), jnp.float32)
