@@ -16,6 +16,8 @@ from clusterkv_jax.kernels.ordinals import ordinals
 
 # Squares of numbers up to this size, summed over all entries of any text, are finite in float32.
 LARGEST = 1e14
+# Scores are compared and no more.
+LARGEST_SCORE = float(np.finfo(np.float32).max)
 # Arrays count in int32: sums of two such numbers fit.
 MOST = 2**30 - 1
 
@@ -115,24 +117,33 @@ def check_ids(tokens: Any, vocab_size: int, lengths: np.ndarray | None = None) -
         raise ValueError(f"tokens hold id {numbers[at]} ({where}); allowed are 0 to {vocab_size - 1}.")
 
 
-def sound(x: Float[Array, "B _ N _"], lengths: Int[Array, " B"]) -> Bool[Array, ""]:
-    """Whether the numbers of all tokens before `lengths` are finite and no larger than `LARGEST`; for use in a jit."""
+def largest(name: str) -> float:
+    """The size that numbers of an array of this name may have."""
+    return LARGEST_SCORE if name == "scores" else LARGEST
+
+
+def sound(x: Float[Array, "B _ N _"], lengths: Int[Array, " B"], most: float = LARGEST) -> Bool[Array, ""]:
+    """Whether the numbers of all tokens before `lengths` are finite and no larger than `most`; for use in a jit."""
     padding = (ordinals(x.shape[2], 2) >= lengths[:, None])[:, None, :, None]
-    return jnp.all((jnp.abs(x.astype(jnp.float32)) <= LARGEST) | padding)
+    return jnp.all((jnp.abs(x.astype(jnp.float32)) <= most) | padding)
 
 
 def refuse_unsound(found: dict[str, Bool[Array, ""]], lengths: np.ndarray | None, arrays: dict[str, Any]) -> None:
-    """Raise ValueError for the first array [B,H,N,D] or [B,N,M] that is not `sound`; nothing where that is traced."""
+    """Raise ValueError for the first array that is not `sound`; nothing where that is traced. Tokens are dimension 2 of
+    all but `hidden` [B,N,M].
+    """
     if any(isinstance(x, jax.core.Tracer) for x in (*found.values(), *arrays.values())):
         return
     for name, fine in jax.device_get(found).items():
         if not fine:
             x = np.asarray(arrays[name], np.float32)
-            wrong = ~(np.abs(x) <= LARGEST)
+            wrong = ~(np.abs(x) <= largest(name))
             if lengths is not None:
-                padding = np.arange(x.shape[-2]) >= lengths[:, None]
-                wrong &= ~(padding[..., None] if x.ndim == 3 else padding[:, None, :, None])
+                tokens = 1 if name == "hidden" else 2
+                padding = np.arange(x.shape[tokens]) >= lengths[:, None]
+                wrong &= ~np.expand_dims(padding, [axis for axis in range(1, x.ndim) if axis != tokens])
             at = np.argwhere(wrong)[0]
             raise ValueError(
-                f"{name} must be finite numbers of at most {LARGEST:g} in size, got {x[tuple(at)]} at {at.tolist()}."
+                f"{name} must be finite numbers of at most {largest(name):g} in size, "
+                f"got {x[tuple(at)]} at {at.tolist()}."
             )

@@ -19,6 +19,7 @@ from clusterkv_jax.checks import (
     check_keys,
     check_lengths,
     check_queries,
+    largest,
     refuse_unsound,
     sound,
 )
@@ -73,8 +74,8 @@ def compress(
 
     Raises:
         ValueError: if shapes, types, lengths or layer do not fit, a budget is impossible for one of the lengths, or a
-            number before `lengths` is not finite, or too large to be squared. Under a jit that traces them, lengths and
-            numbers cannot be checked.
+            number before `lengths` is not finite, or too large to be squared where it is no score. Under a jit that
+            traces them, lengths and numbers cannot be checked.
     """
     if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
@@ -126,7 +127,7 @@ def _compress(
     scores = None if prompt.scores is None else prompt.scores[..., None]
     arrays = {"queries": prompt.queries, "keys": prompt.keys, "values": prompt.values, "hidden": hidden}
     arrays |= {"scores": scores}
-    found = {name: sound(x, prompt.lengths) for name, x in arrays.items() if x is not None}
+    found = {name: sound(x, prompt.lengths, largest(name)) for name, x in arrays.items() if x is not None}
     return unpaged(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer, found
 
 

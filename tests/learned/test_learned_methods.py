@@ -173,6 +173,20 @@ def test_bare_tensors_take_any_scores():
         assert held(cache, i) == [best(head, 12, 2, 1) for head in scores[i]]
 
 
+@pytest.mark.parametrize("method", [ZIP, LAYER, ckv.OrbitKV(BUDGET, sinks=2, recent=1, merged=0)])
+def test_any_score_serves_any_keeper(method):
+    """CriticalKV's greatest score is the greatest number there is, and behind a sequence all scores are -inf."""
+    rng, lengths = np.random.default_rng(1), np.asarray([30, 21])
+    keys, values = (jnp.asarray(rng.normal(size=(2, 2, 30, 8)), jnp.float32) for _ in range(2))
+    output = jnp.asarray(rng.normal(size=(4, 8, 12)), jnp.float32)
+    scores = learned.criticalkv(learned.keydiff(keys, lengths=lengths), values, output, 4, lengths=lengths)
+    cache = ckv.compress(method, None, keys, values, lengths, scores=scores)
+    assert int(cache.length.sum()) == 2 * 2 * 12
+    for i, n in enumerate(lengths.tolist()):
+        for head in (0, 1):
+            assert set(np.argsort(-scores[i, head, :n])[:4].tolist()) <= held(cache, i)[head]
+
+
 # --- KVzap ---
 
 ZAP = ckv.KVzap(BUDGET, sinks=2, recent=3)
@@ -283,6 +297,14 @@ def test_scores_stay_with_their_rows_and_new_tokens_are_scored(width):
         (lambda: compressed(jnp.zeros((1, 2, 29))), r"scores must have the shape \[1,2,30\], got \(1, 2, 29\)"),
         (lambda: compressed(jnp.zeros((1, 2, 30), jnp.int32)), "scores"),
         (lambda: compressed(jnp.full((1, 2, 30), jnp.nan)), "scores"),
+        (
+            lambda: compressed(jnp.full((1, 2, 30), -jnp.inf).at[:, :, :20].set(0).at[0, 1, 7].set(jnp.nan), [20]),
+            r"scores must be finite numbers .* got nan at \[0, 1, 7\]",
+        ),
+        (
+            lambda: compressed(jnp.zeros((1, 2, 30)).at[0, 1, 0].set(jnp.inf), [1]),
+            r"scores must be finite numbers .* got inf at \[0, 1, 0\]",
+        ),
     ],
 )
 def test_mistakes_are_named(make, said):
@@ -290,6 +312,6 @@ def test_mistakes_are_named(make, said):
         make()
 
 
-def compressed(scores):
+def compressed(scores, lengths=None):
     rows = jnp.ones((1, 2, 30, 8))
-    return ckv.compress(ZIP, None, rows, rows, scores=scores)
+    return ckv.compress(ZIP, None, rows, rows, None if lengths is None else np.asarray(lengths), scores=scores)
