@@ -41,6 +41,8 @@ from clusterkv_jax.soft_matching import Edges
 
 # GravityKV's defaults.
 CHUNK, MERGE_RATIO, EDGES = 256, 0.3, Edges(1.0, 0.05)
+# The score of a single row that has none.
+LEAST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class OrbitKV(Method):
     `merged` of what is left of the budget. A head with less than the mean share of the budget merges everything.
 
     Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
-    with it. The same happens again every `interval` generated tokens; a centroid then is one of the others.
+    with it. The same happens again every `interval` generated tokens; a centroid then is one of the others: its score
+    is -inf, since a row's degree may be fitted (`Matched`).
     """
 
     budget: Budget
@@ -87,7 +90,8 @@ class OrbitKV(Method):
 
     @override
     def remember(self, rows: Rows) -> Memory:
-        return {"scores": scores_of(rows), "centroids": self._centroids(rows)}
+        # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
+        return {"scores": jnp.fmax(scores_of(rows).astype(jnp.float32), LEAST), "centroids": self._centroids(rows)}
 
     @override
     def compress(self, rows: Rows) -> Compressed:
@@ -124,6 +128,7 @@ class OrbitKV(Method):
             edges=EDGES,
             **merge,
         )
+        scores = jnp.where(apart.degree > cache.degree, -jnp.inf, scores)
         slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
         return take_slots(apart, slots), take_scores(scores, slots)
 
@@ -133,9 +138,8 @@ class OrbitKV(Method):
         """The rows that stay single: all of them in sequences that hold no more than their budget."""
         free = unprotected(scores, cache.length, self.protected)
         count = budget - centroids - self.sinks - self.recent
-        # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
-        scores = jnp.fmax(scores, jnp.finfo(scores.dtype).min)
-        best = top_rows(jnp.where(free & (cache.degree == 1), scores, -jnp.inf), count)
+        single = scores != -jnp.inf
+        best = top_rows(jnp.where(free & single, jnp.fmax(scores, LEAST), -jnp.inf), count)
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 

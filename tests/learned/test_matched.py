@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.learned.refitting import squared_errors
 from clusterkv_jax.methods import matched
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import rotate
 from tests.support.methods import SHAPE, named
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prompt, taught, tiny
 
 QUARTER = ckv.Budget(ratio=0.25)
 MERGED, CHOSEN = ckv.GravityKV(QUARTER, **SHAPE), ckv.SnapKV(QUARTER, window=4, kernel=3)
@@ -216,6 +217,25 @@ def test_decoding_goes_on_as_with_the_method_itself(method):
     assert fitted.stats.cache_bytes == plain.stats.cache_bytes
     alone = ckv.generate(tiny(), [prompt(2, 36)], method=ckv.Matched(inner), max_new_tokens=9)
     assert alone.tokens[0] == fitted.tokens[1]
+
+
+def test_fitted_rows_return_to_the_budget_while_decoding():
+    """OrbitKV's single rows stay single whatever their fitted degrees, and all heads hold equally many rows."""
+    model, text, more = taught(), prompt(1, 80), jnp.asarray([prompt(2, 13)])
+    inner, counts = ckv.OrbitKV(ckv.Budget(tokens=30), sinks=2, recent=4, interval=6), []
+    for method in (inner, ckv.Matched(inner)):
+        ids, lengths = jnp.asarray([text]), jnp.asarray([80])
+        cache, _ = ckv.prefill(model.params, model.config, method, ids, lengths, max_new_tokens=13)
+        step = jax.jit(extend_step, static_argnums=(1, 2))
+        counts.append([])
+        for i in range(13):
+            cache, _ = step(model.params, model.config, method, cache, more[:, i : i + 1], jnp.asarray([1]))
+            counts[-1].append([layer.length.tolist() for layer in cache.layers])
+    plain, fitted = counts
+    assert fitted == plain
+    assert fitted[5] == [[[30, 30]]] * 2
+    single = jnp.asarray(cache.state[0][0]["scores"])[0, :, 2:27] > -jnp.inf
+    assert (single.sum(-1) >= 21).all()  # 30 - 2 - 4 - 3
 
 
 def test_heads_of_unequal_budgets_are_fitted_in_their_groups():
