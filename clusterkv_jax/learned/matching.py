@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.checks import check_counts
+from clusterkv_jax.checks import check_counts, concrete
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Mass that exists at once, in elements (f32): 256 MiB.
@@ -61,7 +61,8 @@ def match(
         the others are -1, of bias -inf and values 0.
 
     Raises:
-        ValueError: if shapes do not fit, t is not between 1 and N, or `select` is unknown.
+        ValueError: if shapes do not fit, there is no query, t is not between 1 and N, `select` is unknown, or a known
+            row is none.
     """
     _check(queries, keys, values, rows, t, select)
     q, k, v = (x.astype(jnp.float32) for x in (queries, keys, values))
@@ -87,6 +88,8 @@ def _check(queries: Array, keys: Array, values: Array, rows: Array | None, t: in
             "queries must be [n,D], keys and values [N,D] with the same D, "
             f"got {queries.shape}, {keys.shape} and {values.shape}."
         )
+    if len(queries) == 0:
+        raise ValueError("queries must be at least 1, got none.")
     if select not in BOUNDS:
         raise ValueError(f'select must be "rms" or "omp", got {select!r}.')
     check_counts(1, t=t)
@@ -94,6 +97,10 @@ def _check(queries: Array, keys: Array, values: Array, rows: Array | None, t: in
         raise ValueError(f"t must be at most {keys.shape[0]}, the number of keys, got {t}.")
     if rows is not None and rows.shape != (t,):
         raise ValueError(f"rows must be t = {t} numbers of rows, got shape {rows.shape}.")
+    known = None if rows is None else concrete(rows)
+    if known is not None and (known.min() < -1 or known.max() >= len(keys)):
+        wrong = known[(known < -1) | (known >= len(keys))][0]
+        raise ValueError(f"rows must be between 0 and {len(keys) - 1}, or -1 for none, got {wrong}.")
 
 
 def _mass(q: Float[Array, "n D"], k: Float[Array, "N D"], peak: Float[Array, " n"]) -> Float[Array, "n N"]:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax import reading
-from clusterkv_jax.checks import check_counts
+from clusterkv_jax.checks import check_array, check_counts, check_ids, check_lengths, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.learned.repeated_attention import Sight, attend
@@ -114,10 +114,13 @@ def reconstruction(
         their sequence + 1, other rows of the prefix 0, rows beyond `lengths` -inf.
 
     Raises:
-        ValueError: if there are not as many prompts as pieces, or a number is impossible.
+        ValueError: if there are not as many prompts as pieces, or a number is impossible; as far as they are known, for
+            ids that are not in the vocabulary and lengths that are not in 1 ... N.
     """
+    check_array("tokens", tokens, "B,N", jnp.integer)
     batch, count = tokens.shape
     _check(count, chunk, prompts, sinks, prefix)
+    _check_known(tokens, lengths, prompts, config.vocab_size)
     counts = jnp.full(batch, count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     hidden, counts = reading.embed(params, config, tokens, counts)
     rows = []
@@ -161,6 +164,17 @@ def repeated(
             scores.append(score)
         pieces.append(scores)
     return run(_whole, pieces, lengths, prefix, sinks)
+
+
+def _check_known(tokens: Any, lengths: Any, prompts: Sequence[Any], vocab_size: int) -> None:
+    """Raise ValueError for lengths and ids that cannot be, as far as they are known."""
+    numbers = np.full(tokens.shape[0], tokens.shape[1]) if lengths is None else check_lengths(lengths, *tokens.shape)
+    if numbers is not None:
+        check_ids(tokens, vocab_size, numbers)
+    for number, known in enumerate(map(concrete, prompts)):
+        if known is not None and known.size and (known.min() < 0 or known.max() >= vocab_size):
+            wrong = known[(known < 0) | (known >= vocab_size)][0]
+            raise ValueError(f"prompts hold id {wrong} (piece {number}); allowed are 0 to {vocab_size - 1}.")
 
 
 def _check(count: int, chunk: int, prompts: Sequence[Any], sinks: int, prefix: int) -> range:

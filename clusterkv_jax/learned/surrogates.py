@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from clusterkv_jax.checks import check_array
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.few_tokens import few
@@ -32,6 +33,7 @@ def surrogate(
     Raises:
         ValueError: if the shapes do not fit.
     """
+    check_array("hidden", hidden, "B,N,M")
     check_layer("weights", weights, "bias", bias, hidden.shape[-1])
     return jnp.swapaxes(affine(hidden, weights, bias), 1, 2)
 
@@ -44,6 +46,7 @@ def surrogate_mlp(
     hidden: Float[Array, "B N M"],
 ) -> Float[Array, "B K N"]:
     """Surrogate with one inner layer of F units (M / 8 in the paper) and the exact GELU; otherwise as `surrogate`."""
+    check_array("hidden", hidden, "B,N,M")
     check_layer("inner_weights", inner_weights, "inner_bias", inner_bias, hidden.shape[-1])
     check_layer("weights", weights, "bias", bias, inner_weights.shape[1])
     inner = jax.nn.gelu(affine(hidden, inner_weights, inner_bias), approximate=False)

@@ -281,6 +281,18 @@ def test_unequal_heads_get_unequal_scores():
             lambda q, k, v: learned.refit(*(x[0, 0] for x in (q, k, v, k, v)), v[0, 0, :, 0], ridge=-1),
             "ridge must be a",
         ),
+        (
+            lambda q, k, v: learned.surrogate(OUTPUT[0], OUTPUT[0, 0], q[0, 0]),
+            r"hidden must be an array \[B,N,M\], got",
+        ),
+        (lambda q, k, v: learned.match(q[0, 0, :0], k[0, 0], v[0, 0], None, 4), "queries must be at least 1"),
+        (
+            lambda q, k, v: learned.match(q[0, 0], k[0, 0], v[0, 0], jnp.asarray([0, 48, 3]), 3),
+            "rows must be between 0 and 47, or -1 for none, got 48",
+        ),
+        (lambda q, k, v: repeated(prompts=[[1], [2, -1]]), r"prompts hold id -1 \(piece 1\); allowed are 0 to 60"),
+        (lambda q, k, v: repeated(61), r"tokens hold id 61 \(sequence 0, token 19\); allowed are 0 to 60"),
+        (lambda q, k, v: repeated(lengths=np.asarray([21])), "lengths must be 1 numbers between 1 and 20"),
         (lambda q, k, v: repeated(prompts=[[1]]), "prompts must be 2, one for each piece of 16 of 20 tokens, got 1"),
         (lambda q, k, v: repeated(chunk=0), "chunk must be a whole number of at least 1, got 0"),
         (lambda q, k, v: repeated(prefix=20), "prefix must be smaller than the context of 20 tokens, got 20"),
@@ -304,7 +316,7 @@ HALF = ckv.Budget(ratio=0.5)
 HEADS = ckv.Budget(ratio=0.5, shares=((1.0, 2.0),))
 
 
-def repeated(**settings):
+def repeated(last=0, **settings):
     small = tiny()
-    ids = jnp.asarray([prompt(1, 20)])
+    ids = jnp.asarray([[*prompt(1, 19), last]])
     return learned.reconstruction(small.params, small.config, ids, **({"chunk": 16, "prompts": [[1], [2]]} | settings))
