@@ -7,8 +7,9 @@
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
 Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
-the one that compresses (`compressing`); only one layer's full KV is alive beside the compressed ones. Decoding is one
-program with its layers unrolled, its cache donated, and one scalar condition around the clustering of all layers.
+the one that compresses (`methods.compressing`); only one layer's full KV is alive beside the compressed ones. Decoding
+is one program with its layers unrolled, its cache donated, and one scalar condition around the clustering of all
+layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
-from clusterkv_jax.compressing import compress
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.dispatch import platform
@@ -33,6 +33,7 @@ from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
+from clusterkv_jax.methods.compressing import compress
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,

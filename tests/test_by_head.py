@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import compressing
 from clusterkv_jax.cache import groups
 from clusterkv_jax.kernels.quantised import as_array
-from clusterkv_jax.methods import base, by_head, chassis
+from clusterkv_jax.methods import base, by_head, chassis, compressing
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.programs import compilation

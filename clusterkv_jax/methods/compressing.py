@@ -29,7 +29,7 @@ def compress(
     key: Key[Array, ""],
     number: Int[Array | np.ndarray, ""],
     selection: Any,
-) -> tuple[Layer, tuple[State, ...], Any]:
+) -> tuple[Layer, Any, Any]:
     """The layer's cache, the memory of its groups, and what they selected; `run(program, *args)` calls the programs.
 
     `number` is the layer's own, for methods that draw.
