@@ -84,9 +84,9 @@ class Shelf:
     def get(self, number: int) -> Reading | None:
         """A context's reading on the device, now the one asked last; None if no place holds it."""
         for place in PLACES:
-            if (reading := self._held[place].pop(number, None)) is not None:
-                reading = self._on_device(number, reading, place)
-                self.put(number, reading)
+            if (held := self._held[place].pop(number, None)) is not None:
+                if (reading := self._on_device(number, held, place)) is not None:
+                    self.put(number, reading)
                 return reading
         return None
 
@@ -138,17 +138,22 @@ class Shelf:
             return
         try:
             saving.save(self._path(number), reading.cache, self.config, self.method)
-        except ValueError:  # numbers that are not finite have no file
+        except (ValueError, OSError):  # numbers that are not finite have no file; a disk may be full
             return
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reading.cache)
         self._held["disk"][number] = Reading(shapes, jax.tree.map(np.asarray, reading.logits), reading.rows)
 
-    def _on_device(self, number: int, reading: Reading, place: Place) -> Reading:
+    def _on_device(self, number: int, reading: Reading, place: Place) -> Reading | None:
+        """A reading on the device; None if its file is gone or damaged."""
         if place == "device":
             return reading
         if place == "disk":
-            cache = saving.load(self._path(number), self.config, self.method)
-            self._path(number).unlink()
+            try:
+                cache = saving.load(self._path(number), self.config, self.method)
+            except (ValueError, OSError):
+                return None
+            finally:
+                self._path(number).unlink(missing_ok=True)
             return Reading(cache, jax.tree.map(jax.numpy.asarray, reading.logits), reading.rows)
         cache, logits = jax.tree.map(jax.numpy.asarray, (reading.cache, reading.logits))
         return Reading(placed_on_host(cache, self.method), logits, reading.rows)
