@@ -46,6 +46,11 @@ def check_settings(sampling: Any, seed: Any) -> None:
     check_seed(seed)
 
 
+def answer_tokens(limits: Limits, prompt: int) -> int:
+    """Tokens of the answers about a prompt where nobody says how many: 64, or what a slot has room for behind it."""
+    return max(1, min(64, limits.reserve, limits.max_tokens - prompt))
+
+
 def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
     """Raise ValueError for a sequence that no slot has room for."""
     question = len(batch.questions[0]) if batch.questions else 0

@@ -17,8 +17,9 @@ from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.board import Order
 from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
-from clusterkv_jax.engine.orders import context_batch, prompt_batch, request_of_batch
+from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.texts import encode
 
 
 class Reader:
@@ -35,15 +36,18 @@ class Reader:
             return context_batch(self.model, self.layout.limits, prompt, question, **sizes)
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
 
-    def read(self, number: int, text: Any, seed: int, max_new_tokens: int) -> Context:
+    def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None) -> Context:
         """A new context on the shelf: of a text, token ids, or the path of a saved cache."""
+        limits = self.layout.limits
         if is_file(text):
             length, reading = read_file(text, self.model, self.method, self.layout)
-            context = Context(number, (), length, Path(text), 0, max_new_tokens, self._shelf)
+            new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
+            context = Context(number, (), length, Path(text), 0, new, self._shelf)
         else:
-            batch = self.batch(text, None, max_new_tokens, ())
-            tokens = tuple(batch.texts[0])
-            context = Context(number, tokens, len(tokens), None, seed, max_new_tokens, self._shelf)
+            tokens = encode(self.model, [text], "prompt", special=True)[0]
+            new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
+            batch = self.batch(tokens, None, new, ())
+            context = Context(number, tuple(tokens), len(tokens), None, seed, new, self._shelf)
             reading = read_batch(self.model, self.method, self.layout, batch, seed)
         self._shelf.put(number, reading)
         return context

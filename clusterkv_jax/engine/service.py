@@ -195,13 +195,14 @@ class Engine:
         self._board, self._added = joined(self._board, order), self._added + 1
         return handle
 
-    def read(self, text: Any, *, seed: int = 0, max_new_tokens: int = 64) -> Context:
+    def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None) -> Context:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
 
         Args:
             text: the prompt.
             seed: of methods that draw.
-            max_new_tokens: of the answers; it counts in budgets of base "prompt+new".
+            max_new_tokens: of the answers; it counts in budgets of base "prompt+new". By default 64, or as many as
+                the engine has room for.
 
         Raises ValueError as `add`, and for a saved cache that does not fit; MemoryError if memory does not suffice.
         """

@@ -1,0 +1,20 @@
+"""What a caller may leave out, and what is refused, in an engine."""
+
+import pytest
+
+from tests.engine.test_engine import EIGHT, engine
+from tests.support.tiny import prompt
+
+
+def test_a_context_takes_no_more_room_than_there_is():
+    """Nobody says how long its answers are: a small reserve, or a prompt that nearly fills a slot, is no obstacle."""
+    served = engine(reserve=16)
+    context = served.read(prompt(1, 60))
+    assert context.max_new_tokens == 16
+    assert len(served.add(context, prompt(2, 3), **EIGHT).result().tokens[0]) == 8
+    served = engine()
+    context = served.read(prompt(1, 116))
+    assert len(served.add(context, prompt(2, 3), **EIGHT).result().tokens[0]) == 8
+    assert served.read(prompt(1, 60)).max_new_tokens == 64
+    with pytest.raises(ValueError, match="exceed the engine's max_tokens = 128"):
+        served.read(prompt(1, 128))
