@@ -24,10 +24,8 @@ def encode(model: Model, texts: Texts, kind: str, special: bool) -> list[Tokens]
 
     Raises ValueError, naming the text by its kind and number, for what is empty or neither.
     """
-    if not is_list(texts):
-        raise ValueError(f"{kind}s must be a list of texts or of token ids, got {shown(texts)}; put it in a list.")
     encoded = []
-    for i, text in enumerate(texts):
+    for i, text in enumerate(listed(texts, kind)):
         if isinstance(text, str):
             if model.tokenizer is None:
                 raise ValueError(f"Model {model.name!r} has no tokenizer, so {kind} {i} must be token ids, not text.")
@@ -44,6 +42,13 @@ def encode(model: Model, texts: Texts, kind: str, special: bool) -> list[Tokens]
                 raise ValueError(f"{kind} {i} must be a text or a list of whole numbers, got {shown(token)} in it.")
         encoded.append([int(token) for token in ids])
     return encoded
+
+
+def listed(texts: Any, kind: str) -> list[Any]:
+    """Texts in a list. Raises ValueError for one that stands alone."""
+    if not is_list(texts):
+        raise ValueError(f"{kind}s must be a list of texts or of token ids, got {shown(texts)}; put it in a list.")
+    return list(texts)
 
 
 def is_list(x: Any) -> bool:

@@ -42,7 +42,7 @@ from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.sharding import fetch, on_mesh
-from clusterkv_jax.texts import Texts, shorten_at_stop, show
+from clusterkv_jax.texts import Texts, listed, shorten_at_stop, show
 
 # Steps of one call of the decode program; between two, requests enter and leave.
 SEGMENT = 32
@@ -143,12 +143,13 @@ class Engine:
 
         Raises ValueError as `add`, and what goes wrong later.
         """
-        asked = [None] * len(prompts) if questions is None else questions
-        if len(asked) != len(prompts):
-            raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(prompts)} prompts.")
+        texts = listed(prompts, "prompt")
+        asked = [None] * len(texts) if questions is None else listed(questions, "question")
+        if len(asked) != len(texts):
+            raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
         handles: list[Handle] = []
         try:
-            handles.extend(self.add(text, question, **options) for text, question in zip(prompts, asked, strict=True))
+            handles.extend(self.add(text, question, **options) for text, question in zip(texts, asked, strict=True))
             while not all(handle.done for handle in handles):
                 self.step()
                 on_stats(self.stats())

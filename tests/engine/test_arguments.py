@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.engine.test_engine import EIGHT, engine
+import clusterkv_jax as ckv
+from tests.engine.test_engine import EIGHT, engine, written
 from tests.support.tiny import prompt
 
 
@@ -18,3 +19,19 @@ def test_a_context_takes_no_more_room_than_there_is():
     assert served.read(prompt(1, 60)).max_new_tokens == 64
     with pytest.raises(ValueError, match="exceed the engine's max_tokens = 128"):
         served.read(prompt(1, 128))
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"prompts": "a text"}, "prompts must be a list of texts or of token ids, got 'a text'; put it in a list"),
+        ({"prompts": None}, "prompts must be a list"),
+        ({"prompts": {"a text": 1}}, "prompts must be a list"),
+        ({"prompts": ["a", "b"], "questions": "cd"}, "questions must be a list"),
+    ],
+)
+def test_many_prompts_are_a_list(arguments, sentence):
+    """A text is not the list of its letters."""
+    with pytest.raises(ValueError, match=sentence):
+        engine(written(), method=ckv.Full()).generate(**arguments, **EIGHT)
