@@ -219,7 +219,8 @@ class Engine:
             saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
 
     def drop(self, context: Context) -> None:
-        """Forget what is held of a context; asked again, it is read again."""
+        """Forget what is held of a context; asked again, it is read again. Raises ValueError as `save`."""
+        check_own(context, self._shelf)
         self._shelf.drop(context.number)
 
     def close(self) -> None:

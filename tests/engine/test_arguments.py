@@ -35,3 +35,15 @@ def test_many_prompts_are_a_list(arguments, sentence):
     """A text is not the list of its letters."""
     with pytest.raises(ValueError, match=sentence):
         engine(written(), method=ckv.Full()).generate(**arguments, **EIGHT)
+
+
+@pytest.mark.wrong_arguments
+def test_no_engine_drops_a_context_of_another():
+    served, other = engine(), engine()
+    context, foreign = served.read(prompt(1, 20)), other.read(prompt(2, 20))
+    for wrong in (foreign, 0):
+        with pytest.raises(ValueError, match="context must be one that this engine has read"):
+            served.drop(wrong)
+    assert served.stats().contexts["device"] == 1
+    served.drop(context)
+    assert served.stats().contexts["device"] == 0
