@@ -76,6 +76,11 @@ class Reader:
             self._held = order, reading
         return reading
 
+    def hold_for(self, following: Sequence[Order]) -> None:
+        """Let go of what is held, unless one of these asks the same."""
+        if self._held is not None and not any(order.reads_as(self._held[0]) for order in following):
+            self._held = None
+
 
 def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> Reading:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it."""

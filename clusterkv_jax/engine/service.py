@@ -397,6 +397,7 @@ class Engine:
     def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
         """A request leaves, and its slot is free."""
         self._board = without(self._board, number)
+        self._reader.hold_for(self._board.waiting[:1])
         handle = self._handles.pop(number)
         handle.state, handle._outcome = state, outcome
         self._count(**{state: 1})

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import settings
@@ -191,6 +193,18 @@ def test_text_comes_in_pieces_and_stops():
     assert len(handles[1].result().tokens[0]) < 40
     one = ckv.generate(written(), ["Some text to begin with."], max_new_tokens=40, stop=[stop])
     assert handles[1].result().tokens == one.tokens
+
+
+def test_who_cancels_leaves_no_reading_behind():
+    """What is read once for two requests is there no longer than the second one waits."""
+    served = engine(slots=1)
+    first, second = (served.add(prompt(1, 30), max_new_tokens=4) for _ in range(2))
+    begin = sum(x.nbytes for x in jax.live_arrays())
+    first.result()
+    second.cancel()
+    del first, second
+    gc.collect()
+    assert sum(x.nbytes for x in jax.live_arrays()) <= begin
 
 
 def test_who_cancels_leaves_a_slot_and_keeps_what_was_said():
