@@ -1,6 +1,6 @@
 """What is asked of a model at once: prompts and questions as tokens, and the sizes of the programs that read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,7 +106,7 @@ def _check(
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {shown(max_new_tokens)}.")
     if prefill_chunk is not None and not is_count(prefill_chunk, 1):
         raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {shown(prefill_chunk)}.")
-    if not is_list(stop) or not all(isinstance(s, str) and s for s in stop):
+    if not is_list(stop) or isinstance(stop, Iterator) or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop must be a list of texts that are not empty, got {shown(stop)}.")
     if (stop or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")

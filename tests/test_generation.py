@@ -190,6 +190,7 @@ def test_buckets(n, size):
         (lambda: ckv.generate(tiny(), [jnp.ones(3)]), "list of whole numbers, got .* in it"),
         (lambda: ckv.generate(tiny(), [[1]], questions=[None]), "question 0 must be a text or a list of whole numbers"),
         (lambda: ckv.generate(tiny(), [[1]], stop=5), "stop must be a list of texts"),
+        (lambda: ckv.generate(demo(), [text()], stop=iter(["x"])), "stop must be a list of texts"),
         (lambda: ckv.generate(tiny(), [[1]], seed=1.5), "seed must be a whole number from 0 to 4294967295, got 1.5"),
         (lambda: ckv.generate(tiny(), [[1]], seed=2**32), "4294967295, got 4294967296"),
         (lambda: ckv.generate(tiny(eos=(2, 99)), [[1]]), "ends a text with token id 99; allowed are 0 to 60"),
