@@ -102,6 +102,7 @@ class Engine:
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
         sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
         sums |= {"device_bytes": device_bytes or 0}
+        counts |= {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
         check_arguments(method, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, method)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk
