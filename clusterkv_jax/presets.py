@@ -27,6 +27,7 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, with_shares
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.errors import shown
 from clusterkv_jax.learned.repetition import instruction
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
@@ -92,7 +93,12 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
 
 
 def completed(model: Model, method: methods.Method) -> methods.Method:
-    """The method with what only a model knows: its calibration's shares, and words of its tokenizer."""
+    """The method with what only a model knows: its calibration's shares, and words of its tokenizer.
+
+    Raises ValueError for anything but a model.
+    """
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be one that load or as_model returns, got {shown(model)}.")
     result: Any = with_shares(model.calibration, method)
     if model.tokenizer is None or "repetition" not in method.needs(0):
         return result

@@ -182,6 +182,8 @@ def test_buckets(n, size):
             "must be 0, which is greedy, or at least 1e-30, got 1e-40",
         ),
         (lambda: ckv.Sampling(top_k=3), "top_k must be None at temperature 0, which is greedy, got 3"),
+        (lambda: ckv.generate("demo", [text()]), "model must be one that load or as_model returns, got 'demo'"),
+        (lambda: ckv.Engine("demo"), "model must be one that load or as_model returns, got 'demo'"),
         (lambda: ckv.generate(tiny(), 5), "prompts must be a list of texts or of token ids, got 5"),
         (lambda: ckv.generate(tiny(), [None]), "prompt 0 must be a text or a list of whole numbers, got None"),
         (lambda: ckv.generate(tiny(), [[1], 5]), "prompt 1 must be a text or a list of whole numbers, got 5"),
