@@ -295,12 +295,12 @@ def _located(name: str | os.PathLike[str]) -> AnyPath:
     if isinstance(path, Path) and not path.exists() and path.suffix not in (".safetensors", ".yaml", ".yml"):
         named = hub.parse(str(name))
         if named is None:
-            return path
+            raise ValueError(f"There is no calibration at {name}.")
         try:
             path = hub.snapshot(*named, _FILES)
         except ValueError as error:
             raise ValueError(f"There is no file {name}, and the hub did not deliver a calibration: {error}") from error
-    if not isinstance(path, Path) and not there(path):
+    if not (path.exists() if isinstance(path, Path) else there(path)):
         raise ValueError(f"There is no calibration at {name}.")
     if not path.is_dir():
         return path
