@@ -254,6 +254,9 @@ def test_arguments_of_other_kinds_are_refused(toy):
         ckv.nnx.compressed(toy, "full")
     with pytest.raises(ValueError, match=r"attention must be an nnx\.Layout or None"):
         ckv.nnx.compressed(toy, ckv.Full(), attention="attn")
+    for wrong in ("</s>", 5, ["</s>"]):
+        with pytest.raises(ValueError, match=r"eos_ids must be a list of token ids, got "):
+            ckv.nnx.compressed(toy, ckv.Full(), eos_ids=wrong)
 
 
 def test_without_flax_a_sentence_says_what_to_install(monkeypatch):

@@ -23,7 +23,7 @@ from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
 from clusterkv_jax.nnx.layouts import Layout, layers_of, layout_of
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import auto_mesh
-from clusterkv_jax.texts import Texts
+from clusterkv_jax.texts import Texts, is_list
 
 # Positions of a model that says nothing of them.
 MAX_POSITIONS = 1 << 20
@@ -64,6 +64,8 @@ def compressed(
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     if not isinstance(attention, Layout | None):
         raise ValueError(f"attention must be an nnx.Layout or None, got {shown(attention)}.")
+    if not is_list(eos_ids) or not all(isinstance(end, int | np.integer) for end in eos_ids):
+        raise ValueError(f"eos_ids must be a list of token ids, got {shown(eos_ids)}.")
     layout = layout_of(model) if attention is None else attention
     for layer in layers_of(model, layout.layers):
         if not hasattr(layer, layout.attention):
