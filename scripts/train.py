@@ -123,7 +123,9 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps in all.")] = 200,
     rows: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 4,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak; a cosine goes down to 0.")] = 1e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps up to the peak.")] = 10,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps up to the peak; 10, or all but one of fewer, by default.")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(min=0.0, help="Of all but norms and biases.")] = 0.0,
     context_tokens: Annotated[int, typer.Option(min=16, help="Plain text: tokens that are compressed.")] = 1024,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Plain text: tokens behind them that are learned.")] = 64,
@@ -140,6 +142,7 @@ def main(
     with one_sentence_errors(debug), asked_to_end() as asked:
         check_one_of("gradient", gradient, "answers", "rows")
         check_one_of("dtype", dtype, "float32", "bfloat16")
+        warmup = min(10, steps - 1) if warmup is None else warmup
         if warmup >= steps:
             raise ValueError(f"--warmup must be less than --steps, got {warmup} and {steps}.")
         trainee, own = open_trainee(model, dtype)

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.transformer import forward
+from tests.support.scripts import script
 from tests.support.tiny import prompt, sliding, tiny
 
 pytest.importorskip("optax", reason="training: pip install 'clusterkv-jax[train]'")
@@ -261,3 +263,16 @@ def test_plain_text_is_cut_into_contexts_and_what_follows(tmp_path):
     assert [*found[0].context[1:], *found[0].follow, *found[1].context[1:]] == ids[: 31 + 8 + 31]
     with pytest.raises(ValueError, match=r"holds no example of 1024 \+ 64 tokens"):
         examples.read_examples(file, model, context_tokens=1024, answer_tokens=64)
+
+
+def test_the_script_warms_up_in_fewer_steps_than_there_are(monkeypatch, data, tmp_path):
+    """Nobody who takes few steps need say so."""
+    program, settings = script("train.py"), []
+    monkeypatch.setattr(program, "read_examples", lambda *_, **__: data)
+    monkeypatch.setattr(program, "tune", lambda setting, *_, **__: settings.append(setting) or (None, 0))
+    monkeypatch.setattr(program, "open_trainee", lambda *_: (of_model(tiny(layers=1)), None))
+    for options in (["--steps", "1"], ["--steps", "3"], [], ["--warmup", "4"]):
+        CliRunner().invoke(program.app, ["--data", "any", "--work", str(tmp_path), *options])
+    assert [setting.warmup for setting in settings] == [0, 2, 10, 4]
+    result = CliRunner().invoke(program.app, ["--data", "any", "--steps", "3", "--warmup", "3"])
+    assert result.exit_code == 2
