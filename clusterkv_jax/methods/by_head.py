@@ -7,6 +7,7 @@
     sequences    [6,1,8,D]                            as a method sees them, with the budgets [6]
 
 A program for each group would compile as many times as a model has heads. What is remembered of a head comes along.
+A generated token enters all groups at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from clusterkv_jax.cache import HeadGroups, LayerCache, State, fit_slots, quantised, resize, select_heads
+from clusterkv_jax.attention import with_sinks
+from clusterkv_jax.cache import HeadGroups, LayerCache, NewTokens, State, fit_slots, quantised, resize, select_heads
 from clusterkv_jax.kernels.gpu import power_of_two
+from clusterkv_jax.kernels.quantised import as_stored
+from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.sharding import ambient_mesh
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
 BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding
@@ -76,6 +81,41 @@ def put_back(
         states[i] = _of_group(remembered, groups[i].capacity)
         groups[i] = resize(mine, groups[i].capacity)
     return replace(layer, groups=tuple(groups)), tuple(states)
+
+
+def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewTokens) -> bool:
+    """Whether one token enters every group of the layer by `append_and_attend`, and all groups on one device."""
+    plain = type(method).step is Method.step or all(memory is None for memory in state)
+    mesh = ambient_mesh()
+    alone = mesh is None or mesh.size == 1
+    return isinstance(layer, HeadGroups) and plain and alone and tokens.q.shape[1] == 1
+
+
+def step(
+    layer: Any, state: Sequence[State], tokens: NewTokens
+) -> tuple[Float[Array, "B 1 H D"], HeadGroups, tuple[State, ...]]:
+    """`append_and_attend` of all groups at once: on a GPU in as many launches as one would take."""
+    of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
+    keys, values = (as_stored(of_heads(x), layer.groups[0].keys) for x in (tokens.k, tokens.v))
+    scores = None if tokens.scores is None else of_heads(tokens.scores)
+    beside = [None if memory is None else memory.get("scores") for memory in state]
+    buffers = tuple(
+        (group.keys, group.values, group.degree, group.positions, of_rows)
+        for group, of_rows in zip(layer.groups, beside, strict=True)
+    )
+    lengths = tuple(group.length for group in layer.groups)
+    token = tokens.q, keys, values, tokens.positions, tokens.real, scores
+    out, lse, after = step_in_groups(*token, buffers, lengths, heads=layer.heads, soft_cap=tokens.soft_cap)
+    count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None]
+    groups = tuple(
+        LayerCache(keys, values, degree, length + count, positions)
+        for (keys, values, degree, positions, _), length in zip(after, lengths, strict=True)
+    )
+    memories = tuple(
+        memory if of_rows is None or memory is None else memory | {"scores": of_rows}
+        for memory, (*_, of_rows) in zip(state, after, strict=True)
+    )
+    return with_sinks((out, lse), tokens.sink_logits), replace(layer, groups=groups), memories
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

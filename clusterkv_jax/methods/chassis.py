@@ -194,6 +194,8 @@ def step_layer(
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
         return *step_window(layer, tokens), state
+    if by_head.steps_alike(method, layer, state, tokens):
+        return by_head.step(layer, state, tokens)
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens

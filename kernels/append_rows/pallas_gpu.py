@@ -70,26 +70,30 @@ def _kernel(*refs, tile, rows):
     buffers to be written, as arguments and then as the outputs in their place.
     """
     new, (new_positions, real, length), buffers = refs[:rows], refs[rows : rows + 3], refs[rows + 3 :]
-    stores, (degree, *positions) = buffers[len(buffers) // 2 :][:rows], buffers[len(buffers) // 2 :][rows:]
     head, row = pl.program_id(0), pl.program_id(1)
-    tokens = new[0].shape[2]
     token = pl.program_id(2) * tile + arange(tile)
-    inside = token < tokens
+    write(new, new_positions, real, length, buffers[len(buffers) // 2 :], row, head, head, token)
+
+
+def write(new, new_positions, real, length, buffers, row, head, source_head, token):
+    """These tokens of a sequence behind the rows of a head; the new rows are those of `source_head`."""
+    stores, (degree, *positions) = buffers[: len(new)], buffers[len(new) :]
+    inside = token < new[0].shape[2]
     slot = length[row, head] + token
     stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < degree.shape[2])
     # Read whether it is stored or not, so that the reads do not wait for each other.
     for source, buffer in zip(new, stores, strict=True):
         zero = jnp.zeros((), source.dtype)
         if len(source.shape) == 3:  # scales, scores
-            number = plgpu.load(source.at[row, head, token], mask=inside, other=zero)
+            number = plgpu.load(source.at[row, source_head, token], mask=inside, other=zero)
             plgpu.store(buffer.at[row, head, slot], number, mask=stored)
             continue
         column = arange(power_of_two(source.shape[3]))
         across = (column < source.shape[3])[None, :]
-        at = source.at[row, head, token[:, None], column[None, :]]
+        at = source.at[row, source_head, token[:, None], column[None, :]]
         values = plgpu.load(at, mask=inside[:, None] & across, other=zero).astype(buffer.dtype)
         plgpu.store(buffer.at[row, head, slot[:, None], column[None, :]], values, mask=stored[:, None] & across)
-    plgpu.store(degree.at[row, head, slot], jnp.ones((tile,), degree.dtype), mask=stored)
+    plgpu.store(degree.at[row, head, slot], jnp.ones(token.shape, degree.dtype), mask=stored)
     for buffer in positions:
         position = plgpu.load(new_positions.at[row, token], mask=inside, other=0)
         plgpu.store(buffer.at[row, head, slot], position.astype(buffer.dtype), mask=stored)

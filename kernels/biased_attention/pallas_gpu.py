@@ -181,8 +181,19 @@ def _scores(query, keys, degree, head, slot, inside, columns, stored, width, sof
 
 
 def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads, stored, soft_cap):
-    """Attention of one tile of queries over the slots of one split; of an empty split nothing is written."""
     split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
+    options = {"block": block, "span": span, "kv_heads": kv_heads, "stored": stored, "soft_cap": soft_cap}
+    attend_split(q, keys, values, degree, end, out, lse, split, head, head, first_row, tile=tile, **options)
+
+
+def attend_split(
+    q, keys, values, degree, end, out, lse, split, head, of_q, first_row,
+    *, tile, block, span, kv_heads, stored, soft_cap,
+):  # fmt: skip
+    """Attention of one tile of queries over the slots of one split; of an empty split nothing is written.
+
+    `head` counts the sequences' heads whose rows these are, `of_q` all KV heads of all sequences.
+    """
     first, width = split * span, q.shape[3]
     last = jnp.minimum(jnp.minimum(end[head], keys.shape[1]), first + span)
 
@@ -190,7 +201,7 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
     def _():
         columns = number, count, parts = _parts(keys, stored, width)
         row = first_row + arange(tile)
-        query = _load_queries(q, _query_rows(q, head, first_row, tile, kv_heads), columns, stored)
+        query = _load_queries(q, _query_rows(q, of_q, first_row, tile, kv_heads), columns, stored)
 
         def read(i):
             slot = first + i * block + arange(block)
@@ -202,8 +213,8 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
         inside = row < out.shape[2]
         mask = inside[:, None] & (number < count)[None, :]
         for columns_of_part, part in zip(parts, mixed, strict=True):
-            plgpu.store(out.at[head, split, row[:, None], columns_of_part[None, :]], part, mask=mask)
-        plgpu.store(lse.at[head, split, row], split_lse, mask=inside)
+            plgpu.store(out.at[of_q, split, row[:, None], columns_of_part[None, :]], part, mask=mask)
+        plgpu.store(lse.at[of_q, split, row], split_lse, mask=inside)
 
 
 def mix(weight, values, scale=None):
@@ -242,13 +253,18 @@ def online_softmax(blocks, read, tile, widths):
 
 
 def combine(parts, lses, end, out, lse, *, span, kv_heads):
-    """Some columns of one query row: its splits weighted by their share of the whole sum."""
+    """`combine_splits` of heads that have this number of slots each."""
+    combine_splits(parts, lses, pl.cdiv(end[pl.program_id(1)], span), out, lse, kv_heads=kv_heads)
+
+
+def combine_splits(parts, lses, filled, out, lse, *, kv_heads):
+    """Some columns of one query row: its `filled` splits weighted by their share of the whole sum."""
     row, head = pl.program_id(0), pl.program_id(1)
     splits, _, width = parts.shape[1:]
     group = out.shape[2] // kv_heads
     split = arange(power_of_two(splits))
     columns = arange(min(COMBINED_COLUMNS, power_of_two(width)), pl.program_id(2) * COMBINED_COLUMNS)
-    inside = (split < splits) & (split * span < end[head])
+    inside = (split < splits) & (split < filled)
     part_lse = plgpu.load(lses.at[head, split, row], mask=inside, other=-jnp.inf)
     peak = jnp.max(part_lse)
     base = jnp.where(peak == -jnp.inf, 0.0, peak)

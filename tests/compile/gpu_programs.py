@@ -264,7 +264,7 @@ def programs(array):
 def launches(program: str) -> int:
     """Kernels and copies of a decode step: of the computation that attends."""
     computations = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", program)
-    steps = [text for text in computations if "biased_attention_attend" in text]
+    steps = [text for text in computations if re.search("(biased_attention|step_in_groups)_attend", text)]
     return sum(len(re.findall(r" (?:fusion|custom-call|copy)\(", text)) for text in steps)
 
 

@@ -1,0 +1,33 @@
+"""The definition: group after group, by the ops that serve one group."""
+
+import jax
+import jax.numpy as jnp
+
+from clusterkv_jax.kernels.append_rows import append_rows
+from clusterkv_jax.kernels.biased_attention import biased_attention
+
+
+def step_in_groups(
+    q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, *, heads, soft_cap=None
+):  # fmt: skip
+    """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`."""
+    batch, _, query_heads, dim = q.shape
+    kv_heads = sum(map(len, heads))
+    by_kv_head = q.reshape(batch, 1, kv_heads, -1, dim)
+    out = jnp.zeros_like(by_kv_head)
+    lse = jnp.zeros(by_kv_head.shape[:-1], jnp.float32)
+    after = []
+    for group, length, mine in zip(buffers, lengths, heads, strict=True):
+        index = jnp.asarray(mine)
+        keys, values, degree, positions, scores = group
+        of_heads = lambda x, index=index: jax.tree.map(lambda x: x[:, index], x)  # noqa: E731
+        own = None if scores is None else new_scores[:, index]
+        token = of_heads(new_keys), of_heads(new_values), new_positions, real
+        group = append_rows(keys, values, degree, positions, length, *token, scores, own)
+        longer = length + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
+        queries = by_kv_head[:, :, index].reshape(batch, 1, -1, dim)
+        part = biased_attention(queries, group[0], group[1], group[2], longer, soft_cap=soft_cap, return_lse=True)
+        out = out.at[:, :, index].set(part[0].reshape(batch, 1, len(mine), -1, dim))
+        lse = lse.at[:, :, index].set(part[1].reshape(batch, 1, len(mine), -1))
+        after.append(group)
+    return out.reshape(q.shape), lse.reshape(batch, 1, query_heads), tuple(after)
