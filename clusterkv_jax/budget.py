@@ -131,6 +131,7 @@ def _rows_in(bytes_: int, bytes_per_row: int) -> int:
     return bytes_ // bytes_per_row
 
 
+@lru_cache(maxsize=64)  # a plan reads it for every head of every layer
 def share_table(budget: Budget, num_layers: int, num_heads: int) -> np.ndarray:
     """Rows of each (layer, head) in units of their mean, f64 [L, K]; of a ratio none is more than its whole base.
 
@@ -138,7 +139,9 @@ def share_table(budget: Budget, num_layers: int, num_heads: int) -> np.ndarray:
         ValueError: if the shares are not those of this many layers and heads.
     """
     table = _relative(budget.shares, num_layers, num_heads)
-    return table if budget.ratio is None or budget.ratio >= 1 else _cut(table, 1 / budget.ratio)
+    table = table if budget.ratio is None or budget.ratio >= 1 else _cut(table, 1 / budget.ratio)
+    table.setflags(write=False)
+    return table
 
 
 def _cut(table: np.ndarray, most: float) -> np.ndarray:

@@ -105,11 +105,10 @@ def step(
     )
     lengths = tuple(group.length for group in layer.groups)
     token = tokens.q, keys, values, tokens.positions, tokens.real, scores
-    out, lse, after = step_in_groups(*token, buffers, lengths, heads=layer.heads, soft_cap=tokens.soft_cap)
-    count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None]
+    out, lse, after, longer = step_in_groups(*token, buffers, lengths, heads=layer.heads, soft_cap=tokens.soft_cap)
     groups = tuple(
-        LayerCache(keys, values, degree, length + count, positions)
-        for (keys, values, degree, positions, _), length in zip(after, lengths, strict=True)
+        LayerCache(keys, values, degree, length, positions)
+        for (keys, values, degree, positions, _), length in zip(after, longer, strict=True)
     )
     memories = tuple(
         memory if of_rows is None or memory is None else memory | {"scores": of_rows}

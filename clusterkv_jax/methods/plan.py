@@ -5,6 +5,7 @@ All of it is arithmetic on the host, in double precision where a budget is a rat
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,8 +85,9 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
     return LayerPlan(tuple(groups), method.needs(layer), by_head=by_head)
 
 
+@lru_cache(maxsize=8)
 def plan_heads(method: Method, request: Request) -> GroupPlan:
-    """The plan of any head of any layer, which is compressed as a sequence of its own."""
+    """The plan of any head of any layer, which is compressed as a sequence of its own. Made once for a request."""
     longest = int(np.max(request.lengths))
 
     def budgets(new: int) -> Int[np.ndarray, "L 1 K stages"]:

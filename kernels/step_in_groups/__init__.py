@@ -25,7 +25,7 @@ def step_in_groups(
     heads: tuple[tuple[int, ...], ...],
     soft_cap: float | None = None,
     backend: str | None = None,
-) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"], tuple[Buffers, ...]]:
+) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"], tuple[Buffers, ...], tuple[Int[Array, "B _"], ...]]:
     """`append_rows` to each group of KV heads, then `biased_attention` over all of its rows.
 
     Args:
@@ -38,7 +38,8 @@ def step_in_groups(
         soft_cap: static, as in `biased_attention`.
 
     Returns:
-        output and log-sum-exp of all query heads, and the buffers with the token's rows in them.
+        output and log-sum-exp of all query heads, the buffers with the token's rows in them, and what the heads hold
+        then; a token without a slot counts.
 
     Raises:
         ValueError: if the backend is unknown.

@@ -1,6 +1,6 @@
 """A step of several groups on GPU: three launches for all of them, where each group would have three of its own.
 
-    append    grid (K, B)                     a program: one KV head's row, its score and what else is known of it
+    append    grid (K, B)                     a program: one KV head's row, what else is known of it, and the length
     attend    grid (splits of all heads, B)   a program: `span` slots of one KV head, the query heads that share it
     combine   grid (query rows, B K)          the splits of one query row
 
@@ -59,12 +59,11 @@ def step_in_groups(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths):
     heads, soft_cap, sizes, interpret = options
-    new = (new_keys, new_values), new_scores, new_positions, real, lengths
-    buffers = _appended(new, buffers, heads, interpret)
-    longer = [(length + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]).reshape(-1) for length in lengths]
+    new = (new_keys, new_values), new_scores, new_positions, real
+    buffers, lengths = _appended(new, (buffers, lengths), heads, interpret)
     turns = isinstance(new_keys, Quantised) and is_packed(new_keys)
-    out, lse = _attended(rotated(q) if turns else q, buffers, longer, heads, soft_cap, dict(sizes), interpret)
-    return rotated(out) if turns else out, lse, buffers
+    out, lse = _attended(rotated(q) if turns else q, buffers, lengths, heads, soft_cap, dict(sizes), interpret)
+    return rotated(out) if turns else out, lse, buffers, lengths
 
 
 @_run.defjvp
@@ -74,20 +73,19 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _appended(new, buffers, heads, interpret):
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), buffers)
+def _appended(new, held, heads, interpret):
+    """Buffers and lengths, changed where they lie: a sum beside the kernel would have lengths copied at every step."""
     before = len(jax.tree.leaves(new))
-    (buffers,) = call(
+    return call(
         partial(_append, heads=heads),
-        (shapes,),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held),
         *new,
-        buffers,
+        *held,
         grid=(sum(map(len, heads)), len(new[3])),
         warps=1,
-        aliases={before + i: i for i in range(len(jax.tree.leaves(buffers)))},
+        aliases={before + i: i for i in range(len(jax.tree.leaves(held)))},
         interpret=interpret,
     )
-    return buffers
 
 
 def _attended(q, buffers, lengths, heads, soft_cap, sizes, interpret):
@@ -106,6 +104,7 @@ def _attended(q, buffers, lengths, heads, soft_cap, sizes, interpret):
     flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
     in_words = lambda x: words.in_words(x) if coded else x  # noqa: E731
     cache = [jax.tree.map(flat, (in_words(keys), in_words(values), degree)) for keys, values, degree, *_ in buffers]
+    ends = [length.reshape(-1) for length in lengths]
     common = {"tile": tile, "block": options["block"], "span": span, "kv_heads": kv_heads, "soft_cap": soft_cap}
     parts = call(
         partial(_attend, heads=heads, splits=splits, stored=kind(buffers[0][0]) if coded else None, **common),
@@ -115,7 +114,7 @@ def _attended(q, buffers, lengths, heads, soft_cap, sizes, interpret):
         ),
         q,
         cache,
-        lengths,
+        ends,
         grid=(sum(n * len(mine) for n, mine in zip(splits, heads, strict=True)), batch),
         warps=options["warps"],
         stages=options["stages"],
@@ -125,26 +124,29 @@ def _attended(q, buffers, lengths, heads, soft_cap, sizes, interpret):
         partial(_combine, heads=heads, span=span, kv_heads=kv_heads),
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         *parts,
-        lengths,
+        ends,
         grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
         interpret=interpret,
     )
 
 
-def _append(new, new_scores, new_positions, real, lengths, old, buffers, *, heads):
+def _append(new, new_scores, new_positions, real, old, lengths, buffers, longer, *, heads):
     """A row of one head, in the branch of its group."""
-    del old  # in place: written as the outputs that alias them
+    del old  # in place: written as the outputs that alias them, as lengths are
     program, row, first = pl.program_id(0), pl.program_id(1), 0
-    for mine, length, (keys, values, degree, positions, scores) in zip(heads, lengths, buffers, strict=True):
+    every = zip(heads, lengths, longer, buffers, strict=True)
+    for mine, length, new_length, (keys, values, degree, positions, scores) in every:
         number = program - first
         sources = [*jax.tree.leaves(new), *([] if scores is None else [new_scores])]
         stores = [*jax.tree.leaves((keys, values)), *([] if scores is None else [scores]), degree]
         stores += [] if positions is None else [positions]
 
         @pl.when((number >= 0) & (number < len(mine)))
-        def _(mine=mine, number=number, length=length, sources=sources, stores=stores):
+        def _(mine=mine, number=number, length=length, new_length=new_length, sources=sources, stores=stores):
             write(sources, new_positions, real, length, stores, row, number, _nth(mine, number), arange(1))
+            # In the place of the length, so after what reads it.
+            new_length[row, number] = length[row, number] + real[row, 0].astype(jnp.int32)
 
         first += len(mine)
 

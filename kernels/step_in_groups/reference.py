@@ -16,18 +16,18 @@ def step_in_groups(
     by_kv_head = q.reshape(batch, 1, kv_heads, -1, dim)
     out = jnp.zeros_like(by_kv_head)
     lse = jnp.zeros(by_kv_head.shape[:-1], jnp.float32)
-    after = []
-    for group, length, mine in zip(buffers, lengths, heads, strict=True):
+    count = jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
+    after, longer = [], tuple(length + count for length in lengths)
+    for group, length, end, mine in zip(buffers, lengths, longer, heads, strict=True):
         index = jnp.asarray(mine)
         keys, values, degree, positions, scores = group
         of_heads = lambda x, index=index: jax.tree.map(lambda x: x[:, index], x)  # noqa: E731
         own = None if scores is None else new_scores[:, index]
         token = of_heads(new_keys), of_heads(new_values), new_positions, real
         group = append_rows(keys, values, degree, positions, length, *token, scores, own)
-        longer = length + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
         queries = by_kv_head[:, :, index].reshape(batch, 1, -1, dim)
-        part = biased_attention(queries, group[0], group[1], group[2], longer, soft_cap=soft_cap, return_lse=True)
+        part = biased_attention(queries, group[0], group[1], group[2], end, soft_cap=soft_cap, return_lse=True)
         out = out.at[:, :, index].set(part[0].reshape(batch, 1, len(mine), -1, dim))
         lse = lse.at[:, :, index].set(part[1].reshape(batch, 1, len(mine), -1))
         after.append(group)
-    return out.reshape(q.shape), lse.reshape(batch, 1, query_heads), tuple(after)
+    return out.reshape(q.shape), lse.reshape(batch, 1, query_heads), tuple(after), longer

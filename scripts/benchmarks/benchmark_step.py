@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="'demo', a packaged shape, or a folder of config.json")
     parser.add_argument("--method", action="append", help="a preset; repeat it [full, centroidkv]", default=None)
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
+    spread = "spread rows over heads as random shares, whose logarithms have this standard deviation [evenly]"
+    parser.add_argument("--spread", type=float, help=spread)
     parser.add_argument("--cache-dtype", choices=CODES, help="how rows are stored [as the model's numbers]")
     parser.add_argument("--tokens", type=int, default=32768, help="of the prompt")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
@@ -58,7 +60,8 @@ def main() -> None:
     print(f"{environment()}, {options.model}, {options.tokens} tokens, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| method | batch | reading | step | floor | |\n|---|---|---|---|---|---|", flush=True)
     for name in options.method or ["full", "centroidkv"]:
-        budget = ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None
+        budget = ckv.Budget(ratio=options.ratio, shares=shares(config, options.spread))
+        budget = budget if list_presets()[name].takes_budget else None
         method = preset(name, budget, cache_dtype=options.cache_dtype)
         seconds, cache = read(params, config, method, options)
         for batch in options.batch or [1]:
@@ -70,6 +73,14 @@ def main() -> None:
             print(f"| {name} | {batch} | {took} |", flush=True)
             if options.profile:
                 print_kernels(partial(run, PROFILED))
+
+
+def shares(config: ModelConfig, spread: float | None) -> Any:
+    """Random parts of the budget for every head, as a calibration measures them; None is evenly."""
+    if spread is None:
+        return None
+    sizes = len(config.global_layers), config.num_kv_heads
+    return tuple(map(tuple, np.exp(spread * np.random.default_rng(0).standard_normal(sizes)).tolist()))
 
 
 def read(params: Params, config: ModelConfig, method: Any, options: argparse.Namespace) -> tuple[float, ckv.KVCache]:

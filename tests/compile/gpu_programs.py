@@ -43,6 +43,7 @@ from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.plan import planned_layer
@@ -54,6 +55,7 @@ from clusterkv_jax.planning.shapes import model_config
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
+SHARES = tuple(tuple(0.2 + 0.3 * ((3 * head + layer) % HEADS) for head in range(HEADS)) for layer in range(2))
 
 
 def programs(array):
@@ -67,8 +69,8 @@ def programs(array):
         q = array((BATCH, tokens, QUERY_HEADS, DIM), dtype)
         return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
 
-    def of_codes(name, slots=SLOTS):
-        scales = array((BATCH, HEADS, slots), jnp.float32)
+    def of_codes(name, slots=SLOTS, heads=HEADS):
+        scales = array((BATCH, heads, slots), jnp.float32)
         return Quantised(array((*scales.shape, row_bytes(name, DIM) - 4), CODES[name]), scales)
 
     def attention_of_codes(name, tokens, dtype=bf16):
@@ -92,6 +94,18 @@ def programs(array):
     def appending_scores():
         function, args, donated = appending(bf16, 1)
         return function, (*args, degree, array((BATCH, HEADS, 1), jnp.float32)), (*donated, len(args))
+
+    def stepping(name):
+        new = [array((BATCH, HEADS, 1, DIM), bf16)] * 2 if name is None else [of_codes(name, 1)] * 2
+        groups = [(SLOTS, 1), (4000, HEADS - 2), (100, 1)]
+        row = lambda count, slots, dtype: array((BATCH, count, slots), dtype)  # noqa: E731
+        rows = [array((BATCH, n, c, DIM), bf16) if name is None else of_codes(name, c, n) for c, n in groups]
+        beside = [(row(n, c, jnp.float32), row(n, c, i32), row(n, c, jnp.float32)) for c, n in groups]
+        buffers = tuple((x, x, *more) for x, more in zip(rows, beside, strict=True))
+        token = array((BATCH, 1, QUERY_HEADS, DIM), bf16), *new, array((BATCH, 1), i32), array((BATCH, 1), bool)
+        lengths = tuple(array((BATCH, n), i32) for _, n in groups)
+        args = *token, array((BATCH, HEADS, 1), jnp.float32), buffers, lengths
+        return partial(step_in_groups, heads=((2,), (0, 1, 3, 4, 5, 7), (6,))), args, (6,)
 
     def matching(dtype, width, chunk):
         features = array((BATCH, HEADS, SLOTS, width), dtype)
@@ -129,7 +143,7 @@ def programs(array):
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
             both = zip(cache.layers, cache.state, strict=True)
-            layers = [with_groups(layer, [place(groups(layer)[0], state[0])]) for layer, state in both]
+            layers = [with_groups(layer, list(map(place, groups(layer), state))) for layer, state in both]
             cache = replace(cache, layers=tuple(layers))
             fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
             state = DecodeState(cache, token, ended)
@@ -233,6 +247,9 @@ def programs(array):
         "cluster by gravity": compressing(ckv.GravityKV(share)),
         "decode": decoding(ckv.CentroidKV(share)),
         "decode by scores": decoding(ckv.OrbitKV(share)),
+        "decode by shares": decoding(ckv.OrbitKV(ckv.Budget(ratio=0.2, shares=SHARES))),
+        "step in groups": stepping(None),
+        **{f"step in groups of {name}": stepping(name) for name in CODES},
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),
         "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),

@@ -126,6 +126,14 @@ def test_scores_of_a_step_are_one_launch_a_layer(programs):
     assert plain < scored <= plain + 2
 
 
+def test_heads_of_unequal_budgets_take_no_launch_more(programs):
+    """Eight groups in each of two layers: their rows enter, attend and are combined in the launches of one group."""
+    assert programs["decode by shares"]["launches"] <= programs["decode by scores"]["launches"] + 2
+    assert {"step_in_groups_append", "step_in_groups_attend", "step_in_groups_combine"} <= set(
+        programs["decode by shares"]["names"]
+    )
+
+
 def test_a_step_takes_few_launches_through_experts(programs):
     """Two, and one for the norms and rotations of queries and keys."""
     names = set(programs["decode with experts"]["names"])

@@ -38,7 +38,7 @@ def case(shape, seed, share, held, dtype=None):
     token = np.asarray(rng.integers(100, 999, (batch, 1)), np.int32), real
     buffers, lengths = [], []
     for number, (mine, capacity) in enumerate(zip(heads, slots, strict=True)):
-        length = np.asarray([[min(capacity - 1, capacity * n // 8) for _ in mine] for n in held[:batch]], np.int32)
+        length = np.asarray([[min(capacity, capacity * n // 7) for _ in mine] for n in held[:batch]], np.int32)
         degree = np.asarray(rng.integers(1, 9, (batch, len(mine), capacity)), np.float32)
         empty = np.arange(capacity) >= length[..., None]
         rows = [draw(batch, len(mine), capacity, dim) for _ in (0, 1)]
@@ -66,13 +66,15 @@ def check_step_of(shape, implementation, examples, **cap):
         q, new, (position, real), score, buffers, lengths = case(shape, seed, share, held)
         dirty = [[poisoned(x, empty) for x in rows] for rows, *_, empty in buffers]
         given = tuple((*rows, *rest[:3]) for rows, (_, *rest) in zip(dirty, buffers, strict=True))
-        out, lse, after = run(q, *new, position, real, score, given, tuple(lengths))
+        out, lse, after, longer = run(q, *new, position, real, score, given, tuple(lengths))
+        for got, length in zip(longer, lengths, strict=True):
+            np.testing.assert_array_equal(got, length + real)
         assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
         want_out, want_lse = np.zeros(q.shape), np.zeros(q.shape[:3])
         for mine, old, now, length in zip(heads, given, after, lengths, strict=True):
             keys, values, degree, positions, scores = [None if x is None else np.array(x) for x in old]
             for b, (place, head) in [(b, each) for b in range(batch) for each in enumerate(mine)]:
-                if real[b, 0]:
+                if real[b, 0] and length[b, place] < degree.shape[2]:
                     at = b, place, length[b, place]
                     keys[at], values[at], degree[at] = new[0][b, head, 0], new[1][b, head, 0], 1
                     positions[at] = position[b, 0]
@@ -114,13 +116,13 @@ def check_coded_step_of(name, implementation, examples):
             (*(Quantised(x.codes, poisoned(np.asarray(x.scales), empty)) for x in rows[:2]), *rows[2:])
             for rows, (*_, empty) in zip(given, buffers, strict=True)
         )
-        out, lse, after = run(q, *new, position, real, score, dirty, tuple(lengths))
+        out, lse, after, _ = run(q, *new, position, real, score, dirty, tuple(lengths))
         for mine, old, now, length in zip(heads, given, after, lengths, strict=True):
             rows = []
             for place, fresh in enumerate(new):
                 codes, scales = np.array(old[place].codes), np.array(old[place].scales)
                 for b, (i, head) in [(b, each) for b in range(batch) for each in enumerate(mine)]:
-                    if real[b, 0]:
+                    if real[b, 0] and length[b, i] < scales.shape[2]:
                         codes[b, i, length[b, i]] = fresh.codes[b, head, 0]
                         scales[b, i, length[b, i]] = fresh.scales[b, head, 0]
                 np.testing.assert_array_equal(np.asarray(now[place].codes).view(np.uint8), codes.view(np.uint8))
@@ -150,7 +152,7 @@ def without_the_new_row(q, keys, values, position, real, scores, buffers, length
         q, keys, values, position, jnp.zeros_like(real), scores, buffers, lengths, **options
     )
     after = reference.step_in_groups(q, keys, values, position, real, scores, buffers, lengths, **options)
-    return *before[:2], after[2]
+    return *before[:2], *after[2:]
 
 
 def with_padding_that_enters(q, keys, values, position, real, *others, **options):
@@ -202,7 +204,7 @@ def test_a_step_in_groups_has_derivatives(op):
         given = tuple(
             (*pair, *map(jnp.asarray, rest[:2]), None) for pair, (_, *rest) in zip(mine, buffers, strict=True)
         )
-        out, lse, after = op(q, *rows[:2], position, real, score, given, tuple(lengths), heads=shape[2])
+        out, lse, after, _ = op(q, *rows[:2], position, real, score, given, tuple(lengths), heads=shape[2])
         return out, lse, [group[:2] for group in after]
 
     rows = [x for rows, *_ in buffers for x in rows]
