@@ -27,22 +27,18 @@ def tiled_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " H"] | None = None,
-    together: int | None = None,
 ) -> Float[Array, "B T H D"]:
-    """`causal_attention` of the last T of N tokens, for `together` sequences of the batch at a time."""
+    """`causal_attention` of the last T of N tokens, for so many sequences at a time as have few scores."""
     batch, length, heads, dim = q.shape
-    if together is None:
-        together = max(1, SCORES_AT_ONCE // (heads * min(TILE, length) * min(TILE, k.shape[1])))
+    together = max(1, SCORES_AT_ONCE // (heads * min(TILE, length) * min(TILE, k.shape[1])))
     sinks = None if sink_logits is None else sink_logits.reshape(k.shape[2], -1).astype(jnp.float32)
     attend = partial(_attend, sinks=sinks, window=window, soft_cap=soft_cap)
-    # Heads first: products then leave no array to be transposed but these.
-    q = q.reshape(batch, length, k.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
-    operands = q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    operands = q.reshape(batch, length, k.shape[2], -1, dim), k, v
     if together < batch:
         out = jax.lax.map(lambda row: attend(*row), operands, batch_size=together)
     else:
         out = jax.vmap(attend)(*operands)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    return out.reshape(batch, length, heads, dim)
 
 
 def visible(
@@ -55,39 +51,40 @@ def visible(
 
 
 def _attend(
-    q: Float[Array, "K G T D"],
-    k: Float[Array, "K N D"],
-    v: Float[Array, "K N D"],
+    q: Float[Array, "T K G D"],
+    k: Float[Array, "N K D"],
+    v: Float[Array, "N K D"],
     *,
     sinks: Float[Array, "K G"] | None,
     window: int | None,
     soft_cap: float | None,
-) -> Float[Array, "K G T D"]:
+) -> Float[Array, "T K G D"]:
     """One sequence: a block of queries after the other, and for each a tile of keys after the other."""
-    queries, keys, dim = q.shape[2], k.shape[1], q.shape[3]
+    queries, keys, dim = q.shape[0], k.shape[0], q.shape[3]
     blocks, tiles = math.ceil(queries / TILE), math.ceil(keys / TILE)
     block, tile = math.ceil(queries / blocks), math.ceil(keys / tiles)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, blocks * block - queries), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, tiles * tile - keys), (0, 0))) for x in (k, v))
+    q = jnp.pad(q, ((0, blocks * block - queries), (0, 0), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, tiles * tile - keys), (0, 0), (0, 0))) for x in (k, v))
     if window is not None:
         tiles = min(tiles, math.ceil((window + block) / tile) + 1)
+    columns, rows = k.transpose(1, 2, 0), v.swapaxes(0, 1)  # as the products of a tile take them
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     @jax.checkpoint
     def add_tile(state, query, first, number):
         peak, total, out = state
-        tile_of = lambda x: jax.lax.dynamic_slice_in_dim(x, number * tile, tile, axis=1)  # noqa: E731
+        tile_of = partial(jax.lax.dynamic_slice_in_dim, start_index=number * tile, slice_size=tile)
         product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-        scores = capped(product("kgtd,knd->kgtn", query, tile_of(k)) * dim**-0.5, soft_cap)
+        scores = capped(product("kgtd,kdn->kgtn", query, tile_of(columns, axis=2)) * dim**-0.5, soft_cap)
         scores = jnp.where(visible(first, block, number * tile, tile, window), scores, -jnp.inf)
         higher = jnp.maximum(peak, jax.lax.stop_gradient(jnp.max(scores, axis=-1)))
         weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(peak - higher)
-        out = out * kept[..., None] + product("kgtn,knd->kgtd", weights.astype(v.dtype), tile_of(v))
+        out = out * kept[..., None] + product("kgtn,knd->kgtd", weights.astype(v.dtype), tile_of(rows, axis=1))
         return higher, total * kept + jnp.sum(weights, axis=-1), out
 
     @jax.checkpoint
     def attend_block(part):
-        first, query = part
+        first, query = part[0], part[1].transpose(1, 2, 0, 3)
         own = jnp.minimum(first + block, keys) - 1  # the last key that the block sees
 
         def step(state, back):
@@ -95,13 +92,13 @@ def _attend(
             seen = number >= 0 if window is None else (number >= 0) & ((number + 1) * tile > first - window + 1)
             return jax.lax.cond(seen, add_tile, lambda state, *_: state, state, query, first, number), None
 
-        rows = query.shape[:3]
-        state = jnp.full(rows, LOWEST), jnp.zeros(rows, jnp.float32), jnp.zeros(query.shape, jnp.float32)
+        each = query.shape[:3]
+        state = jnp.full(each, LOWEST), jnp.zeros(each, jnp.float32), jnp.zeros(query.shape, jnp.float32)
         (peak, total, out), _ = jax.lax.scan(step, state, jnp.arange(tiles, dtype=jnp.int32))
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # what fills the last block up may see no key
         share = 1.0 if sinks is None else jax.nn.sigmoid(jnp.log(total) + peak - sinks[..., None])
-        return (out * (share / total)[..., None]).astype(v.dtype)
+        return (out * (share / total)[..., None]).astype(v.dtype).transpose(2, 0, 1, 3)
 
     firsts = keys - queries + block * jnp.arange(blocks, dtype=jnp.int32)
-    out = jax.lax.map(attend_block, (firsts, jnp.moveaxis(q.reshape(*q.shape[:2], blocks, block, dim), 2, 0)))
-    return jnp.moveaxis(out, 0, 2).reshape(*q.shape)[:, :, :queries]
+    out = jax.lax.map(attend_block, (firsts, q.reshape(blocks, block, *q.shape[1:])))
+    return out.reshape(q.shape)[:queries]
