@@ -295,12 +295,14 @@ def _located(name: str | os.PathLike[str]) -> AnyPath:
     if isinstance(path, Path) and not path.exists() and path.suffix not in (".safetensors", ".yaml", ".yml"):
         named = hub.parse(str(name))
         if named is None:
-            raise ValueError(f"There is no calibration at {name}.")
+            raise FileNotFoundError(f"There is no calibration at {name}.")
         try:
             path = hub.snapshot(*named, _FILES)
         except ValueError as error:
             raise ValueError(f"There is no file {name}, and the hub did not deliver a calibration: {error}") from error
-    if not (path.exists() if isinstance(path, Path) else there(path)):
+    if isinstance(path, Path) and not path.exists():
+        raise FileNotFoundError(f"There is no calibration at {name}.")
+    if not isinstance(path, Path) and not there(path):
         raise ValueError(f"There is no calibration at {name}.")
     if not path.is_dir():
         return path
@@ -314,7 +316,8 @@ def read(file: str | os.PathLike[str]) -> Calibration:
     """Read what `write` wrote: a file, a folder that holds one, a gs:// address of either, or a hub id, "owner/name" or
     "owner/name@revision".
 
-    Raises ValueError, naming the file and the key, if it is no such file.
+    Raises FileNotFoundError if there is no such file here, and ValueError, naming the file and the key, if it is none
+    that `write` wrote.
     """
     file = _located(file)
     if file.suffix != ".safetensors":

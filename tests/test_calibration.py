@@ -175,7 +175,7 @@ def test_files_that_are_no_calibration_and_other_models(file, tmp_path):
         profile.check(tiny().config)
     other, text = tmp_path / "other.yaml", file.read_text()
     for missing in (tmp_path / "none", other):
-        with pytest.raises(ValueError, match=f"There is no calibration at {missing}"):
+        with pytest.raises(FileNotFoundError, match=f"There is no calibration at {missing}"):
             calibration.read(missing)
     for content, said in (
         ("a: [", "other.yaml, line 1: expected the node content"),

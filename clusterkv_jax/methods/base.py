@@ -40,8 +40,9 @@ Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 
 # What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
 # the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
-# layer before it read, or what an earlier layer selected, instead of selecting itself.
-Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection"]
+# layer before it read, what an earlier layer selected, instead of selecting itself, or all heads of equal budgets at
+# once, as what one of them keeps depends on the others.
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
@@ -158,7 +159,6 @@ class Method(Storage):
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"
-    heads_agree: ClassVar[bool] = False  # what a head keeps depends on the other heads of its group
 
     @property
     def forgets(self) -> bool:
@@ -311,8 +311,8 @@ def is_by_head(method: "Method", num_layers: int) -> bool:
     """Whether heads of unequal budgets may be compressed as sequences of their own: each knows of no other, and steps
     only append to rows and attend to them.
     """
-    beside = {"selection", "hidden"}  # what groups of heads pass on to later layers, and what is large
-    alone = slots_apart(method) and method.holds != "moved" and not method.heads_agree
+    beside = {"heads", "selection", "hidden"}  # other heads, what they pass on to later layers, and what is large
+    alone = slots_apart(method) and method.holds != "moved"
     return alone and not any(beside & method.needs(layer) for layer in range(num_layers))
 
 

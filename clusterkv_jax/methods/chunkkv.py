@@ -3,7 +3,7 @@ al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Conte
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +40,6 @@ class ChunkKV(Windowed):
     reuse_layers: int = 1
     decode_interval: int | None = None
 
-    heads_agree: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(
@@ -63,8 +61,9 @@ class ChunkKV(Windowed):
     def needs(self, layer: int) -> frozenset[Need]:
         """Every `reuse_layers`-th layer selects; what is compressed while decoding remembers queries in every layer."""
         if layer % self.reuse_layers == 0:
-            return frozenset({"queries"})
-        return frozenset({"selection"} if self.decode_interval is None else {"selection", "queries"})
+            return frozenset({"heads", "queries"})
+        reuses: frozenset[Need] = frozenset({"heads", "selection"})
+        return reuses if self.decode_interval is None else reuses | {"queries"}
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:

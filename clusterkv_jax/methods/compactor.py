@@ -3,7 +3,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -33,8 +33,6 @@ class Compactor(Scoped):
     blending: float | None = None
     scope: Literal["head", "layer"] = "head"
 
-    heads_agree: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         blends = self.blending is None or (is_number(self.blending) and self.blending >= 0)
@@ -54,7 +52,7 @@ class Compactor(Scoped):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"queries"})
+        return frozenset({"heads", "queries"})
 
     @override
     def score(self, rows: Rows) -> Float[Array, "B K C"]:

@@ -72,11 +72,6 @@ class Composed(Method):
 
     @property
     @override
-    def heads_agree(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.prefill.heads_agree or self.decode.heads_agree
-
-    @property
-    @override
     def protected(self) -> Protected:
         """A budget must leave what both can do with."""
         fewest = max(self.prefill.protected.fewest, self.decode.protected.fewest)

@@ -59,11 +59,6 @@ class Matched(Method):
 
     @property
     @override
-    def heads_agree(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.method.heads_agree
-
-    @property
-    @override
     def protected(self) -> Protected:
         return self.method.protected
 
