@@ -63,7 +63,8 @@ class ChunkKV(Windowed):
         if layer % self.reuse_layers == 0:
             return frozenset({"heads", "queries"})
         reuses: frozenset[Need] = frozenset({"heads", "selection"})
-        return reuses if self.decode_interval is None else reuses | {"queries"}
+        queries: frozenset[Need] = frozenset() if self.decode_interval is None else frozenset({"queries"})
+        return reuses | queries
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:
