@@ -29,7 +29,7 @@ help:
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
 	@echo "make test-engine   every method in an engine against one request at a time"
-	@echo "make test-caches   pages, windows, quantised rows, rows in host memory, and recall from them"
+	@echo "make test-caches   pages, unequal heads, windows, quantised rows, rows in host memory, and recall from them"
 	@echo "make test-learned  learned scores against their goldens, and the methods that keep rows by them"
 	@echo "make test-sweeps   every method at every step, and on a family of models each"
 	@echo "make test-mesh     every method on meshes of eight fake devices, jobs of several processes"
@@ -78,7 +78,7 @@ test-pages: $(STAMPS)/test
 test-engine: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/engine
 
-# Apart from `make test`: pages, windows, quantised rows, rows in host memory, and recall from them.
+# Apart from `make test`: pages, unequal heads, windows, quantised rows, rows in host memory, and recall from them.
 test-caches: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/caches
 
