@@ -78,7 +78,7 @@ def prefill(
         reserve: tokens that will be appended in all, questions included; `max_new_tokens` by default.
         step_tokens: most tokens appended at once, as `extend_step` does.
         prefill_chunk: projections and MLP of this many tokens of each sequence at a time, to bound activations; as
-            many as `TOKENS_AT_ONCE` allows by default. The result is the same.
+            many as `tokens_at_once` allows by default. The result is the same.
         plans: of the layers, those of a longer request whose slots the cache is to fit; its own by default.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
@@ -19,6 +20,12 @@ from clusterkv_jax.sharding import constrain, constrain_cache, token_ways
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
 # activations of 14,336 columns in bf16 stay below a GB each.
 TOKENS_AT_ONCE = 32768
+TOKENS_IN_CACHES = 1024  # the same on a CPU, whose caches hold the activations of so many
+
+
+def tokens_at_once() -> int:
+    """Tokens of all sequences that a layer takes at once on the device that is compiled for, attention apart."""
+    return TOKENS_IN_CACHES if platform() == "cpu" else TOKENS_AT_ONCE
 
 
 def _positions(batch: int, width: int) -> Int[Array, "B N"]:
@@ -59,7 +66,7 @@ def over_prompt(
     """One layer over the whole prompt: hidden states, queries, keys and values; `config` as in `read_layer`."""
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
-    chunk = max(1, TOKENS_AT_ONCE // batch) if chunk is None else chunk
+    chunk = max(1, tokens_at_once() // batch) if chunk is None else chunk
     if chunk >= width // token_ways(width):
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
         q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))

@@ -96,7 +96,7 @@ def test_prefill_in_chunks_is_prefill_at_once_with_the_logits_of_the_full_prompt
 
 
 def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
-    """The MLP's inner activations, 100 columns here, are those of at most `TOKENS_AT_ONCE` tokens of a batch."""
+    """The MLP's inner activations, 100 columns here, are those of at most `tokens_at_once` tokens of a batch."""
     model, batch = tiny(), 2
     config = dataclasses.replace(model.config, intermediate_size=100)
     weights = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))["layers"][0]
@@ -107,7 +107,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
         lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
-    most = reading.TOKENS_AT_ONCE // batch
+    most = reading.tokens_at_once() // batch
     assert inner(most) == {most}
     assert inner(most + 64) == {most // 2 + 32}
 

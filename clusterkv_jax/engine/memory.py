@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.reading import TOKENS_AT_ONCE
+from clusterkv_jax.reading import tokens_at_once
 from clusterkv_jax.sharding import HEAD_AXES, ambient_mesh, partition
 
 
@@ -40,7 +40,7 @@ def memory_plan(params: Any, config: ModelConfig, one: Any, slots: int, width: i
     itemsize = params["embed"].dtype.itemsize
     # Hidden states before and after, queries and what they attend to, keys and values, and an MLP's columns.
     columns = 2 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.intermediate_size * min(width, TOKENS_AT_ONCE)
+    mlp = 3 * config.intermediate_size * min(width, tokens_at_once())
     layer = (columns * width + mlp) * itemsize
     return MemoryPlan(tree_bytes(params), slots * each, each + layer, contexts)
 
