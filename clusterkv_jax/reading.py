@@ -132,7 +132,8 @@ def _chunk_after_chunk(function: Callable[..., Any], chunk: int, into: Any, *rea
         fresh = start + jnp.arange(size) >= number * size
 
         def put(x: Array, old: Array, new: Array) -> Array:
-            new = jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 2)), new, old)
+            if count * size > width:
+                new = jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 2)), new, old)
             return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=1)
 
         old = jax.tree.map(cut, into)
