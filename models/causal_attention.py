@@ -66,12 +66,14 @@ def last_queries_backend(
     soft_cap: float | None = None,
     sink_logits: Float[Array, " H"] | None = None,
 ) -> str:
-    """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt."""
+    """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt; query heads must be
+    where their KV heads are.
+    """
     count = q.shape[1] // (2 * parts)
-    if not _obstacle(q, k, soft_cap, sink_logits, "splash") and count % 128 == 0:
+    if not _unfit(q, k, soft_cap, sink_logits, "splash") and count % 128 == 0:
         return "splash"
     in_pieces = window is None and count % 2 == 0 and _cudnn_module() is not None
-    if in_pieces and not _obstacle(q, k, soft_cap, sink_logits, "cudnn"):
+    if in_pieces and not _unfit(q, k, soft_cap, sink_logits, "cudnn"):
         return "cudnn"
     return "tiles" if platform() == "cpu" else "xla"
 
@@ -128,6 +130,15 @@ def _choose(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | Non
 
 def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
     """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
+    if why := _unfit(q, k, soft_cap, sink_logits, backend):
+        return why
+    if backend in ("cudnn", "splash") and _spec(q, "heads") != _spec(k, "kv_heads"):
+        return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
+    return None
+
+
+def _unfit(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
+    """`_obstacle` where each device has the query heads of its KV heads."""
     if backend == "xla":
         return None
     device = {"cudnn": "gpu", "splash": "tpu", "tiles": "cpu"}[backend]
@@ -138,8 +149,6 @@ def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | N
     if sink_logits is not None:
         return "it has no gradients of sinks" if backend == "cudnn" else "it is not given sink logits"
     length, dim = q.shape[1], q.shape[-1]
-    if _spec(q, "heads") != _spec(k, "kv_heads"):
-        return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
     if backend == "cudnn":
         if jax.default_backend() != "gpu":
             return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"

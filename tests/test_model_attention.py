@@ -221,6 +221,17 @@ def test_pieces_of_a_library_are_one_attention(monkeypatch, before):
         assert relative(got, want) < 1e-5
 
 
+@pytest.mark.parametrize(("device", "backend"), [("gpu", "cudnn"), ("tpu", "splash"), ("cpu", "tiles")])
+@pytest.mark.parametrize("mesh", ["sequence=2,model=1", "sequence=2,model=4"])
+def test_devices_that_share_a_prompt_take_the_kernel_of_their_kind(monkeypatch, device, backend, mesh):
+    """KV heads take the devices of tokens where no token does; here tokens do."""
+    monkeypatch.setattr(attention, "platform", lambda: device)
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: device)
+    q, k = (jnp.zeros((1, 1024, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    with jax.set_mesh(named_mesh(mesh, jax.devices()[: 2 * int(mesh[-1])])):
+        assert attention.last_queries_backend(q, k, 2) == backend
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_devices_share_a_prompt_by_pieces_of_a_library(monkeypatch, parts):
     """As GPUs do along "sequence", with cuDNN's part done in jnp."""
