@@ -1,16 +1,20 @@
-"""Where kernels take few tokens on a GPU: through a decoder's experts, and its heads through norms and rotations.
+"""Where kernels take few tokens on a GPU: through a decoder's norms and experts, and its heads through rotations.
 
 What they cannot take is left to XLA, as are all products of tokens with weights that every token meets.
 """
 
 import math
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_products import expert_products
+from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
@@ -24,6 +28,28 @@ def few(x: Float[Array, "B T ..."]) -> bool:
     """Whether these are few tokens, and on one GPU."""
     mesh = ambient_mesh()
     return platform() == "gpu" and x.shape[0] * x.shape[1] <= MOST and (mesh is None or mesh.size == 1)
+
+
+def normalises(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
+    """Whether a kernel normalises these hidden states: of one token, since XLA takes one launch for several itself."""
+    return platform() == "gpu" and config.norm == "rms" and hidden.shape[0] * hidden.shape[1] == 1
+
+
+def normed(
+    weights: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "1 1 M"],
+    added: Float[Array, "1 _ M"] | None,
+    rows: int = 1,
+) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 rows M"]]:
+    """A token's hidden state with what a block adds to it, and the norm of that, rows of zeros behind it."""
+    options = {"eps": config.norm_eps, "offset": config.norm_offset, "rows": rows}
+    run: Any = partial(normed_rows, **options)
+    if (mesh := ambient_mesh()) is not None and mesh.size > 1:
+        whole = PartitionSpec()
+        run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    total, x = run(hidden[0], None if added is None else added[0], weights["scale"])
+    return total[None], x[None]
 
 
 def turns(config: ModelConfig, q: Float[Array, "B T H D"]) -> bool:

@@ -192,10 +192,9 @@ def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B 
 
 def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """`attention_input` of few tokens as the projections have it in memory: a reader beside them has none to make."""
-    x = attention_input(layer, config, hidden)
-    if config.decoder is not None or not few_tokens.few(x):
-        return x
-    return jax.lax.optimization_barrier(_enough_rows(x, layer["attention"]["k"]))[:, : x.shape[1]]
+    if config.decoder is not None or not few_tokens.few(hidden):
+        return attention_input(layer, config, hidden)
+    return jax.lax.optimization_barrier(_projected(layer, config, hidden))[:, : hidden.shape[1]]
 
 
 @_or_of_decoder
@@ -208,9 +207,8 @@ def qkv(
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
     by sqrt(D), whatever the model's scale.
     """
-    weights = layer["attention"]
-    x = attention_input(layer, config, hidden)
-    count, x = x.shape[1], _enough_rows(x, weights["k"])
+    weights, count = layer["attention"], hidden.shape[1]
+    x = _projected(layer, config, hidden)
     product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
     q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
     if few_tokens.turns(config, q):
@@ -238,10 +236,14 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])[:, : hidden.shape[1]]
-        hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
+        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
+        out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        x = _entering(layer, "mlp", config, hidden)
+        if config.norm_place != "after" and few_tokens.normalises(config, hidden):
+            hidden, x = few_tokens.normed(layer["mlp_norm"], config, hidden, out)
+        else:
+            hidden = hidden + out[:, : hidden.shape[1]]
+            x = _entering(layer, "mlp", config, hidden)
         if config.experts is not None and "experts" in layer:
             out = _mixture(layer["experts"], config, config.experts, x)
         else:
@@ -305,17 +307,28 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
     return jnp.einsum(formula, x, weights, precision=precision, **options)
 
 
+def _projected(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B _ M"]:
+    """`attention_input`, with rows of zeros behind few tokens."""
+    if config.norm_place != "after" and few_tokens.few(hidden) and few_tokens.normalises(config, hidden):
+        rows = _rows(hidden, layer["attention"]["k"])
+        return few_tokens.normed(layer["attention_norm"], config, hidden, None, rows)[1]
+    return _enough_rows(attention_input(layer, config, hidden), layer["attention"]["k"])
+
+
 def _enough_rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> Float[Array, "B _ ..."]:
-    """Rows of zeros behind few tokens, for a GPU: below 10 M multiplications its compiler reduces rather than
-    multiplies, at half the speed and less, and keeps the products of the same rows apart. A mesh splits the weights
-    along their axis `split`.
+    """Rows of zeros behind few tokens, as many as `_rows` says."""
+    missing = _rows(x, weights, split) - x.shape[1]
+    return x if missing == 0 else jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+
+def _rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> int:
+    """Rows of each sequence for a GPU: below 10 M multiplications its compiler reduces rather than multiplies, at half
+    the speed and less, and keeps the products of the same rows apart. A mesh splits the weights along their axis
+    `split`.
     """
     size = weights.size // ways(split)
     least = -(-LEAST_PRODUCTS // size) if platform() == "gpu" else 0
-    missing = -(-least // x.shape[0]) - x.shape[1]
-    if least > MOST_ROWS or missing <= 0:
-        return x
-    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+    return x.shape[1] if least > MOST_ROWS else max(x.shape[1], -(-least // x.shape[0]))
 
 
 def _with_bias(x: Array, weights: Params, name: str) -> Array:

@@ -1,5 +1,6 @@
 """Few tokens through kernels: the decoder's own parts, whichever way they are taken."""
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.models import few_tokens, registry, transformer
+from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
 
 
@@ -47,6 +50,32 @@ def test_what_lies_in_memory_for_the_projections_is_what_enters_them(batch, monk
     np.testing.assert_array_equal(
         stored(layer, config, hidden), jax.jit(transformer.attention_input, static_argnums=1)(layer, config, hidden)
     )
+
+
+@pytest.mark.parametrize("mesh", [None, "model=2"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "granite", "olmo2", "opt"])
+def test_a_token_is_the_same_with_the_norms_of_a_kernel(family, mesh, monkeypatch):
+    """Norms before blocks, around them, behind them, of another kind; rows of zeros behind a projection's input."""
+    layer, config = one_layer(family)
+    hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
+    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
+    monkeypatch.setattr(transformer, "LEAST_PRODUCTS", 3 * layer["attention"]["k"].size)
+
+    def token():
+        run = lambda hidden: transformer.finish(  # noqa: E731
+            layer, config, hidden, transformer.qkv(layer, config, hidden, jnp.asarray([[7]]))[0]
+        )
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(named_mesh(mesh, jax.devices()[:2])):
+            return jax.jit(run)(hidden)
+
+    expected, norms = token(), []
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    monkeypatch.setattr(
+        few_tokens, "normed_rows", lambda *args, **options: norms.append(1) or normed_rows(*args, **options)
+    )
+    np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)
+    with_kernel = config.norm == "rms" and config.norm_place != "after"
+    assert len(norms) == with_kernel * (2 if mesh is None else 1)  # XLA adds up what several devices send
 
 
 def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):
