@@ -303,7 +303,7 @@ class DecodeState:
     ended: Bool[Array, " B"]
 
 
-@jit(static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",))
+@jit(static_argnames=("config", "method", "sampling", "eos_ids", "steps"), donate_argnames=("state",), decodes=True)
 def decode_loop(
     params: Params,
     config: ModelConfig,

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh
@@ -45,29 +47,36 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
 
 
+# For the compiler of GPUs: launches of a step that need nothing from each other may run side by side.
+SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
+
 def jit(
-    *, static_argnames: tuple[str, ...] = (), donate_argnames: tuple[str, ...] = ()
+    *, static_argnames: tuple[str, ...] = (), donate_argnames: tuple[str, ...] = (), decodes: bool = False
 ) -> Callable[[Function], Function]:
     """`jax.jit`, as a decorator, for what is called with many methods and shapes: `make_room` may drop its programs.
 
-    A dropped program is compiled again when it is called again. Results do not change.
+    A dropped program is compiled again when it is called again. Results do not change. A program that `decodes` has
+    many short launches.
     """
-    return lambda function: _droppable(function, static_argnames, donate_argnames)
+    return lambda function: _droppable(function, static_argnames, donate_argnames, decodes)
 
 
-def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames: tuple[str, ...]) -> Any:
+def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames: tuple[str, ...], decodes: bool) -> Any:
     signature = inspect.signature(function)
 
     def program(args: Any, kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         static = tuple(arguments.pop(name, None) for name in static_argnames)
-        key = function, static, _described(arguments, by_value=False)
+        side_by_side = decodes and _runs_side_by_side(arguments)
+        key = function, static, side_by_side, _described(arguments, by_value=False)
         with _lock:
             if key in _kept:
                 _kept.move_to_end(key)
                 return _kept[key]
         make_room()
-        fresh = jax.jit(partial(function), static_argnames=static_argnames, donate_argnames=donate_argnames)
+        options: Any = {"compiler_options": SIDE_BY_SIDE} if side_by_side else {}
+        fresh = jax.jit(partial(function), static_argnames=static_argnames, donate_argnames=donate_argnames, **options)
         with _lock:
             return _kept.setdefault(key, fresh)
 
@@ -80,6 +89,25 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
 
     vars(call)["lower"] = lower
     return call
+
+
+def _runs_side_by_side(arguments: Any) -> bool:
+    """Whether a program of its own is made for one GPU, where launches gain by it; over several they do not."""
+    mesh = ambient_mesh()
+    if platform() != "gpu" or (mesh is not None and mesh.size > 1):
+        return False
+    inside_another = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))
+    return not inside_another and _compiler_takes_side_by_side()
+
+
+@cache
+def _compiler_takes_side_by_side() -> bool:
+    """Options come and go with compilers."""
+    try:
+        jax.jit(lambda: jnp.zeros(()), compiler_options=SIDE_BY_SIDE).lower().compile()
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return False
+    return True
 
 
 def make_room(limit: int | None = None) -> None:

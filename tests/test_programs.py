@@ -13,6 +13,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
 from clusterkv_jax.generation import compile_ahead
+from clusterkv_jax.sharding import named_mesh
 from tests.support.tiny import prompt, tiny
 
 pytestmark = pytest.mark.skipif(not programs.mappings(), reason="only Linux limits a process's memory mappings")
@@ -46,6 +47,26 @@ def few(tmp_path, monkeypatch):
     file.write_text(f"{2 * limit}\n")
     monkeypatch.setattr(programs, "_MOST_MAPPINGS", file)
     return limit
+
+
+@programs.jit(decodes=True)
+def raised(x):
+    return x + 1
+
+
+def test_launches_of_a_gpu_run_side_by_side_where_its_compiler_can(monkeypatch):
+    """On one GPU, in a program of its own: options belong to the outermost one."""
+    monkeypatch.setattr(programs, "platform", lambda: "gpu")
+    x = np.ones(3, np.float32)
+    assert programs._runs_side_by_side(x)
+    np.testing.assert_array_equal(raised(x), x + 1)
+    np.testing.assert_array_equal(jax.jit(lambda x: raised(x) * 2)(x), 2 * (x + 1))
+    with jax.set_mesh(named_mesh("model=2", jax.devices()[:2])):
+        assert not programs._runs_side_by_side(x)
+    programs._compiler_takes_side_by_side.cache_clear()
+    monkeypatch.setattr(programs, "SIDE_BY_SIDE", {"xla_gpu_no_such_option": True})
+    assert not programs._runs_side_by_side(x)
+    programs._compiler_takes_side_by_side.cache_clear()
 
 
 def test_the_programs_dropped_are_those_longest_unused():

@@ -211,7 +211,7 @@ def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tu
     return replace(slots, token=token), token
 
 
-@jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",))
+@jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",), decodes=True)
 def run(
     params: Params,
     config: ModelConfig,
