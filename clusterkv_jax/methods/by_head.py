@@ -20,7 +20,19 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from clusterkv_jax.attention import with_sinks
-from clusterkv_jax.cache import HeadGroups, LayerCache, NewTokens, State, fit_slots, quantised, resize, select_heads
+from clusterkv_jax.cache import (
+    HeadGroups,
+    LayerCache,
+    NewTokens,
+    State,
+    fit_slots,
+    group_heads,
+    groups,
+    quantised,
+    resize,
+    select_heads,
+)
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import power_of_two
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
@@ -84,29 +96,34 @@ def put_back(
 
 
 def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewTokens) -> bool:
-    """Whether one token enters every group of the layer by `append_and_attend`, and all groups on one device."""
+    """Whether one token enters every group of the layer by `append_and_attend`, and all groups on one device.
+
+    A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
+    """
     plain = type(method).step is Method.step or all(memory is None for memory in state)
     mesh = ambient_mesh()
     alone = mesh is None or mesh.size == 1
-    return isinstance(layer, HeadGroups) and plain and alone and tokens.q.shape[1] == 1
+    has_groups = isinstance(layer, HeadGroups) or (isinstance(layer, LayerCache) and platform() == "gpu")
+    return has_groups and plain and alone and tokens.q.shape[1] == 1
 
 
 def step(
     layer: Any, state: Sequence[State], tokens: NewTokens
-) -> tuple[Float[Array, "B 1 H D"], HeadGroups, tuple[State, ...]]:
+) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
     """`append_and_attend` of all groups at once: on a GPU in as many launches as one would take."""
+    held, heads = groups(layer), group_heads(layer)
     of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
-    keys, values = (as_stored(of_heads(x), layer.groups[0].keys) for x in (tokens.k, tokens.v))
+    keys, values = (as_stored(of_heads(x), held[0].keys) for x in (tokens.k, tokens.v))
     scores = None if tokens.scores is None else of_heads(tokens.scores)
     beside = [None if memory is None else memory.get("scores") for memory in state]
     buffers = tuple(
         (group.keys, group.values, group.degree, group.positions, of_rows)
-        for group, of_rows in zip(layer.groups, beside, strict=True)
+        for group, of_rows in zip(held, beside, strict=True)
     )
-    lengths = tuple(group.length for group in layer.groups)
+    lengths = tuple(group.length for group in held)
     token = tokens.q, keys, values, tokens.positions, tokens.real, scores
-    out, lse, after, longer = step_in_groups(*token, buffers, lengths, heads=layer.heads, soft_cap=tokens.soft_cap)
-    groups = tuple(
+    out, lse, after, longer = step_in_groups(*token, buffers, lengths, heads=heads, soft_cap=tokens.soft_cap)
+    caches = tuple(
         LayerCache(keys, values, degree, length, positions)
         for (keys, values, degree, positions, _), length in zip(after, longer, strict=True)
     )
@@ -114,7 +131,8 @@ def step(
         memory if of_rows is None or memory is None else memory | {"scores": of_rows}
         for memory, (*_, of_rows) in zip(state, after, strict=True)
     )
-    return with_sinks((out, lse), tokens.sink_logits), replace(layer, groups=groups), memories
+    layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
+    return with_sinks((out, lse), tokens.sink_logits), layer, memories
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

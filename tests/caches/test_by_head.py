@@ -106,6 +106,18 @@ def test_decoding_leaves_what_each_group_would_alone(name, most_bytes, monkeypat
     same(together, extended(METHODS[name], monkeypatch, together=False))
 
 
+@pytest.mark.parametrize("name", ["centroids", "gravity", "scores"])
+def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
+    """What a layer without groups becomes by it is what it becomes by itself."""
+    method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
+    alone, steps = extended(method, monkeypatch), []
+    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
+    step = by_head.step
+    monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
+    same(extended(method, monkeypatch), alone)
+    assert steps
+
+
 def test_all_layers_share_the_program_that_compresses():
     method, whole = METHODS["orbit"], prompt()
     request = request_of_tensors(whole.keys, whole.values, np.arange(1, PROMPT + 1), LAYERS, 64)
