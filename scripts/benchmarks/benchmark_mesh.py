@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/benchmark_mesh.py --mesh one --mesh model=2 --method full --method centroidkv
 
-"one" is a single device. Each line is a mesh, a method and a variant of the decode program: the time to read the
-prompt, the time of a decode step, and the bytes of weights and cache on a device beside the most that it ever held.
-Weights are born on their devices, so that a model need not fit one of them.
+"one" is a single device. Each line is a mesh, a method, a batch and a variant of the decode program: the time to read
+a prompt, the time of a decode step, and the bytes of weights and cache on a device beside the most that it ever held. A
+batch has copies of the prompt's cache. Weights are born on their devices, so that a model need not fit one of them.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmark_common import environment, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import random_params
+from clusterkv_jax.cache import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -32,6 +33,8 @@ GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
+    "pdl": {"xla_gpu_enable_pdl": True},
+    "concurrent": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
     "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
     "both": {
         "xla_gpu_enable_command_buffer": GRAPHS,
@@ -50,14 +53,14 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="of the decode program", default=None)
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", help="folder for a profile of each variant's last segment", default=None)
     options = parser.parse_args()
-    print(f"{environment()}, {options.model}, {options.batch} x {options.tokens} tokens\n")
-    print("| mesh | method | variant | reading | step | weights | cache | most held |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(f"{environment()}, {options.model}, {options.tokens} tokens\n")
+    print("| mesh | method | batch | variant | reading | step | weights | cache | most held |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for text in options.mesh or ["one", "model=2"]:
         benchmark(text, options)
 
@@ -68,8 +71,7 @@ def benchmark(text: str, options: argparse.Namespace) -> None:
     whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
     mesh = fitted_mesh(whole, config.num_kv_heads)
     params = random_params(config, jnp.dtype(options.dtype), mesh)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, config.vocab_size, (options.batch, options.tokens)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, options.tokens)).astype(np.int32)
     for name in options.method or ["full", "centroidkv"]:
         budget = ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None
         method = preset(name, budget)
@@ -80,28 +82,41 @@ def benchmark(text: str, options: argparse.Namespace) -> None:
 
 
 def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, options: argparse.Namespace) -> Any:
-    """A line for each variant of the decode program."""
-    batch, width = tokens.shape
+    """A line for each batch and variant of the decode program."""
+    width = tokens.shape[1]
     reserve = SEGMENTS * STEPS * len(options.variant or VARIANTS)
 
     def read() -> Any:
-        return ckv.prefill(params, config, method, tokens, np.full(batch, width), max_new_tokens=reserve)
+        return ckv.prefill(params, config, method, tokens, np.full(1, width), max_new_tokens=reserve)
 
     seconds = []
     for _ in range(1 + options.repeats):
-        cache_now: Any = None  # the one before it goes first
-        took, (cache_now, _) = timed(read)
+        cache: Any = None  # the one before it goes first
+        took, (cache, _) = timed(read)
         seconds.append(took)
-    state = DecodeState(cache_now, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
-    held = f"{on_device(params) / 2**30:.2f} GiB | {on_device(cache_now.layers) / 2**30:.3f} GiB"
-    arguments = params, config, method
+    reading = f"{statistics.median(seconds[1:] or seconds):.3f} s"
+    batches = options.batch or [1]
+    for number, batch in enumerate(batches):
+        alone = batch == 1 and number + 1 == len(batches)  # then no copy is held beside it
+        copies = cache if alone else take_sequences(cache, jnp.zeros(batch, jnp.int32))
+        state = DecodeState(copies, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+        held = f"{on_device(params) / 2**30:.2f} GiB | {on_device(copies.layers) / 2**30:.3f} GiB"
+        del copies
+        for name, step in steps(config, params, method, state, options):
+            yield f"{batch} | {name} | {reading} | {step} | {held} | {most_held()}"
+
+
+def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, options: argparse.Namespace) -> Any:
+    """The name of each variant, and the time of a step with it."""
     for name in options.variant or list(VARIANTS):
         numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
-        lowered = decode_loop.lower(*arguments, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS)
+        lowered = decode_loop.lower(
+            params, config, method, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS
+        )
         try:
             program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # options come and go with compilers
-            yield f"{name} | refused: {str(error).splitlines()[0]} | | {held} | {most_held()}"
+            yield name, f"refused: {str(error).splitlines()[0]}"
             continue
         times = []
         for segment in range(SEGMENTS):
@@ -109,8 +124,7 @@ def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, 
             with jax.profiler.trace(f"{options.profile}/{name}") if last else contextlib.nullcontext():
                 took, (state, _, _) = timed(partial(program, params, state, *numbers))
             times.append(took / STEPS)
-        step = statistics.median(times[1:]) * 1e3
-        yield f"{name} | {statistics.median(seconds[1:] or seconds):.3f} s | {step:.3f} ms | {held} | {most_held()}"
+        yield name, f"{statistics.median(times[1:]) * 1e3:.3f} ms"
 
 
 def on_device(tree: Any) -> int:

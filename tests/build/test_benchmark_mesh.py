@@ -1,5 +1,6 @@
 """The benchmark of meshes runs, on two devices of the CPU."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_mesh.
 def test_every_mesh_and_method_has_a_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 1024}))
     small = ["--model", tmp_path, "--tokens", "512", "--dtype", "float32", "--repeats", "0", "--variant", "default"]
+    small += ["--batch", "2", "--batch", "1"]
     meshes = ["--mesh", "one", "--mesh", "model=2", "--mesh", "sequence=2"]
     devices = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     said = python(SCRIPT, *small, *meshes, env={**os.environ, **FLAGS, "XLA_FLAGS": devices}).stdout
-    lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in said.splitlines() if "GiB" in line]
-    assert lines == [[mesh, name, "default"] for mesh in meshes[1::2] for name in ("full", "centroidkv")]
+    lines = [[cell.strip() for cell in line.split("|")[1:5]] for line in said.splitlines() if "GiB" in line]
+    names = itertools.product(meshes[1::2], ("full", "centroidkv"), ("2", "1"))
+    assert lines == [[mesh, name, batch, "default"] for mesh, name, batch in names]
