@@ -3,8 +3,11 @@
     python scripts/benchmarks/benchmark_mesh.py --mesh one --mesh model=2 --method full --method centroidkv
 
 "one" is a single device. Each line is a mesh, a method, a batch and a variant of the decode program: the time to read
-a prompt, the time of a decode step, and the bytes of weights and cache on a device beside the most that it ever held. A
-batch has copies of the prompt's cache. Weights are born on their devices, so that a model need not fit one of them.
+a prompt, the time of a decode step, the share of tokens that are those of the first mesh, and the bytes of weights and
+cache on a device beside the most that it ever held. A batch has copies of the prompt's cache. Weights are born on their
+devices, so that a model need not fit one of them. In float32 tokens should be the same on every mesh:
+
+    python scripts/benchmarks/benchmark_mesh.py --model demo --dtype float32 --tokens 4096 --variant default
 """
 
 import argparse
@@ -59,13 +62,14 @@ def main() -> None:
     parser.add_argument("--profile", help="folder for a profile of each variant's last segment", default=None)
     options = parser.parse_args()
     print(f"{environment()}, {options.model}, {options.tokens} tokens\n")
-    print("| mesh | method | batch | variant | reading | step | weights | cache | most held |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| mesh | method | batch | variant | reading | step | same tokens | weights | cache | most held |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    tokens_of_first: dict[Any, np.ndarray] = {}
     for text in options.mesh or ["one", "model=2"]:
-        benchmark(text, options)
+        benchmark(text, options, tokens_of_first)
 
 
-def benchmark(text: str, options: argparse.Namespace) -> None:
+def benchmark(text: str, options: argparse.Namespace, tokens_of_first: dict[Any, np.ndarray]) -> None:
     """All lines of a mesh."""
     config = model_config(options.model)
     whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
@@ -77,11 +81,18 @@ def benchmark(text: str, options: argparse.Namespace) -> None:
         method = preset(name, budget)
         scope = contextlib.nullcontext() if text == "one" else jax.set_mesh(mesh)
         with scope:
-            for line in lines(config, params, method, tokens, options):
+            for line in lines(config, params, method, tokens, options, tokens_of_first):
                 print(f"| {text} | {name} | {line} |", flush=True)
 
 
-def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, options: argparse.Namespace) -> Any:
+def lines(
+    config: ModelConfig,
+    params: Params,
+    method: Any,
+    tokens: np.ndarray,
+    options: argparse.Namespace,
+    tokens_of_first: dict[Any, np.ndarray],
+) -> Any:
     """A line for each batch and variant of the decode program."""
     width = tokens.shape[1]
     reserve = SEGMENTS * STEPS * len(options.variant or VARIANTS)
@@ -102,12 +113,15 @@ def lines(config: ModelConfig, params: Params, method: Any, tokens: np.ndarray, 
         state = DecodeState(copies, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
         held = f"{on_device(params) / 2**30:.2f} GiB | {on_device(copies.layers) / 2**30:.3f} GiB"
         del copies
-        for name, step in steps(config, params, method, state, options):
-            yield f"{batch} | {name} | {reading} | {step} | {held} | {most_held()}"
+        for name, step, new in steps(config, params, method, state, options):
+            same = (
+                "" if new is None else f"{(new == tokens_of_first.setdefault((method, batch, name), new)).mean():.1%}"
+            )
+            yield f"{batch} | {name} | {reading} | {step} | {same} | {held} | {most_held()}"
 
 
 def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, options: argparse.Namespace) -> Any:
-    """The name of each variant, and the time of a step with it."""
+    """The name of each variant, the time of a step with it, and the tokens; None where the compiler refuses it."""
     for name in options.variant or list(VARIANTS):
         numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
         lowered = decode_loop.lower(
@@ -116,15 +130,16 @@ def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, 
         try:
             program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # options come and go with compilers
-            yield name, f"refused: {str(error).splitlines()[0]}"
+            yield name, f"refused: {str(error).splitlines()[0]}", None
             continue
-        times = []
+        times, tokens = [], []
         for segment in range(SEGMENTS):
             last = options.profile is not None and segment == SEGMENTS - 1
             with jax.profiler.trace(f"{options.profile}/{name}") if last else contextlib.nullcontext():
-                took, (state, _, _) = timed(partial(program, params, state, *numbers))
+                took, (state, new, _) = timed(partial(program, params, state, *numbers))
             times.append(took / STEPS)
-        yield name, f"{statistics.median(times[1:]) * 1e3:.3f} ms"
+            tokens.append(np.asarray(new))
+        yield name, f"{statistics.median(times[1:]) * 1e3:.3f} ms", np.concatenate(tokens, axis=1)
 
 
 def on_device(tree: Any) -> int:

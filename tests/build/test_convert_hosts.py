@@ -50,7 +50,12 @@ def test_each_process_reads_its_own_part(tmp_path, monkeypatch):
     assert [process.returncode for process in processes] == [0, 0], texts[0][1][-3000:]
     hosts = [json.loads(out.splitlines()[-1]) for out, _ in texts]
     assert hosts[0]["weights"] == hosts[1]["weights"]
-    for name, size in (("embed", 64), ("layers.0.attention.q", 8), ("layers.1.mlp.gate", 48), ("layers.1.mlp.down", 48)):
+    for name, size in (
+        ("embed", 64),
+        ("layers.0.attention.q", 8),
+        ("layers.1.mlp.gate", 48),
+        ("layers.1.mlp.down", 48),
+    ):
         step = size // 8
         for number, host in enumerate(hosts):
             mine = sorted(lines[1:] for lines in host["reads"] if lines[0] == name)
