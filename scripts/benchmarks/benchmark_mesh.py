@@ -13,6 +13,7 @@ devices, so that a model need not fit one of them. In float32 tokens should be t
 import argparse
 import contextlib
 import statistics
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,8 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="a preset; repeat it", default=None)
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="of the decode program", default=None)
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, default=65536, help="of the prompt")
+    parser.add_argument("--layers", type=int, help="of the model, the first ones [all]")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
     parser.add_argument("--dtype", default="bfloat16")
@@ -72,6 +74,12 @@ def main() -> None:
 def benchmark(text: str, options: argparse.Namespace, tokens_of_first: dict[Any, np.ndarray]) -> None:
     """All lines of a mesh."""
     config = model_config(options.model)
+    positions = options.tokens + reserve(options)  # random weights are given as many as are asked for
+    config = replace(
+        config,
+        num_layers=options.layers or config.num_layers,
+        max_positions=max(config.max_positions, positions),
+    )
     whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
     mesh = fitted_mesh(whole, config.num_kv_heads)
     params = random_params(config, jnp.dtype(options.dtype), mesh)
@@ -95,10 +103,9 @@ def lines(
 ) -> Any:
     """A line for each batch and variant of the decode program."""
     width = tokens.shape[1]
-    reserve = SEGMENTS * STEPS * len(options.variant or VARIANTS)
 
     def read() -> Any:
-        return ckv.prefill(params, config, method, tokens, np.full(1, width), max_new_tokens=reserve)
+        return ckv.prefill(params, config, method, tokens, np.full(1, width), max_new_tokens=reserve(options))
 
     seconds = []
     for _ in range(1 + options.repeats):
@@ -140,6 +147,11 @@ def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, 
             times.append(took / STEPS)
             tokens.append(np.asarray(new))
         yield name, f"{statistics.median(times[1:]) * 1e3:.3f} ms", np.concatenate(tokens, axis=1)
+
+
+def reserve(options: argparse.Namespace) -> int:
+    """Tokens that all variants decode, one after the other."""
+    return SEGMENTS * STEPS * len(options.variant or VARIANTS)
 
 
 def on_device(tree: Any) -> int:
