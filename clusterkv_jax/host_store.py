@@ -28,7 +28,7 @@ from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.sharding import ambient_mesh, over_heads
+from clusterkv_jax.sharding import ambient_mesh, on_one_device, over_heads
 
 # What `state["counts"]` counts for each KV head, from the end of the prompt on.
 COUNTS = ("clusters recalled", "of these found on the device", "rows recalled", "of these found on the device")
@@ -39,7 +39,7 @@ def check_platform() -> None:
     mesh = ambient_mesh()
     if platform() not in ("cpu", "gpu"):
         raise ValueError(f'store="host" must run on a GPU or a CPU, not on a {platform()}; take store="device" there.')
-    if platform() == "gpu" and mesh is not None and mesh.size > 1:
+    if platform() == "gpu" and mesh is not None and not on_one_device():
         raise ValueError(f'store="host" must run on one GPU, got a mesh of {mesh.size}; take store="device" there.')
 
 

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.sharding import ambient_mesh
+from clusterkv_jax.sharding import ambient_mesh, on_one_device
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ _aside: ContextVar["_Aside | None"] = ContextVar("aside", default=None)
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
-
 
 # For the compiler of GPUs: launches of a step that need nothing from each other may run side by side.
 SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -68,8 +67,9 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
     def program(args: Any, kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         static = tuple(arguments.pop(name, None) for name in static_argnames)
-        side_by_side = decodes and _runs_side_by_side(arguments)
-        key = function, static, side_by_side, _described(arguments, by_value=False)
+        leaves, tree = jax.tree.flatten(arguments)
+        side_by_side = decodes and _runs_side_by_side(leaves)
+        key = function, static, side_by_side, tree, _described(leaves, by_value=False)
         with _lock:
             if key in _kept:
                 _kept.move_to_end(key)
@@ -91,12 +91,11 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
     return call
 
 
-def _runs_side_by_side(arguments: Any) -> bool:
+def _runs_side_by_side(arguments: Sequence[Any]) -> bool:
     """Whether a program of its own is made for one GPU, where launches gain by it; over several they do not."""
-    mesh = ambient_mesh()
-    if platform() != "gpu" or (mesh is not None and mesh.size > 1):
+    if platform() != "gpu" or not on_one_device():
         return False
-    inside_another = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))
+    inside_another = any(isinstance(argument, Tracer) for argument in arguments)
     return not inside_another and _compiler_takes_side_by_side()
 
 
@@ -211,7 +210,8 @@ def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[
     threads = ThreadPoolExecutor(os.cpu_count())  # none before the first program
 
     def compile(program: Any, *args: Any, **static: Any) -> Any:
-        key = program, _described((args, static))
+        leaves, tree = jax.tree.flatten((args, static))
+        key = program, tree, _described(leaves)
         if key not in results:
             on_program(program.__name__.lstrip("_"))
             lowered = program.lower(*args, **static)
@@ -225,11 +225,10 @@ def compiler(on_program: Callable[[str], None] = lambda name: None) -> Callable[
     return compile
 
 
-def _described(args: Any, *, by_value: bool = True) -> tuple[Any, ...]:
+def _described(leaves: Sequence[Any], *, by_value: bool = True) -> tuple[Any, ...]:
     """Arguments by what distinguishes programs: arrays by their shapes, all else by its value, or by its type alone."""
-    leaves, tree = jax.tree.flatten(args)
     other = (lambda leaf: leaf) if by_value else type
-    return tree, *((leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else other(leaf) for leaf in leaves)
+    return tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else other(leaf) for leaf in leaves)
 
 
 def _shapes(out: Any, compiled: Any) -> Any:

@@ -195,6 +195,12 @@ def ambient_mesh() -> Any | None:
     return None if mesh.empty else mesh
 
 
+def on_one_device() -> bool:
+    """Whether the ambient mesh, if there is one, has a single device."""
+    mesh = ambient_mesh()
+    return mesh is None or mesh.size == 1
+
+
 def ways(name: str) -> int:
     """Into how many parts the ambient mesh may split a logical axis."""
     mesh = ambient_mesh()

@@ -18,7 +18,7 @@ from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
-from clusterkv_jax.sharding import ambient_mesh
+from clusterkv_jax.sharding import ambient_mesh, on_one_device
 
 Params = dict[str, Any]
 MOST = 16  # tokens: beyond, launches are not what takes time
@@ -26,13 +26,13 @@ MOST = 16  # tokens: beyond, launches are not what takes time
 
 def few(x: Float[Array, "B T ..."]) -> bool:
     """Whether these are few tokens, and on one GPU."""
-    mesh = ambient_mesh()
-    return platform() == "gpu" and x.shape[0] * x.shape[1] <= MOST and (mesh is None or mesh.size == 1)
+    return platform() == "gpu" and x.shape[0] * x.shape[1] <= MOST and on_one_device()
 
 
 def normalises(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
-    """Whether a kernel normalises these hidden states: of one token, since XLA takes one launch for several itself."""
-    return platform() == "gpu" and config.norm == "rms" and hidden.shape[0] * hidden.shape[1] == 1
+    """Whether a kernel normalises what enters a block: one token, since XLA takes one launch for several itself."""
+    has_norm = config.norm == "rms" and config.norm_place != "after"
+    return platform() == "gpu" and has_norm and hidden.shape[0] * hidden.shape[1] == 1
 
 
 def normed(
@@ -45,9 +45,9 @@ def normed(
     """A token's hidden state with what a block adds to it, and the norm of that, rows of zeros behind it."""
     options = {"eps": config.norm_eps, "offset": config.norm_offset, "rows": rows}
     run: Any = partial(normed_rows, **options)
-    if (mesh := ambient_mesh()) is not None and mesh.size > 1:
+    if not on_one_device():
         whole = PartitionSpec()
-        run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
     total, x = run(hidden[0], None if added is None else added[0], weights["scale"])
     return total[None], x[None]
 

@@ -239,7 +239,7 @@ def finish(
         product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
         out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
-        if config.norm_place != "after" and few_tokens.normalises(config, hidden):
+        if few_tokens.normalises(config, hidden):
             hidden, x = few_tokens.normed(layer["mlp_norm"], config, hidden, out)
         else:
             hidden = hidden + out[:, : hidden.shape[1]]
@@ -309,7 +309,7 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
 
 def _projected(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B _ M"]:
     """`attention_input`, with rows of zeros behind few tokens."""
-    if config.norm_place != "after" and few_tokens.few(hidden) and few_tokens.normalises(config, hidden):
+    if few_tokens.few(hidden) and few_tokens.normalises(config, hidden):
         rows = _rows(hidden, layer["attention"]["k"])
         return few_tokens.normed(layer["attention_norm"], config, hidden, None, rows)[1]
     return _enough_rows(attention_input(layer, config, hidden), layer["attention"]["k"])

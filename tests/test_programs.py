@@ -58,14 +58,14 @@ def test_launches_of_a_gpu_run_side_by_side_where_its_compiler_can(monkeypatch):
     """On one GPU, in a program of its own: options belong to the outermost one."""
     monkeypatch.setattr(programs, "platform", lambda: "gpu")
     x = np.ones(3, np.float32)
-    assert programs._runs_side_by_side(x)
+    assert programs._runs_side_by_side([x])
     np.testing.assert_array_equal(raised(x), x + 1)
     np.testing.assert_array_equal(jax.jit(lambda x: raised(x) * 2)(x), 2 * (x + 1))
     with jax.set_mesh(named_mesh("model=2", jax.devices()[:2])):
-        assert not programs._runs_side_by_side(x)
+        assert not programs._runs_side_by_side([x])
     programs._compiler_takes_side_by_side.cache_clear()
     monkeypatch.setattr(programs, "SIDE_BY_SIDE", {"xla_gpu_no_such_option": True})
-    assert not programs._runs_side_by_side(x)
+    assert not programs._runs_side_by_side([x])
     programs._compiler_takes_side_by_side.cache_clear()
 
 

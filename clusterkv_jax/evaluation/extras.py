@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from clusterkv_jax import extras
+from clusterkv_jax.extras import library as of_extra
 
-library = partial(extras.library, extra="eval")
+library = partial(of_extra, extra="eval")

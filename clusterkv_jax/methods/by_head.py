@@ -38,7 +38,7 @@ from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.sharding import ambient_mesh
+from clusterkv_jax.sharding import on_one_device
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
 BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding
@@ -86,13 +86,13 @@ def put_back(
     layer: Any, state: Sequence[Any], which: Sequence[int], cache: LayerCache, memory: ByHead
 ) -> tuple[HeadGroups, tuple[State, ...]]:
     """The layer with what `copies` has become in these groups."""
-    groups, states = list(layer.groups), list(state)
+    held, states = list(layer.groups), list(state)
     counts = [len(layer.heads[i]) for i in which]
     for i, end, count in zip(which, np.cumsum(counts).tolist(), counts, strict=True):
         mine, remembered = jax.tree.map(lambda x, part=slice(end - count, end): x[:, part], (cache, memory))
-        states[i] = _of_group(remembered, groups[i].capacity)
-        groups[i] = resize(mine, groups[i].capacity)
-    return replace(layer, groups=tuple(groups)), tuple(states)
+        states[i] = _of_group(remembered, held[i].capacity)
+        held[i] = resize(mine, held[i].capacity)
+    return replace(layer, groups=tuple(held)), tuple(states)
 
 
 def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewTokens) -> bool:
@@ -101,10 +101,8 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewT
     A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
     """
     plain = type(method).step is Method.step or all(memory is None for memory in state)
-    mesh = ambient_mesh()
-    alone = mesh is None or mesh.size == 1
-    has_groups = isinstance(layer, HeadGroups) or (isinstance(layer, LayerCache) and platform() == "gpu")
-    return has_groups and plain and alone and tokens.q.shape[1] == 1
+    serves = isinstance(layer, HeadGroups) or (isinstance(layer, LayerCache) and platform() == "gpu")
+    return serves and plain and on_one_device() and tokens.q.shape[1] == 1
 
 
 def step(

@@ -20,6 +20,8 @@ def normed_rows(
 ) -> tuple[Float[Array, "n M"], Float[Array, "rows M"]]:
     """x + added, and `y / sqrt(mean(y²) + eps) * (offset + scale)` of its rows y, with rows of zeros behind them.
 
+    RMSNorm (Zhang and Sennrich, 2019, equation 4).
+
     Args:
         x: hidden states of few tokens.
         added: what a block adds to them, in its first n rows; None is nothing.

@@ -7,7 +7,7 @@ a prompt, the time of a decode step, the share of tokens that are those of the f
 cache on a device beside the most that it ever held. A batch has copies of the prompt's cache. Weights are born on their
 devices, so that a model need not fit one of them. In float32 tokens should be the same on every mesh:
 
-    python scripts/benchmarks/benchmark_mesh.py --model demo --dtype float32 --tokens 4096 --variant default
+    python scripts/benchmarks/benchmark_mesh.py --model demo --dtype float32 --tokens 4096
 """
 
 import argparse
@@ -37,8 +37,6 @@ GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
-    "pdl": {"xla_gpu_enable_pdl": True},
-    "concurrent": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
     "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
     "both": {
         "xla_gpu_enable_command_buffer": GRAPHS,
@@ -55,7 +53,9 @@ def main() -> None:
     parser.add_argument("--mesh", action="append", help="'one' or such as model=2; repeat it", default=None)
     parser.add_argument("--method", action="append", help="a preset; repeat it", default=None)
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="of the decode program", default=None)
+    parser.add_argument(
+        "--variant", action="append", choices=VARIANTS, help="of the decode program; repeat it", default=None
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="of the prompt")
     parser.add_argument("--layers", type=int, help="of the model, the first ones [all]")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
@@ -129,7 +129,7 @@ def lines(
 
 def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, options: argparse.Namespace) -> Any:
     """The name of each variant, the time of a step with it, and the tokens; None where the compiler refuses it."""
-    for name in options.variant or list(VARIANTS):
+    for name in options.variant or ["default"]:
         numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
         lowered = decode_loop.lower(
             params, config, method, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS
@@ -151,7 +151,7 @@ def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, 
 
 def reserve(options: argparse.Namespace) -> int:
     """Tokens that all variants decode, one after the other."""
-    return SEGMENTS * STEPS * len(options.variant or VARIANTS)
+    return SEGMENTS * STEPS * len(options.variant or ["default"])
 
 
 def on_device(tree: Any) -> int:
