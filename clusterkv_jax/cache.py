@@ -28,7 +28,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import fetch, over_heads, over_slots
+from clusterkv_jax.sharding import constrain_batch, fetch, over_heads, over_slots
 
 
 @jax.tree_util.register_dataclass
@@ -387,5 +387,5 @@ def take_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
 
 @jit()
 def copy_sequences(tree: Any, numbers: Int[Array, " R"]) -> Any:
-    """`take_sequences` of what is on the device."""
-    return jax.tree.map(lambda x: x[numbers], tree)
+    """`take_sequences` of what is on the device; a mesh splits the copies of one sequence too."""
+    return jax.tree.map(lambda x: constrain_batch(x[numbers]), tree)

@@ -241,7 +241,9 @@ def append_step(
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
     hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
     logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
-    return cache, jnp.where(overflowed(cache), jnp.nan, logits)
+    # A GPU's compiler would put the comparisons of all heads into the product of the logits, and find no fast one.
+    over = jax.lax.optimization_barrier(overflowed(cache))
+    return cache, jnp.where(over, jnp.nan, logits)
 
 
 @partial(jax.jit, static_argnames=("config", "method", "needs"))
@@ -348,13 +350,22 @@ def decode_loop(
 
     tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
     step, state, tokens = jax.lax.while_loop(running, body, (jnp.zeros((), jnp.int32), state, tokens))
-    return state, tokens, step
+    # As they are before a first segment: a mesh that splits them would have the same program compiled twice.
+    position, token, ended = (constrain(x, None) for x in (state.cache.position, state.token, state.ended))
+    return DecodeState(replace(state.cache, position=position), token, ended), tokens, step
 
 
 append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
 due_jit = jit(static_argnames=("method",))(due)
 recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(recompress)
-next_token_jit = jit(static_argnames=("sampling",))(next_token)
+
+
+@jit(static_argnames=("sampling",))
+def next_token_jit(
+    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], number: Int[Array, ""] | int
+) -> Int[Array, " B"]:
+    """`next_token`, whole on every device of a mesh, as `decode_loop` gives it back."""
+    return constrain(next_token(logits, sampling, key, number), None)
 
 
 def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:

@@ -245,6 +245,15 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
 
 
+def constrain_batch(x: Array) -> Array:
+    """`x`, [B, ...], with its sequences placed on the ambient mesh, and its other dimensions where they come to be."""
+    mesh = ambient_mesh()
+    if mesh is None:
+        return x
+    others = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*partition(("batch",), x.shape[:1], mesh), *others))
+
+
 def constrain_cache(tree: Any, *, apart: bool = False) -> Any:
     """Cache arrays placed by their rank: heads on their devices, and `apart` their slots too (see CACHE_AXES)."""
     axes = CACHE_AXES if apart else HEAD_AXES

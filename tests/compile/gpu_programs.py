@@ -138,7 +138,7 @@ def programs(array):
         return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
     def decoding(method, model=LLAMA, **changes):
-        config = replace(model, vocab_size=1024, intermediate_size=1024, num_layers=2, **changes)
+        config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
 
         def decode(params, cache, token, ended, key, number):
             # A described device has one memory, so that a host store has to be moved there within the program.
@@ -285,6 +285,11 @@ def launches(program: str) -> int:
     return sum(len(re.findall(r" (?:fusion|custom-call|copy)\(", text)) for text in steps)
 
 
+def most_operands(program: str) -> int:
+    """Of a matrix product with what is fused into it."""
+    return max((text.count("%") for text in re.findall(r"gemm_fusion\S* = \S+ fusion\((.*?)\)", program)), default=0)
+
+
 def compile_all() -> dict[str, dict[str, Any]]:
     """Every program compiled for one H100, and K-means for a GPU with less shared memory too."""
     target = Path(__file__).with_name("h100.txtpb").read_text()
@@ -317,6 +322,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
             "waits": bool(re.findall("barrier", compiled.as_text())),
             "launches": launches(compiled.as_text()),
+            "operands": most_operands(compiled.as_text()),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

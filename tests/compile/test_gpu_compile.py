@@ -134,6 +134,11 @@ def test_heads_of_unequal_budgets_take_no_launch_more(programs):
     )
 
 
+def test_a_product_has_no_question_of_each_head_in_it(programs):
+    """Queries, keys and values are one of a hidden state and three weights; the logits' once had every head's length."""
+    assert 3 <= programs["decode by shares"]["operands"] <= 4
+
+
 def test_a_step_takes_few_launches_through_experts(programs):
     """Two, and one for the norms and rotations of queries and keys."""
     names = set(programs["decode with experts"]["names"])
