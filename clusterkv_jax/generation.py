@@ -4,7 +4,9 @@ Profiles show the stages on the host under the names given to them here, those o
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from clusterkv_jax.diagnosis import check_finite
 from clusterkv_jax.diagnosis import first_not_finite as _first_not_finite
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import host_bytes, traffic
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.presets import completed
@@ -41,8 +44,9 @@ from clusterkv_jax.windows import window_bytes
 
 Progress = Callable[[str, int, int], None]
 
-# Tokens per call of the decode loop: between two calls the host looks for stop strings and shows text.
-SEGMENT = 32
+# Most tokens per call of the decode loop, and that where between two calls the host looks for stop strings or shows
+# text: a call costs what a token or two cost.
+SEGMENT, WATCHED = 128, 32
 
 
 def generate(
@@ -257,7 +261,11 @@ def _decode(
     sequences = [[int(t)] for t in fetch(token)]
     on_screen = ["" for _ in sequences]
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
-    steps = 0
+    # A segment runs while the host reads the one before; not where the host must say which texts a string has stopped,
+    # nor on a GPU, whose loops the host drives.
+    most_ahead, under_way = 1 if stop or platform() == "gpu" else 2, deque()
+    longest = WATCHED if stop or on_text is not None or progress is not None else SEGMENT
+    state, steps, begun = DecodeState(cache, token, jnp.asarray(ended)), 0, 0
     while True:
         check_finite(model, method, batch, sequences, _first_not_finite)
         for i, sequence in enumerate(sequences):
@@ -266,23 +274,18 @@ def _decode(
             on_screen[i] = show(model, i, sequence, on_screen[i], stop, last, on_text)
         if progress is not None:
             progress("decode", max_new_tokens if ended.all() else steps + 1, max_new_tokens)
-        limit = min(SEGMENT, max_new_tokens - 1 - steps)
-        if ended.all() or limit == 0:
-            return cache, sequences, steps
-        state, new, count = decode_loop(
-            model.params,
-            model.config,
-            method,
-            DecodeState(cache, token, jnp.asarray(ended)),
-            key,
-            jnp.int32(steps + 1),
-            jnp.int32(limit),
-            sampling=sampling,
-            eos_ids=ends,
-            steps=SEGMENT,
-        )
-        cache, token = state.cache, state.token
-        new, count = fetch((new, count))
+        if ended.all() or steps + 1 == max_new_tokens:
+            return state.cache, sequences, steps
+        while len(under_way) < most_ahead and begun + 1 < max_new_tokens:
+            limit = min(longest, max_new_tokens - 1 - begun)
+            numbers = key, jnp.int32(begun + 1), jnp.int32(limit)
+            state = replace(state, ended=jnp.asarray(ended)) if stop else state
+            state, *made = decode_loop(
+                model.params, model.config, method, state, *numbers, sampling=sampling, eos_ids=ends, steps=SEGMENT
+            )
+            under_way.append(made)
+            begun += limit
+        new, count = fetch(under_way.popleft())
         for i, tokens in enumerate(new):
             sequences[i].extend(int(t) for t in tokens[: int(count)] if t != -1)
             ended[i] |= sequences[i][-1] in ends

@@ -116,6 +116,18 @@ def test_sampling_is_reproducible_and_in_segments_as_in_one():
     assert first[0][:7] == shorter[0]
 
 
+def test_tokens_are_the_same_whether_the_host_watches_or_runs_ahead():
+    options = {"sampling": ckv.Sampling(temperature=1.0), "max_new_tokens": 200}
+    first, second = ckv.generate(tiny(), [prompt(1, 20), prompt(2, 30)], **options).tokens
+    end = next(token for i, token in enumerate(first) if i > 40 and token not in first[:i])
+    model = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, eos_ids=(end,)))
+    ahead = ckv.generate(model, [prompt(1, 20), prompt(2, 30)], **options)
+    watched = ckv.generate(model, [prompt(1, 20), prompt(2, 30)], progress=lambda *state: None, **options)
+    assert ahead.tokens == watched.tokens
+    assert ahead.tokens[0] == first[: first.index(end) + 1]
+    assert ahead.tokens[1] == (second[: second.index(end) + 1] if end in second else second)
+
+
 def test_filters_keep_what_they_say():
     probs = np.asarray([[0.4, 0.3, 0.15, 0.1, 0.05]])
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
