@@ -15,9 +15,11 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
@@ -82,6 +84,7 @@ def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMeth
     return calibration.applied(method)
 
 
+@partial(jax.jit, static_argnames=("chunk", "threshold"))
 def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold: float = 0.8) -> Float[Array, "B K"]:
     """Share of each head's A rows whose best cosine with a B row of their chunk is below `threshold`.
 

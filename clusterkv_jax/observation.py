@@ -21,7 +21,7 @@ from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.files import replacing
 from clusterkv_jax.learned import reconstruction
-from clusterkv_jax.learned.fitting import Fit, check_rows, products, ridge
+from clusterkv_jax.learned.fitting import Fit, add_products, check_rows, ridge
 from clusterkv_jax.learned.repetition import instruction, prompts
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
@@ -34,7 +34,8 @@ from clusterkv_jax.tensors import compress
 SINKS = 4
 # Rows of a sequence, evenly spread, whose hidden states are kept until the surrogate is fitted.
 SAMPLE = 512
-SAVE_SECONDS = 60
+# Least time from one writing of the sums to the next, and that in units of what the writing takes.
+SAVE_SECONDS, SAVE_EACH = 60, 20
 # Of a score, so that rows that nothing looks at have a logarithm.
 LEAST_SCORE = 1e-12
 
@@ -114,8 +115,8 @@ def calibrate(
         ratio: the share of the cache that AdaKV spreads over a layer's heads.
         surrogate: what predicts the scores: a linear map, or one with an inner layer, which wants many sequences.
         progress: called as progress(layers done, `layers_read` of all sequences).
-        resume: a file that keeps what is measured so far, at most once a minute; a later call with the same arguments
-            goes on from there.
+        resume: a file that keeps what is measured so far, at most once a minute and a twentieth of the time; a later
+            call with the same arguments goes on from there.
 
     Raises:
         ValueError: if the text is too short to fit a surrogate, or every layer has a window.
@@ -136,13 +137,14 @@ def calibrate(
     }
     text = hashlib.sha256(repr((config, settings, [list(map(int, tokens)) for tokens in sequences])).encode())
     sums = _started(config, len(sequences), resume, text.hexdigest())
-    saved, total = time.monotonic(), layers_read(model, sequences)
+    saved, saving, total = time.monotonic(), 0.0, layers_read(model, sequences)
     for i in range(int(sums["sequences"]), len(sequences)):
         done = lambda layers, i=i: progress and progress(i * (total // len(sequences)) + layers, total)  # noqa: E731
         _add(model, sequences[i], sums, i, AdaKV(Budget(ratio=ratio)), chunk, threshold, done)
-        if resume is not None and time.monotonic() - saved > SAVE_SECONDS:
+        if resume is not None and (begin := time.monotonic()) - saved > max(SAVE_SECONDS, SAVE_EACH * saving):
             _keep(resume, sums, text.hexdigest())
             saved = time.monotonic()
+            saving = saved - begin
     shares, rows = sums["outlier_share"] / len(sequences), sums["rows"] / len(sequences)
     fits = _fits(sums, surrogate) if learns else None
     result = Calibration(
@@ -160,42 +162,45 @@ def calibrate(
     return result
 
 
-def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str) -> dict[str, np.ndarray]:
+def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str) -> dict[str, Any]:
     """Sums over the sequences: of nothing, or what a call with the same arguments kept."""
     before = None if resume is None else _kept(resume, text)
     if before is not None:
         return before
     layers, heads, width = len(config.global_layers), config.num_kv_heads, config.hidden_size
+    columns = width + 1 + heads
     return {
         "sequences": np.zeros((), np.int64),
         "outlier_share": np.zeros((layers, heads)),
         "rows": np.zeros((layers, heads)),
-        "products": np.zeros((layers, width + 1 + heads, width + 1 + heads)),
+        # On the device: to bring a layer's matrix to the host for every sequence would take longer than all else.
+        "products": [jnp.zeros((columns, columns), jnp.float32) for _ in range(layers)],
         "hidden": np.zeros((layers, sequences, SAMPLE, width), np.float32),
         "scores": np.zeros((layers, sequences, SAMPLE, heads), np.float32),
     }
 
 
-def _kept(resume: Path, text: str) -> dict[str, np.ndarray] | None:
+def _kept(resume: Path, text: str) -> dict[str, Any] | None:
     """What `_keep` left of the same call; None where there is nothing, or another file."""
     try:
         with safe_open(resume, framework="np") as file:
             if (file.metadata() or {}).get("text") == text:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                sums = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return sums | {"products": [jnp.asarray(each) for each in sums["products"]]}
     except (FileNotFoundError, SafetensorError):
         return None
     return None
 
 
-def _keep(resume: Path, sums: dict[str, np.ndarray], text: str) -> None:
+def _keep(resume: Path, sums: dict[str, Any], text: str) -> None:
     with replacing(resume) as temporary:
-        save_file(sums, temporary, metadata={"text": text})
+        save_file(sums | {"products": np.stack(sums["products"])}, temporary, metadata={"text": text})
 
 
 def _add(
     model: Model,
     tokens: Sequence[int],
-    sums: dict[str, np.ndarray],
+    sums: dict[str, Any],
     number: int,
     method: AdaKV,
     chunk: int,
@@ -215,19 +220,19 @@ def _add(
         after = groups(compress(method, layer.queries, layer.keys, layer.values))[0]
         sums["rows"][i] += np.asarray(after.length[0]) / int(method.budget.ratio * len(tokens))
         if scores is not None:
-            # Added as float32: a copy in float64 of every layer's matrix would take longer than all else.
-            sums["products"][i] += np.asarray(products(layer.hidden[0, SINKS:], jnp.asarray(scores[i])))
+            total = sums["products"][i]
+            sums["products"][i] = add_products(total, layer.hidden[0, SINKS:], jnp.asarray(scores[i]))
             sums["hidden"][i, number] = np.asarray(layer.hidden[0, places], np.float32)
             sums["scores"][i, number] = scores[i].T[places - SINKS]
         done(read + i + 1)
     sums["sequences"] += 1
 
 
-def _fits(sums: dict[str, np.ndarray], kind: str) -> list[Fit]:
+def _fits(sums: dict[str, Any], kind: str) -> list[Fit]:
     """The surrogate of each layer."""
     heads = sums["scores"].shape[-1]
     if kind == "linear":
-        return [ridge(each, heads) for each in sums["products"]]
+        return [ridge(np.asarray(each, np.float64), heads) for each in sums["products"]]
     try:
         from clusterkv_jax.learned.network import network
     except ModuleNotFoundError as error:

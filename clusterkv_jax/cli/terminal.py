@@ -56,12 +56,35 @@ def sentence(error: Exception) -> str:
 
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """A bar with an estimate on standard error; called with how many of the `total` units are done."""
+    """A bar with an estimate on standard error; called with how many of the `total` units are done.
+
+    Where no terminal is, a line is printed every half minute instead.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, total, unit)
+        return
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task(unit, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def _lines(console: Console, total: int, unit: str) -> Callable[[int], None]:
+    """Prints how many are done and what is left, at most every `PACE_SECONDS`."""
+    begin, first, printed = 0.0, 0, 0.0
+
+    def show(done: int) -> None:
+        nonlocal begin, first, printed
+        now = time.monotonic()
+        if not begin:
+            begin, first, printed = now, done, now  # an earlier run may have done some
+        elif now - printed > PACE_SECONDS and done > first:
+            left = (total - done) * (now - begin) / (done - first)
+            console.print(f"{done:,} of {total:,} {unit} · {left:,.0f} s left", highlight=False, soft_wrap=True)
+            printed = now
+
+    return show
 
 
 @contextmanager

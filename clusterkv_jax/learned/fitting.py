@@ -1,6 +1,7 @@
 """Surrogates fitted to scores (KVzap, 2601.07891): ridge regression in closed form, of sums streamed over texts."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,14 @@ def products(hidden: Float[Array, "N M"], scores: Float[Array, "K N"]) -> Float[
     return jnp.einsum("nz,ny->zy", z, z, precision=HIGHEST)
 
 
+@partial(jax.jit, donate_argnames=("total",))
+def add_products(
+    total: Float[Array, "columns columns"], hidden: Float[Array, "N M"], scores: Float[Array, "K N"]
+) -> Float[Array, "columns columns"]:
+    """`products` of one more text, added where the sums lie."""
+    return total + products(hidden, scores)
+
+
 def ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> Fit:
     """The linear surrogate of least squares, with a penalty of `RIDGE` times the mean variance of its inputs; solved in
     double precision.
@@ -50,9 +59,9 @@ def ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> Fit:
     """
     inputs = len(sums) - heads - 1
     check_rows(int(sums[inputs, inputs]), inputs)
-    mean, square = sums[inputs] / sums[inputs, inputs], sums / sums[inputs, inputs]
-    spread = np.delete(np.delete(square - mean[:, None] * mean[None], inputs, axis=0), inputs, axis=1)
-    mean = np.delete(mean, inputs)
+    columns = np.delete(np.arange(len(sums)), inputs)
+    mean = sums[inputs, columns] / sums[inputs, inputs]
+    spread = sums[np.ix_(columns, columns)] / sums[inputs, inputs] - mean[:, None] * mean[None]
     own, cross, total = spread[:inputs, :inputs], spread[:inputs, inputs:], np.diag(spread)[inputs:]
     weights = np.linalg.solve(own + RIDGE * np.trace(own) / inputs * np.eye(inputs), cross)
     rest = np.maximum(total - 2 * np.sum(weights * cross, axis=0) + np.sum(weights * (own @ weights), axis=0), 0)
