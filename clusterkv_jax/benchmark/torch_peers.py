@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.utils import logging
 
 from clusterkv_jax.benchmark.cells import PEERS, Asked, Cell
-from clusterkv_jax.benchmark.common import random_prompt, versions
+from clusterkv_jax.benchmark.common import random_prompt
+from clusterkv_jax.extras import versions
 from clusterkv_jax.folders import locate
 from clusterkv_jax.planning.shapes import packaged_shapes
 

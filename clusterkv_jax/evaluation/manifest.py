@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from clusterkv_jax.extras import versions
 
 _PACKAGES = ("clusterkv-jax", "jax", "jaxlib", "numpy", "transformers", "tokenizers")
 
@@ -26,7 +27,7 @@ def about(mesh: str | None = None, hosts: Mapping[int, str] | None = None) -> di
     return {
         "command": shlex.join(["clusterkv", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions(_PACKAGES)},
         "commit": _commit(),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         **({} if mesh is None else {"mesh": mesh}),
