@@ -56,14 +56,14 @@ test: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=tests/,$(ROOMS) compile parity) $(ARGS)
 
 # The rooms below that need nothing else, in one run: they start once, and share what their workers compiled. Those with
-# long tests come first, so that no worker waits for the other at the end.
+# long tests come first, so that no worker waits for the other at the end. `make test` has executed the annotations.
 test-rooms: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) $(addprefix tests/,$(ROOMS))
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" --untyped $(ARGS) $(addprefix tests/,$(ROOMS))
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file
 # share what one process compiled, so they stay together.
 test-compile: $(STAMPS)/compile
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" $(ARGS) tests/compile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" --untyped $(ARGS) tests/compile
 
 # Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
 test-kernels: $(STAMPS)/test
@@ -122,7 +122,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(STAMPS)/parity
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity --untyped $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

@@ -31,9 +31,6 @@ import pytest
 
 from tests.support import typechecker
 
-# Annotations are executed: a shape letter that is wrong, or two that disagree, fail the test that meets them.
-jaxtyping.install_import_hook("clusterkv_jax", f"{typechecker.__name__}.check")
-
 # Tests compile far more than they compute: LLVM's optimisations would take most of their time.
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -67,6 +64,16 @@ hypothesis.settings.register_profile(
     "large", deadline=None, max_examples=10_000, suppress_health_check=list(hypothesis.HealthCheck)
 )
 hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--untyped", action="store_true", help="do not execute annotations: starts and traces faster")
+
+
+def pytest_configure(config):
+    """Annotations are executed: a shape letter that is wrong, or two that disagree, fail the test that meets them."""
+    if not config.getoption("--untyped"):
+        jaxtyping.install_import_hook("clusterkv_jax", f"{typechecker.__name__}.check")
 
 
 @pytest.fixture(autouse=True, scope="module")

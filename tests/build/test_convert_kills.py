@@ -51,6 +51,7 @@ def test_a_killed_conversion_goes_on(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target", "unbroken"]
 
 
+@pytest.mark.exhaustive
 def test_killed_while_parts_are_joined(tmp_path):
     """The step that Orbax could not take twice, at each of its own steps."""
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))

@@ -35,7 +35,7 @@ def demo_data(recipe_module):
     return importlib.import_module("demo_data")
 
 
-@pytest.fixture(scope="module", params=["demo", "qwen3"])
+@pytest.fixture(scope="module", params=["demo", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 def recipe(recipe_module, request):
     return recipe_module.tiny(recipe_module.RECIPES[request.param])
 
