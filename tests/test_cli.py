@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from clusterkv_jax import checkpoints, cli
+from clusterkv_jax.cli.terminal import progress_bar
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
 from tests.support.byte_model import BYTES, byte_tokenizer
@@ -317,3 +318,11 @@ def _assert_sentence(result, sentence):
     assert sentence in result.stderr
     assert result.stderr.startswith("Error: ")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_log_has_lines_of_progress(monkeypatch, capsys):
+    monkeypatch.setattr("clusterkv_jax.cli.terminal.PACE_SECONDS", -1)
+    with progress_bar(1200, "layers") as show:
+        for done in (300, 600, 1200):  # an earlier run did the first 300
+            show(done)
+    assert capsys.readouterr().err == "600 of 1,200 layers · 0 s left\n1,200 of 1,200 layers · 0 s left\n"

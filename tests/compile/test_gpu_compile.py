@@ -135,7 +135,7 @@ def test_heads_of_unequal_budgets_take_no_launch_more(programs):
 
 
 def test_a_product_has_no_question_of_each_head_in_it(programs):
-    """Queries, keys and values are one of a hidden state and three weights; the logits' once had every head's length."""
+    """Queries, keys and values are one of a hidden state and three weights; the logits' once had all lengths."""
     assert 3 <= programs["decode by shares"]["operands"] <= 4
 
 

@@ -1,6 +1,7 @@
 """Tensor parallelism on eight fake devices gives the tokens of one device; what does not divide stays whole."""
 
 import dataclasses
+import logging
 
 import jax
 import numpy as np
@@ -132,3 +133,12 @@ def test_a_mesh_by_names():
 def test_what_is_no_mesh(text, message):
     with pytest.raises(ValueError, match=message):
         named_mesh(text)
+
+
+@pytest.mark.parametrize("prompts", [[prompt(i, 40) for i in range(1, 5)], [prompt(1, 40)] * 4], ids=["own", "copies"])
+def test_all_segments_of_a_text_are_one_program(prompts, caplog):
+    """The first begins with what the prompt left on the mesh, the others with what a segment left."""
+    model = placed(tiny(), named_mesh("data=4,model=2"))
+    with caplog.at_level(logging.DEBUG, logger="jax"):
+        ckv.generate(model, prompts, method=CENTROID, max_new_tokens=70, progress=lambda *state: None)
+    assert sum("Compiling jit(decode_loop)" in line for line in caplog.messages) == 1
