@@ -49,6 +49,9 @@ from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, next_token
 from clusterkv_jax.sharding import constrain, constrain_cache
 
+# Most tokens of a call of `decode_loop`: a call costs what a token or two cost.
+SEGMENT = 128
+
 
 def prefill(
     params: Params,

@@ -19,6 +19,7 @@ from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import (
+    SEGMENT,
     DecodeState,
     append_step_jit,
     decode_loop,
@@ -44,9 +45,8 @@ from clusterkv_jax.windows import window_bytes
 
 Progress = Callable[[str, int, int], None]
 
-# Most tokens per call of the decode loop, and that where between two calls the host looks for stop strings or shows
-# text: a call costs what a token or two cost.
-SEGMENT, WATCHED = 128, 32
+# Most tokens per call of the decode loop where the host looks for stop strings or shows text between two calls.
+WATCHED = 32
 
 
 def generate(

@@ -22,9 +22,9 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model, load
-from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
 from clusterkv_jax.extras import versions
-from clusterkv_jax.generation import SEGMENT, completed, generate, prefill_batch
+from clusterkv_jax.generation import completed, generate, prefill_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.models.config import ModelConfig

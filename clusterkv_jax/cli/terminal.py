@@ -71,18 +71,29 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 
 def _lines(console: Console, total: int, unit: str) -> Callable[[int], None]:
-    """Prints how many are done and what is left, at most every `PACE_SECONDS`."""
-    begin, first, printed = 0.0, 0, 0.0
+    """Prints how many are done and what is left, now and then."""
+    begin, first, show_line = 0.0, 0, _seldom(console)
 
     def show(done: int) -> None:
-        nonlocal begin, first, printed
-        now = time.monotonic()
+        nonlocal begin, first
         if not begin:
-            begin, first, printed = now, done, now  # an earlier run may have done some
-        elif now - printed > PACE_SECONDS and done > first:
-            left = (total - done) * (now - begin) / (done - first)
-            console.print(f"{done:,} of {total:,} {unit} · {left:,.0f} s left", highlight=False, soft_wrap=True)
-            printed = now
+            begin, first = time.monotonic(), done  # an earlier run may have done some
+        elif done > first:
+            left = (total - done) * (time.monotonic() - begin) / (done - first)
+            show_line(f"{done:,} of {total:,} {unit} · {left:,.0f} s left", done == total)
+
+    return show
+
+
+def _seldom(console: Console) -> Callable[[str, bool], None]:
+    """Prints a line unless one was printed less than `PACE_SECONDS` ago; the last one always."""
+    printed = float("-inf")
+
+    def show(line: str, last: bool) -> None:
+        nonlocal printed
+        if last or time.monotonic() - printed > PACE_SECONDS:
+            console.print(line, highlight=False, soft_wrap=True)
+            printed = time.monotonic()
 
     return show
 
@@ -96,7 +107,8 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
     """
     from clusterkv_jax.engine.tally import in_a_line
 
-    console, begin, first, printed = Console(stderr=True), 0.0, (0, 0), 0.0
+    console, begin, first = Console(stderr=True), 0.0, (0, 0)
+    show_line = _seldom(console)
 
     def text(lines: int, tokens: int) -> str:
         seconds = max(time.monotonic() - begin, 1e-3)
@@ -106,14 +118,13 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
         return f"{lines:,} of {total:,} examples · {each:.3g}/s · {per_chip:,.0f} tokens/s/chip · {left}{engines}"
 
     def show(lines: int, tokens: int) -> None:
-        nonlocal begin, first, printed
+        nonlocal begin, first
         if not begin:
             begin, first = time.monotonic(), (lines, tokens)
         if status is not None:
             status.update(text(lines, tokens))
-        elif lines > first[0] and (lines == total or time.monotonic() - printed > PACE_SECONDS):
-            console.print(text(lines, tokens), highlight=False, soft_wrap=True)
-            printed = time.monotonic()
+        elif lines > first[0]:
+            show_line(text(lines, tokens), lines == total)
 
     status = console.status("") if console.is_terminal else None
     with nullcontext() if status is None else status:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.cache import KVCache, LayerCache, WindowCache
-from clusterkv_jax.decoding import DecodeState, decode_loop, prefill
+from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import apart
 from clusterkv_jax.models.config import ModelConfig
@@ -25,8 +25,6 @@ from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, param_shardings, parti
 
 WHOLE = PartitionSpec()
 HIDDEN = ("batch", "tokens", None)
-# Tokens of a call of the decode loop, as `generate` has it.
-SEGMENT = 32
 
 
 def array(
