@@ -50,7 +50,7 @@ def said_alike(method, tokens, alone, asked):
 
 
 # One of each way to hold rows; the others are tried with ARGS="-m exhaustive".
-ORDINARY = ("Full", "GravityKV", "SnapKV", "AdaKV", "Quest", "ClusterKV")
+ORDINARY = ("Full", "GravityKV", "SnapKV", "H2O", "AdaKV", "Quest", "ClusterKV")
 # Of these one layer is as another, and one compiles twice as fast.
 ALIKE = ("GravityKV", "SnapKV", "H2O", "ClusterKV")
 CASES = [

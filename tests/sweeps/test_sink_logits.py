@@ -13,7 +13,7 @@ from tests.support.tiny import calmed, prompt, untied, with_sinks
 from tests.sweeps.test_families import METHODS as EVERY
 
 # Of each kind of step one, and one whose heads stand in groups.
-FEW = ("Full", "CentroidKV", "H2O", "ClusterKV", "Chelsea")
+FEW = ("Full", "CentroidKV", "H2O", "CaM", "StreamingLLM", "ClusterKV", "Chelsea")
 # KVzip+ looks at the outputs' weights.
 METHODS = [replace(method, plus=False) if isinstance(method, ckv.KVzip) else method for method in EVERY]
 CASES = [
