@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from clusterkv_jax.schema import shown
@@ -10,6 +11,8 @@ from clusterkv_jax.schema import shown
 Tokens = tuple[int, ...]
 # Between a context and what the chat template puts behind it.
 _SEPARATOR = "\u241e"
+# Characters of a text whose count of tokens is kept: sentences and lines, not contexts.
+_SHORT = 1024
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,13 @@ def query_aware(case: Case) -> Case:
 
 def counter(tokenizer: Any) -> Callable[[str], int]:
     """A function that counts the tokens of a text, without special ones."""
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    # Cases of long contexts are put together from the same sentences again and again.
+    of_short = lru_cache(maxsize=2**16)(count)
+    return lambda text: of_short(text) if len(text) < _SHORT else count(text)
 
 
 def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
