@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         * version("jaxlib").startswith("0.10."),
     ]
 ).strip()
+# Threads of XLA for all fake devices: by default one each. A device that waits in two collectives at once then leaves
+# another without a thread, and none of them ends.
+os.environ.setdefault("NPROC", "64")
 # Commands called in tests keep their programs where the tests keep theirs, not in the user's folder.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 # Workers of pytest-xdist fork from a process that has used tokenizers; it warns about that.
