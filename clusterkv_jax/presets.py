@@ -162,8 +162,15 @@ def read_preset(file) -> Preset:
         source=source,
         settings=_checked_settings(method, content.get("settings", {}), where),
         budget=None if budget is None else _budget(budget, where),
-        calibration=None if measured is None else read_calibration(file.parent / measured),
+        calibration=None if measured is None else _calibration(file.parent / measured, where),
     )
+
+
+def _calibration(file: Any, where: str) -> Calibration:
+    try:
+        return read_calibration(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"Key 'calibration' of {where} names no calibration: {error}") from error
 
 
 def _budget(content: Any, where: str) -> Budget:

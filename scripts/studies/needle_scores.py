@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import demo_chapter
 import numpy as np
 import typer
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -52,7 +53,7 @@ def main(
     examples = demo_chapter.contexts(decoder.tokenizer, tokens, cases, seed)
     ratios = [float(share) for share in shares.split(",")]
     title = f"{cases * demo_chapter.NEEDLES.keys} questions"
-    table = Table("method", "rows", *(f"{ratio:.2%}" for ratio in (1.0, *ratios)), title=title)
+    table = Table("method", "rows", *(f"{ratio:.2%}" for ratio in (1.0, *ratios)), title=title, box=MARKDOWN)
     budgets = [ckv.Budget(ratio=ratio) for ratio in ratios]
     for stored in cache_dtypes.split(","):
         setting: Any = {} if stored == "none" else {"cache_dtype": stored}
