@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from clusterkv_jax.kernels.append_rows import append_rows
+from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
 from clusterkv_jax.models.config import Rope
@@ -210,11 +211,16 @@ def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slo
     return put(target)
 
 
-def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
-    """The rows of these slots, in this order; -1 becomes an empty slot."""
+def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = False) -> LayerCache:
+    """The rows of these slots, in this order; -1 becomes an empty slot.
+
+    `up` says that the list increases from its first slot on, as `kept_slots` does: rows may then move where they lie.
+    """
     occupied, source = slots >= 0, jnp.maximum(slots, 0)
 
     def take(x: Array) -> Array:
+        if up and x.ndim == 4:
+            return gather_rows(x, slots, in_place=True)
         index, mask = (source[..., None], occupied[..., None]) if x.ndim == 4 else (source, occupied)
         return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
 

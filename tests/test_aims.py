@@ -49,7 +49,7 @@ def test_commands_of_the_benchmark_ask_what_it_takes(aims, tmp_path):
             (options["cache-dtype"],), int(options["engine"]),
         )  # fmt: skip
         assert asked.entries
-        assert options["output"] == str(tmp_path / one.name)
+        assert (aims.ROOT / options["output"]).resolve() == tmp_path / one.name
 
 
 def test_a_measurement_is_made_once_and_its_table_read(aims, tmp_path, monkeypatch):
@@ -126,10 +126,26 @@ def test_figures_of_a_gpu(aims, tmp_path):
     )
 
 
-def test_a_peer_that_failed_is_told(aims):
-    rows = [row("full", 65536, "transformers") | {"failed": "transformers has no room."}]
-    with pytest.raises(ValueError, match="no room"):
-        aims.cell(rows, "transformers")
+def test_what_failed_or_is_missing_has_no_figure(aims, tmp_path, capsys):
+    (peers,) = (one for one in aims.gpu_measurements(5) if one.name == "peers")
+    rows = [row("centroidkv", 65536), row("full", 65536, "transformers") | {"failed": "transformers has no room."}]
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "results.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "peers.json").write_text(json.dumps({"command": peers.command, "seconds": 1.0, "text": ""}))
+    beside = [aim for aim in aims.gpu_aims() if aim.of == ("peers",)]
+    growing, static = aims.table(beside, [peers], tmp_path, 5).splitlines()[2:4]
+    assert " | failed | " in growing
+    assert " | not measured | " in static
+    assert "transformers has no room." in capsys.readouterr().err
+
+
+def test_a_measurement_of_another_command_is_refused(aims, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(aims, "found_device", lambda: {"platform": "gpu", "name": "a GPU", "jax": "0"})
+    (tmp_path / "bf16.json").write_text(json.dumps({"command": "another", "seconds": 1.0, "text": ""}))
+    monkeypatch.setattr(sys, "argv", ["aims", "--output", str(tmp_path), "--only", "bf16"])
+    with pytest.raises(SystemExit):
+        aims.main()
+    assert "holds bf16 of another command: another" in capsys.readouterr().err
 
 
 def test_figures_of_a_cpu(aims):

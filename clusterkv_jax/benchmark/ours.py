@@ -197,7 +197,8 @@ def _steps(model: Model, method: Method, prompts: list[list[int]], new_tokens: i
     others. None for a method that clusters, but not in so many steps.
     """
     batch = make_batch(model, prompts, max_new_tokens=new_tokens)
-    cache = _read(model, method, batch)
+    # Until it is there: the next timing would wait for it.
+    cache = jax.block_until_ready(_read(model, method, batch))
     size = device_bytes((cache.layers, cache.state))
     if method.holds == "host":
         return size, None

@@ -130,7 +130,7 @@ class OrbitKV(Method):
         )
         scores = jnp.where(apart.degree > cache.degree, -jnp.inf, scores)
         slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
-        return take_slots(apart, slots), take_scores(scores, slots)
+        return take_slots(apart, slots, up=True), take_scores(scores, slots)
 
     def _stay(
         self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], centroids: Int[Array, " B"]

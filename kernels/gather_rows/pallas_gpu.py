@@ -6,10 +6,13 @@ that rows from both places are written once.
 
 In place, rows move up within their head: a program a head takes a tile after the other, and what it reads of a tile
 lies nowhere before it. Where no row of a tile moves, nothing is read or written but the list. That fills a device with
-many heads alone; with few heads rows are gathered and copied.
+many heads alone. With few heads rows are gathered and put back, a part of all heads after the other: where launches run
+side by side, layers do not share the memory of what is gathered.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,8 @@ from clusterkv_jax.kernels.gpu import arange, call, load_rows, power_of_two
 TILE_BYTES = 8192
 # Of a tile in place, the warps of its program, and the heads from which on that is taken.
 IN_PLACE_BYTES, IN_PLACE_WARPS, IN_PLACE_HEADS = 16384, 4, 256
+# Of few heads' rows, what is gathered before it is put back: so many parts of all, but no fewer bytes.
+PARTS, LEAST_PART = 16, 2**22
 
 
 def gather_rows(
@@ -32,6 +37,7 @@ def gather_rows(
     *,
     in_place: bool = False,
     in_place_heads: int = IN_PLACE_HEADS,
+    least_part: int = LEAST_PART,
     tile_bytes: int = TILE_BYTES,
     warps: int = 4,
     interpret: bool = False,
@@ -47,18 +53,48 @@ def gather_rows(
     if not sources or rows.size == 0:
         return jnp.zeros((batch, heads, count, width), source.dtype)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
-    if in_place and near is None and count == source.shape[2] and batch * heads >= in_place_heads:
-        return _moved_up(flat(source), flat(rows), interpret).reshape(source.shape)
-    tile = _rows_of_tile(tile_bytes, source, count)
-    outputs = call(
+    sources = [(flat(x), flat(numbers)) for x, numbers in sources]
+    gathered = partial(_gathered, tile_bytes=tile_bytes, warps=warps, interpret=interpret)
+    if not in_place or near is not None or count != source.shape[2]:
+        outputs = gathered(sources)
+    elif batch * heads >= in_place_heads:
+        outputs = _moved_up(*sources[0], interpret)
+    else:
+        least = least_part * count // source.nbytes
+        outputs = _moved_by_parts(*sources[0], gathered, max(1, least, pl.cdiv(count, PARTS)))
+    return outputs.reshape(batch, heads, count, width)
+
+
+def _gathered(
+    sources: list[tuple[Shaped[Array, "BK _ D"], Int[Array, "BK R"]]], tile_bytes: int, warps: int, interpret: bool
+) -> Shaped[Array, "BK R D"]:
+    (source, rows), *_ = sources
+    tile = _rows_of_tile(tile_bytes, source, rows.shape[1])
+    return call(
         partial(_kernel, tile=tile),
-        jax.ShapeDtypeStruct((batch * heads, count, width), source.dtype),
-        *(flat(x) for pair in sources for x in pair),
-        grid=(pl.cdiv(count, tile), batch * heads),
+        jax.ShapeDtypeStruct((*rows.shape, source.shape[2]), source.dtype),
+        *(x for pair in sources for x in pair),
+        grid=(pl.cdiv(rows.shape[1], tile), len(rows)),
         warps=warps,
         interpret=interpret,
     )
-    return outputs.reshape(batch, heads, count, width)
+
+
+def _moved_by_parts(
+    source: Shaped[Array, "BK N D"], rows: Int[Array, "BK N"], gathered: Callable[..., Array], size: int
+) -> Shaped[Array, "BK N D"]:
+    """So many rows of every head, then the next. What a part reads lies nowhere before it."""
+    count = rows.shape[1]
+    if size >= count:
+        return gathered([(source, rows)])
+
+    def move(start: Any, source: Array, size: int) -> Array:
+        part = gathered([(source, jax.lax.dynamic_slice_in_dim(rows, start, size, axis=1))])
+        return jax.lax.dynamic_update_slice_in_dim(source, part, start, axis=1)
+
+    whole, rest = divmod(count, size)
+    source = jax.lax.fori_loop(0, whole, lambda i, source: move(i * size, source, size), source)
+    return move(whole * size, source, rest) if rest else source
 
 
 def _rows_of_tile(size: int, source: Array, count: int) -> int:

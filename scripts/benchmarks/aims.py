@@ -11,6 +11,7 @@ printed, and the table can be printed from it anywhere.
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -43,7 +44,8 @@ class Measurement:
         """What is executed, by this Python."""
         program, *rest = shlex.split(self.command)
         if program == "clusterkv":
-            return [sys.executable, "-m", "clusterkv_jax.cli", *rest, "--output", str(folder / self.name)]
+            output = os.path.relpath(folder / self.name, ROOT)
+            return [sys.executable, "-m", "clusterkv_jax.cli", *rest, "--output", output]
         return [sys.executable, *rest] if program == "python" else [program, *rest]
 
 
@@ -51,7 +53,7 @@ class Measurement:
 class Aim:
     """A figure of one measurement or more: what it should be, and how it is found among their rows.
 
-    `reached` raises StopIteration or KeyError where a row is missing.
+    `reached` raises LookupError where a row is missing, ValueError where its measurement failed.
     """
 
     figure: str
@@ -87,7 +89,7 @@ def gpu_measurements(full_caches: int) -> list[Measurement]:
             "codes", "python scripts/benchmarks/benchmark_quantised.py --slots 65536 131072 --dtypes bfloat16 int8"
         ),
         Measurement("needles", f"python scripts/studies/needle_scores.py {questions}"),
-        Measurement("start", "python scripts/benchmarks/benchmark_start.py --folder /tmp/llama --processes 2"),
+        Measurement("start", "python scripts/benchmarks/benchmark_start.py --folder build/llama --processes 2"),
     ]
 
 
@@ -139,12 +141,14 @@ def cpu_aims() -> list[Aim]:
 
 
 def cell(rows: Sequence[Row], who: str | None = None, length: int | None = None) -> Row:
-    """The row of a method or a peer at this length. Raises ValueError if it failed, StopIteration if there is none."""
-    names = ((row, row["cell"]["method" if row["cell"]["side"] == OURS else "side"]) for row in rows)
-    found = next(row for row, name in names if who in (None, name) and length in (None, row["cell"]["length"]))
-    if found["failed"]:
-        raise ValueError(found["failed"])
-    return found
+    """The row of a method or a peer at this length. Raises LookupError if there is none, ValueError if it failed."""
+    names = [(row, row["cell"]["method" if row["cell"]["side"] == OURS else "side"]) for row in rows]
+    found = [row for row, name in names if who in (None, name) and length in (None, row["cell"]["length"])]
+    if not found:
+        raise LookupError(f"No row of {who} at {length} tokens.")
+    if found[0]["failed"]:
+        raise ValueError(found[0]["failed"])
+    return found[0]
 
 
 def _each(numbers: Iterator[float], form: str = "{:.2f}", unit: str = " ×") -> str:
@@ -217,6 +221,9 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{one.name:12} {one.command}" for one in measurements))
         return
+    for one in (one for one in measurements if kept(one, folder).exists()):
+        if (before := json.loads(kept(one, folder).read_text())["command"]) != one.command:
+            parser.error(f"--output {options.output} holds {one.name} of another command: {before}")
     missing = [
         one for one in measurements if one.name in (options.only or [one.name]) and not kept(one, folder).exists()
     ]
@@ -291,12 +298,24 @@ def table(aims: Sequence[Aim], measurements: Sequence[Measurement], folder: Path
     found = {one.name: rows_of(one, folder) for one in measurements}
     lines = ["| figure | reached | aim | measurement |", "| --- | ---: | ---: | --- |"]
     for aim in aims:
-        rows = [found[name] for name in aim.of]
-        reached = "not measured" if any(each is None for each in rows) else aim.reached(*rows)
         figure = aim.figure.format(n=full_caches)
+        reached = _reached(aim, [found[name] for name in aim.of])
         lines.append(f"| {figure} | {reached} | {aim.wanted} | {', '.join(aim.of)} |")
     lines += ["", "| measurement | command |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {one.name} | `{one.command}` |" for one in measurements)])
+
+
+def _reached(aim: Aim, rows: Sequence[list[Row] | None]) -> str:
+    """What was reached, or why there is no figure; a peer that is not installed has no row."""
+    if None in rows:
+        return "not measured"
+    try:
+        return aim.reached(*rows)
+    except LookupError:
+        return "not measured"
+    except ValueError as error:
+        print(f"{aim.figure}: {error}", file=sys.stderr)
+        return "failed"
 
 
 if __name__ == "__main__":

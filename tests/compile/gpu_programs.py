@@ -26,7 +26,7 @@ from described import array as on_mesh
 from jax.experimental import topologies
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache import groups, take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
@@ -52,6 +52,7 @@ from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.programs import SIDE_BY_SIDE
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
@@ -137,7 +138,7 @@ def programs(array):
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
-    def decoding(method, model=LLAMA, **changes):
+    def decoding(method, model=LLAMA, batch=BATCH, **changes):
         config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
 
         def decode(params, cache, token, ended, key, number):
@@ -158,9 +159,10 @@ def programs(array):
         caches, _ = jax.eval_shape(
             lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
         )
+        caches = jax.eval_shape(lambda caches: take_sequences(caches, jnp.zeros(batch, i32)), caches)
         caches = jax.tree.map(lambda x: array(x.shape, x.dtype), caches)
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-        state = (params, caches, array((BATCH,), i32), array((BATCH,), bool), key, array((), i32))
+        state = (params, caches, array((batch,), i32), array((batch,), bool), key, array((), i32))
         return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
 
     def with_cap(function, args):
@@ -246,6 +248,7 @@ def programs(array):
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
         "decode": decoding(ckv.CentroidKV(share)),
+        "decode a batch": decoding(ckv.CentroidKV(share), batch=24),
         "decode by scores": decoding(ckv.OrbitKV(share)),
         "decode by shares": decoding(ckv.OrbitKV(ckv.Budget(ratio=0.2, shares=SHARES))),
         "step in groups": stepping(None),
@@ -314,7 +317,8 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
         if not includes(name):
             continue
         with jax.set_mesh(mesh):
-            compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+            options = SIDE_BY_SIDE if name.startswith("decode") else None  # as `decode_loop` is compiled
+            compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()
         results[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),

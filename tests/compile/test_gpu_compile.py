@@ -108,9 +108,14 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
 
 
 def test_decoding_holds_one_cache(programs):
-    """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due."""
+    """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due.
+
+    Layers whose launches may run side by side cannot share what they need beside it.
+    """
     for name in (
         "decode",
+        "decode a batch",
+        "decode by scores",
         "decode of int8",
         "decode with pages",
         "decode of int4 with pages",

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from clusterkv_jax.kernels.gather_rows import gather_rows, pallas_gpu, reference
 from tests.kernels.base import compiled, drawn, normal
 
-BACKENDS = {"xla": reference.gather_rows, "gpu": partial(pallas_gpu.gather_rows, in_place_heads=1, interpret=True)}
+BACKENDS = {
+    "xla": reference.gather_rows,
+    "gpu": partial(pallas_gpu.gather_rows, in_place_heads=1, interpret=True),
+    "gpu, by parts": partial(pallas_gpu.gather_rows, least_part=1, interpret=True),
+}
 
 
 def check_gather(implementation, *, examples=6):
