@@ -78,6 +78,14 @@ def test_a_measurement_is_made_once_and_its_table_read(aims, tmp_path, monkeypat
         aims.main()
 
 
+def test_a_list_of_commands_leaves_nothing_behind(aims, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(aims, "found_device", lambda: {"platform": "gpu", "name": "a GPU", "jax": "0"})
+    monkeypatch.setattr(sys, "argv", ["aims", "--output", str(tmp_path / "new"), "--list"])
+    aims.main()
+    assert len(capsys.readouterr().out.splitlines()) == len(aims.gpu_measurements(10))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_command_that_fails_is_not_kept(aims, tmp_path):
     one = aims.Measurement("start", "python -c 'raise SystemExit(3)'")
     with pytest.raises(SystemExit, match="start ended with status 3"):

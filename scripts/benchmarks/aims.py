@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ LLAMA = "clusterkv benchmark --model llama-3.1-8b"
 # Sequences in the memory of `--full-caches`, per full cache: rows in bf16, and in int8 a fifth and an eighth of them.
 IN_BF16, IN_INT8, EIGHTH = 4.8, 9.4, 15.0
 PEER, STATIC = "transformers", "transformers-static"
+LENGTHS = (32768, 65536, 131072)  # whose tokens have an aim
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,7 @@ CPU_MEASUREMENTS = [
 
 def gpu_aims() -> list[Aim]:
     """What is shown of a GPU."""
-    lengths = (32768, 65536, 131072)
-    floors = lambda method: lambda rows: _each(cell(rows, method, n)["over_floor"] for n in lengths)  # noqa: E731
+    floors = lambda method: lambda rows: _each(cell(rows, method, n)["over_floor"] for n in LENGTHS)  # noqa: E731
     of_caches = lambda full, rows: f"{cell(rows)['tokens_per_s'] / cell(full)['tokens_per_s']:.1f} ×"  # noqa: E731
     beside = lambda rows, peer: _ratio(cell(rows, peer), cell(rows, "centroidkv"), "tpot")  # noqa: E731
     return [
@@ -123,7 +124,7 @@ def gpu_aims() -> list[Aim]:
         Aim("an engine over full batches, 200 requests", "≥ 85 %", ("engine",), _engine),
         Aim("64 questions over 64 readings, 64k", "≥ 40 ×", ("questions",), _questions),
         Aim("attention to int8 rows, of the bandwidth; 64k and 128k, 1 and 8 sequences", "≥ 80 %", ("codes",), _codes),
-        Aim("needles found in int8 and int4 rather than bf16, points", "≥ − 0.5, − 2", ("needles",), _needles),
+        Aim("needles found in int8 and int4 rather than float32, points", "≥ − 0.5, − 2", ("needles",), _needles),
         Aim("compiling in a second process", "≤ 3 s", ("start",), lambda rows: f"{rows[-1]['compiling']} s"),
     ]
 
@@ -165,7 +166,7 @@ def _best_peer(rows: Sequence[Row], time_of: str) -> str:
 
 
 def _token_of_auto(rows: Sequence[Row]) -> str:
-    both = ((cell(rows, name, n)["tpot"]["median"] for name in ("auto", "centroidkv")) for n in (32768, 65536, 131072))
+    both = ((cell(rows, name, n)["tpot"]["median"] for name in ("auto", "centroidkv")) for n in LENGTHS)
     return _each(auto / centroidkv for auto, centroidkv in both)
 
 
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     options = parser.parse_args()
     folder = options.output.resolve()
-    device = the_device(folder)
+    device = the_device(folder, keep=not options.list)
     gpu = device["platform"] == "gpu"
     measurements = gpu_measurements(options.full_caches) if gpu else CPU_MEASUREMENTS
     unknown = set(options.only or ()) - {one.name for one in measurements}
@@ -238,13 +239,16 @@ def main() -> None:
         put_into(options.markdown, folder.name, text)
 
 
-def the_device(folder: Path) -> dict[str, str]:
-    """What the folder's measurements were made on; of a new folder, what jax finds here."""
+def the_device(folder: Path, keep: bool) -> dict[str, str]:
+    """What the folder's measurements were made on; of a new folder, what jax finds here, which it may keep."""
     file = folder / "device.json"
-    if not file.exists():
+    if file.exists():
+        return json.loads(file.read_text())
+    device = found_device()
+    if keep:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found_device(), indent=2) + "\n")
-    return json.loads(file.read_text())
+        write_whole(file, json.dumps(device, indent=2) + "\n")
+    return device
 
 
 def found_device() -> dict[str, str]:
@@ -301,8 +305,14 @@ def table(aims: Sequence[Aim], measurements: Sequence[Measurement], folder: Path
         figure = aim.figure.format(n=full_caches)
         reached = _reached(aim, [found[name] for name in aim.of])
         lines.append(f"| {figure} | {reached} | {aim.wanted} | {', '.join(aim.of)} |")
-    lines += ["", "| measurement | command |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {one.name} | `{one.command}` |" for one in measurements)])
+    commands = (f"# {one.name}\n{wrapped(one.command)}" for one in measurements)
+    return "\n".join([*lines, "", "```bash", *commands, "```"])
+
+
+def wrapped(command: str) -> str:
+    """A command in lines of a page, as a shell reads it."""
+    lines = textwrap.wrap(command, 116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(lines)
 
 
 def _reached(aim: Aim, rows: Sequence[list[Row] | None]) -> str:
