@@ -41,9 +41,9 @@ help:
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and caches"
 
-# Programs of the demo run for seconds: compiled quickly, but with optimisations, without which a prompt takes three times
-# as long. An XLA that does not know a flag ends the process, so that only versions get these which are known to know
-# them.
+# Programs of the demo run for seconds: compiled quickly, but with optimisations, without which a prompt can take three
+# times as long. An XLA that does not know a flag ends the process, so that only versions get these which are known to
+# know them.
 QUICKLY := --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 demo: $(STAMPS)/base
 	@QUICKLY="$$($(BIN)/python -c 'from importlib.metadata import version as v; print("$(QUICKLY)" * v("jaxlib").startswith("0.10."))')"; \
