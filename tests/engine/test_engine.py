@@ -307,7 +307,9 @@ def many(served, count):
         with pytest.raises(ValueError, match="exceed"):
             served.add(prompt(number, 130))
         with pytest.raises(ValueError, match="temperature"):
-            served.add(context, prompt(number, 2), sampling=dataclasses.replace(WARM, temperature=-1.0))
+            served.add(context, prompt(number, 2), sampling=ckv.Sampling(temperature=-1.0))
+        with pytest.raises(ValueError, match="seed"):
+            served.add(context, prompt(number, 2), sampling=WARM, seed=-1)
         if number % 7 == 3:
             served.step()
             handles[number - number % 5].cancel()
