@@ -25,9 +25,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
+from clusterkv_jax.conditions import where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
@@ -369,18 +369,6 @@ def next_token_jit(
 ) -> Int[Array, " B"]:
     """`next_token`, whole on every device of a mesh, as `decode_loop` gives it back."""
     return constrain(next_token(logits, sampling, key, number), None)
-
-
-def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function(tree)` if due, else `tree`.
-
-    On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a
-    conditional, in the branch that changes nothing too, and that at every step.
-    """
-    if platform() != "gpu":
-        return jax.lax.cond(due, function, lambda tree: tree, tree)
-    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
-    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))[1]
 
 
 def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:

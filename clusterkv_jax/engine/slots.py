@@ -23,7 +23,8 @@ from clusterkv_jax.batch import padded
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.decoding import append_step, prefill, where_due
+from clusterkv_jax.conditions import where_due
+from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method

@@ -37,6 +37,7 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
+from clusterkv_jax.conditions import in_order
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -210,13 +211,17 @@ def step_layer(
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
-    late = [
-        jnp.any(rows_held(group) >= memory["due"])
-        for layer, state in zip(cache.layers, cache.state, strict=True)
-        for group, memory in zip(groups(layer), state, strict=True)
-        if memory is not None and "due" in memory
-    ]
+    late = [x for layer, state in zip(cache.layers, cache.state, strict=True) for x in _late(layer, state).values()]
     return jnp.any(jnp.stack(late)) if late else None
+
+
+def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
+    """Whether any sequence is due, of the layer's groups that can ever be."""
+    return {
+        i: jnp.any(rows_held(group) >= memory["due"])
+        for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
+        if memory is not None and "due" in memory
+    }
 
 
 @jax.named_scope("recompress")
@@ -225,24 +230,29 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
 
     `rope` are the model's rotations, for methods that score rows by queries of other positions.
     """
-    layers, states, selection, number = [], [], None, -1
-    alone = is_by_head(method, sum(not isinstance(layer, WindowCache) for layer in cache.layers))
+    layers, states, selection, number, earlier = [], [], None, -1, jnp.array(False)
+    by_heads = is_by_head(method, sum(not isinstance(layer, WindowCache) for layer in cache.layers))
     for layer, state in zip(cache.layers, cache.state, strict=True):
         if isinstance(layer, WindowCache):
             layers.append(layer)
             states.append(state)
             continue
         number += 1
-        before = selection if "selection" in method.needs(number) else None
-        args = method, layer, state, cache.position, rope
-        layer, state, selection_here = _recompress_layer(*args, before, alone)
-        selection = selection_here if before is None else before
+        late = _late(layer, state)
+        if by_heads and len(late) > 1:
+            alone = lambda held: _recompress_alone(method, *held, cache.position, rope)  # noqa: E731
+            late_here = jnp.any(jnp.stack([*late.values()]))
+            earlier, (layer, state) = in_order(earlier, late_here, alone, (layer, state))
+        else:
+            before = selection if "selection" in method.needs(number) else None
+            layer, state, here = _recompress_layer(method, layer, state, cache.position, rope, before)
+            selection = here if before is None else before
         layers.append(layer)
         states.append(state)
     return replace(cache, layers=placed(method, tuple(layers)), state=placed_state(method, tuple(states)))
 
 
-@partial(jax.jit, static_argnames=("method", "rope", "alone"))
+@partial(jax.jit, static_argnames=("method", "rope"))
 def _recompress_layer(
     method: Method,
     layer: Layer,
@@ -250,14 +260,8 @@ def _recompress_layer(
     position: Int[Array, " B"],
     rope: Rope | None,
     selection: tuple[Any, ...] | None,
-    alone: bool,
 ) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
     """Equal layers are traced once."""
-    late = [i for i, memory in enumerate(state) if memory is not None and "due" in memory]
-    if alone and len(late) > 1:
-        heads = (*by_head.copies(layer, state, late), position)
-        done = by_head.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
-        return *by_head.put_back(layer, state, late, *done), (None,) * len(state)
     befores = (None,) * len(state) if selection is None else selection
     parts = [
         _recompress_group(method, group, memory, position, rope, before)
@@ -265,6 +269,17 @@ def _recompress_layer(
     ]
     layer = with_groups(layer, [part.cache for part in parts])
     return layer, tuple(part.memory for part in parts), tuple(part.selection for part in parts)
+
+
+@partial(jax.jit, static_argnames=("method", "rope"))
+def _recompress_alone(
+    method: Method, layer: Layer, state: tuple[State, ...], position: Int[Array, " B"], rope: Rope | None
+) -> tuple[Layer, tuple[State, ...]]:
+    """Every head as a sequence of its own, of all groups that can ever be due."""
+    late = list(_late(layer, state))
+    heads = (*by_head.copies(layer, state, late), position)
+    done = by_head.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
+    return by_head.put_back(layer, state, late, *done)
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))

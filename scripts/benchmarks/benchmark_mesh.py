@@ -13,6 +13,9 @@ devices, so that a model need not fit one of them. In float32 tokens should be t
 import argparse
 import contextlib
 import statistics
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,6 +63,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model, the first ones [all]")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
+    parser.add_argument("--progress", action="store_true", help="say when each layer is read, which waits for it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", help="folder for a profile of each variant's last segment", default=None)
     options = parser.parse_args()
@@ -105,7 +109,10 @@ def lines(
     width = tokens.shape[1]
 
     def read() -> Any:
-        return ckv.prefill(params, config, method, tokens, np.full(1, width), max_new_tokens=reserve(options))
+        on_layer = layers_read(config.num_layers) if options.progress else None
+        return ckv.prefill(
+            params, config, method, tokens, np.full(1, width), max_new_tokens=reserve(options), on_layer=on_layer
+        )
 
     seconds = []
     for _ in range(1 + options.repeats):
@@ -125,6 +132,19 @@ def lines(
                 "" if new is None else f"{(new == tokens_of_first.setdefault((method, batch, name), new)).mean():.1%}"
             )
             yield f"{batch} | {name} | {reading} | {step} | {same} | {held} | {most_held()}"
+
+
+def layers_read(count: int) -> Callable[[int, jax.Array], None]:
+    """A line for each layer of so many."""
+    begin = time.perf_counter()
+
+    def on_layer(number: int, hidden: jax.Array) -> None:
+        jax.block_until_ready(hidden)
+        took = time.perf_counter() - begin
+        left = took / (number + 1) * (count - number - 1)
+        print(f"layer {number + 1} of {count}: {took:.0f} s, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    return on_layer
 
 
 def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, options: argparse.Namespace) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import conditions
 from clusterkv_jax.cache import groups
 from clusterkv_jax.kernels.quantised import as_array
 from clusterkv_jax.methods import base, by_head, chassis, compressing
@@ -116,6 +117,24 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
     same(extended(method, monkeypatch), alone)
     assert steps
+
+
+@pytest.mark.parametrize("name", ["gravity", "scores"])
+def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch):
+    """Layers that are due become what they become elsewhere, and the one between them stays as it is."""
+    method, parts = METHODS[name], [compressed(METHODS[name], layer) for layer in range(LAYERS)]
+    sooner = lambda memory: memory | {"due": memory["budget"], "budget": memory["budget"] // 2}  # noqa: E731
+    states = [tuple(memory and sooner(memory) for memory in state) for _, state in parts]
+    states[1] = parts[1][1]
+    cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
+    recompressed = lambda: jax.jit(lambda cache: chassis.recompress(method, cache, None))(cache)  # noqa: E731
+    elsewhere = recompressed()
+    monkeypatch.setattr(conditions, "platform", lambda: "gpu")
+    got = recompressed()
+    same(got, elsewhere)
+    same((got.layers[1], got.state[1]), (cache.layers[1], cache.state[1]))
+    rows = [[sum(int(group.length.sum()) for group in groups(layer)) for layer in each.layers] for each in (got, cache)]
+    assert [now < before for now, before in zip(*rows, strict=True)] == [True, False, True]
 
 
 def test_all_layers_share_the_program_that_compresses():

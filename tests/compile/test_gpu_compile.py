@@ -125,6 +125,12 @@ def test_decoding_holds_one_cache(programs):
         assert programs[name]["temporary"] <= programs[name]["alias"] / 2, name
 
 
+def test_unequal_heads_are_copied_a_layer_at_a_time(programs):
+    """In slots for the largest of them: a power of two of rows, with scores beside."""
+    row, slots = 2 * 2 * 128 + 4 + 4 + 4, 32768
+    assert programs["decode by shares"]["temporary"] <= 1.2 * 8 * slots * row
+
+
 def test_scores_of_a_step_are_one_launch_a_layer(programs):
     """Their product, bias and all; they enter their slots with the rows."""
     plain, scored = programs["decode"]["launches"], programs["decode by scores"]["launches"]

@@ -1,0 +1,40 @@
+"""What happens only where it is due: to a tree as a whole, or to its parts one after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from clusterkv_jax.kernels.dispatch import platform
+
+
+def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function(tree)` if due, else `tree`.
+
+    On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a
+    conditional, in the branch that changes nothing too, and that at every step.
+    """
+    if platform() != "gpu":
+        return jax.lax.cond(due, function, lambda tree: tree, tree)
+    return _at_most_once(due, function, tree)[1]
+
+
+def in_order(
+    earlier: Bool[Array, ""], due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any
+) -> tuple[Bool[Array, ""], Any]:
+    """`function(tree)`, which leaves the tree as it is unless due, and what the next part takes as its `earlier`.
+
+    On a GPU it begins when the part before has ended: what XLA lets run at the same time shares no memory. `earlier` is
+    False, of the first part and after each, which the compiler does not know. Elsewhere XLA orders parts by itself.
+    """
+    if platform() != "gpu":
+        return earlier, function(tree)
+    return _at_most_once(due & ~earlier, function, tree)
+
+
+def _at_most_once(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> tuple[Bool[Array, ""], Any]:
+    """False, and the tree."""
+    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda state: state[0], once, (due, tree))
