@@ -7,9 +7,9 @@
     decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
 
 Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
-the one that compresses (`methods.compressing`); only one layer's full KV is alive beside the compressed ones. Decoding
-is one program with its layers unrolled, its cache donated, and one scalar condition around the clustering of all
-layers.
+the one that compresses (`methods.compressing`); only one layer's full KV is alive beside the compressed ones, on a GPU
+that of a few layers while it is small. Decoding is one program with its layers unrolled, its cache donated, and one
+scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
-from clusterkv_jax.methods.compressing import compress
+from clusterkv_jax.methods.compressing import ReadLayer, awaits, compress
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
@@ -127,10 +127,9 @@ def prefill(
             rows, logits = _read_and_repeat(*args, on_layer, run)
 
         planned = cache(partial(planned_layer, config, method, request, lengths if numbers is None else numbers, plans))
-        layers, state, selection = [], [], None
+        done, waiting, selection, layers = [], [], None, len(config.global_layers)
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
-            before = None if plan.selects else selection
             if rows is None:
                 _check_surrogate(weights, method, plan.needs)
                 args = weights, config.of_layer(number), _parts(method, plan), prefill_chunk, hidden, position
@@ -139,17 +138,18 @@ def prefill(
                     on_layer(number, hidden)
             else:
                 prompt = rows.pop(0)
-            if number + 1 < config.num_layers:
-                planned(number + 1)  # while the device reads: it clusters in step with the host, and would wait
-            args = method, plan, prompt, budgets, key, np.asarray(number, np.int32), before
-            layer, memory, selection_here = compress(run, *args)
-            del prompt, args  # a layer's rows go as soon as it is compressed
-            selection = selection_here if plan.selects and plan.window is None else selection
-            layers.append(layer)
-            state.append(memory)
+            waiting.append(ReadLayer(number, plan, prompt, budgets))
+            # While the device reads: it clusters in step with the host, and would wait.
+            following = planned(number + 1)[0] if number + 1 < config.num_layers else None
+            if following is None or not awaits(method, waiting, following, layers):
+                compressed, selection = compress(run, method, waiting, key, layers, selection)
+                done.extend(compressed)
+                waiting.clear()
+            args = prompt = None  # a layer's rows go as soon as it is compressed
         if logits is None:
             logits = run(reading.last_logits, params, config, hidden, position)
-        return KVCache(tuple(layers), tuple(state), position), logits
+        caches, state = zip(*done, strict=True)
+        return KVCache(caches, state, position), logits
 
 
 def _read_and_repeat(

@@ -4,7 +4,8 @@
 
     [{"where": {"dim": 128, "slots": [0, 16384]}, "blocks": {"block": 128, "warps": 4}}, ...]
 
-A number or string in `where` must be equal, a pair is a range with both ends.
+A number or string in `where` must be equal, a pair is a range with both ends. A device without a file of its own takes
+that of one with the same multiprocessors.
 """
 
 import json
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_jax.kernels.dispatch import device_kind
+
+# Kinds of devices by a part of their names, and whose sizes they take.
+ALIKE = {"H100": "NVIDIA H200", "H800": "NVIDIA H200", "GH200": "NVIDIA H200"}
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,9 @@ def forget() -> None:
 
 @cache
 def _blocks(op: str, device: str, shape: tuple[tuple[str, int | str], ...]) -> dict[str, int]:
-    path = file(op, device)
-    sizes = dict(shape)
+    path, sizes = file(op, device), dict(shape)
+    if not path.exists():
+        path = next((file(op, other) for part, other in ALIKE.items() if part in device), path)
     for entry in json.loads(path.read_text()) if path.exists() else []:
         if unknown := entry["where"].keys() - sizes.keys():
             raise ValueError(f"{path.name} of {op} names {', '.join(sorted(unknown))}; allowed: {', '.join(sizes)}.")

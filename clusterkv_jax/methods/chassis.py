@@ -98,7 +98,8 @@ def compress_layer(
     if plan.window is not None:
         return ring(prompt.keys, prompt.values, prompt.lengths, plan.window, plan.capacities[0]), (None,), ()
     if plan.by_head is not None:
-        heads = compress_heads(method, plan.by_head, plan.needs, prompt, *budgets_by_head(plan, budgets), key)
+        of_heads, shares = budgets_by_head(plan, budgets)
+        heads = compress_heads(method, plan.by_head, plan.needs, prompt, of_heads, shares[None], key)
         return *by_head.grouped(method, plan, *heads), (None,) * len(plan.groups)
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[tuple[Any, State, Any]] = []
@@ -123,12 +124,13 @@ def compress_heads(
     needs: frozenset[str],
     prompt: Prompt,
     budgets: Int[Array | np.ndarray, "B K stages"],
-    shares: Float[Array | np.ndarray, " K"],
+    shares: Float[Array | np.ndarray, "#B K"],
     key: Array | None,
 ) -> tuple[LayerCache, by_head.ByHead]:
     """Every KV head of a layer after its prompt, each compressed as a sequence of its own, and what it remembers.
 
-    `plan` and `needs` are static, the others as in `compress_layer`; `shares` are those of the heads.
+    `plan` and `needs` are static, the others as in `compress_layer`; `shares` are those of the heads, in all sequences
+    or in each.
     """
     _check_inputs(method, prompt, needs)
     batch, heads = prompt.keys.shape[:2]
@@ -138,7 +140,7 @@ def compress_heads(
     )
     prompt = Prompt(queries, cache.keys, cache.values, jnp.repeat(prompt.lengths, heads), scores=scores)
     budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
-    share = jnp.tile(jnp.asarray(shares), batch)
+    share = jnp.broadcast_to(jnp.asarray(shares), (batch, heads)).reshape(-1)
     group, memory, _ = _compress_group(method, cache, prompt, budgets, plan, key, None, share)
     assert isinstance(group, LayerCache)
     return by_head.together(resize(group, plan.capacity), memory, heads)

@@ -51,8 +51,10 @@ def chunked_matching(
     # tf32 products keep several copies of a float32 tile in shared memory.
     most = MOST_ROWS // 2 if stored.dtype == jnp.float32 else MOST_ROWS
     tile = min(power_of_two(chunk // 2, 16), most)
-    across = pl.cdiv(chunk // 2, tile)
     sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=stored.shape[3], itemsize=stored.dtype.itemsize)
+    # Of values too, half as many A rows a program: more programs hide each other's loads.
+    a_tile = tile if values is None else min(tile, MOST_ROWS // 2)
+    across = pl.cdiv(chunk // 2, a_tile)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
     optional = {name: jax.tree.map(flat, x) for name, x in optional.items() if x is not None}
@@ -60,6 +62,7 @@ def chunked_matching(
         _kernel,
         chunk=chunk,
         tile=tile,
+        a_tile=a_tile,
         step=sizes["columns"],
         edges=edges,
         normalize=normalize,
@@ -82,14 +85,14 @@ def chunked_matching(
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
 
 
-def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, value_weight, names):
+def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, normalize, value_weight, names):
     """Edges of one tile of A rows of one chunk of one head."""
     optional, (match, score) = dict(zip(names, refs[:-2], strict=True)), refs[-2:]
-    half, blocks = chunk // 2, pl.cdiv(chunk // 2, tile)
-    head, number = pl.program_id(1), pl.program_id(0) // blocks
+    half, blocks, across = chunk // 2, pl.cdiv(chunk // 2, tile), pl.cdiv(chunk // 2, a_tile)
+    head, number = pl.program_id(1), pl.program_id(0) // across
     n, begin = count[head], first[head]
 
-    def locate(block: Array | int, parity: int) -> tuple[Array, Array, Array]:
+    def locate(block: Array | int, parity: int, tile: int) -> tuple[Array, Array, Array]:
         """Of one tile of A or B rows: number within the side, whether there is such a row, and where it lies."""
         k = block * tile + arange(tile)
         offset = number * chunk + 2 * k + parity
@@ -102,7 +105,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
     def row_bias(slot: Array, inside: Array) -> Array:
         return plgpu.load(optional["bias"].at[head, slot], mask=inside, other=0.0).astype(jnp.float32)
 
-    a, a_inside, a_rows = locate(pl.program_id(0) % blocks, 0)
+    a, a_inside, a_rows = locate(pl.program_id(0) % across, 0, a_tile)
     out = number * half + a
     weight = optional["key_weight"][head] if "key_weight" in optional else 1.0
     real = (a < half) & (out < edges)
@@ -110,7 +113,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
     @pl.when(number * chunk < n)
     def _():
         def best_of(block, best):
-            b, b_inside, b_rows = locate(block, 1)
+            b, b_inside, b_rows = locate(block, 1, tile)
             sides = (head, a_rows, a_inside, b_rows, b_inside, step)
             if "values" in optional:
                 # Values first, in units of the keys' weight: one tile of sums serves both.
@@ -131,7 +134,7 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
             better = top > best[1]  # an earlier tile's b wins a tie
             return jnp.where(better, lowest, best[0]), jnp.where(better, top, best[1])
 
-        best = (jnp.zeros((tile,), jnp.int32), jnp.full((tile,), -jnp.inf, jnp.float32))
+        best = (jnp.zeros((a_tile,), jnp.int32), jnp.full((a_tile,), -jnp.inf, jnp.float32))
         best = best_of(0, best) if blocks == 1 else jax.lax.fori_loop(0, blocks, best_of, best)
         partner = jnp.where(best[1] > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
         plgpu.store(match.at[head, out], partner, mask=real)
@@ -139,17 +142,17 @@ def _kernel(features, first, count, *refs, chunk, tile, step, edges, normalize, 
 
     @pl.when(number * chunk >= n)
     def _():
-        plgpu.store(match.at[head, out], jnp.full((tile,), -1, jnp.int32), mask=real)
-        plgpu.store(score.at[head, out], jnp.full((tile,), -jnp.inf, jnp.float32), mask=real)
+        plgpu.store(match.at[head, out], jnp.full((a_tile,), -1, jnp.int32), mask=real)
+        plgpu.store(score.at[head, out], jnp.full((a_tile,), -jnp.inf, jnp.float32), mask=real)
 
 
 def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None):
     """Dot products of A and B rows, added to `value`, and the sums of squares of both, over tiles of columns."""
     coded = isinstance(rows, Quantised)
-    width, tile = as_array(rows).shape[2], a_rows.shape[0]
+    width = as_array(rows).shape[2]
     step = min(power_of_two(width, LEAST_CODES if coded else LEAST_NUMBERS), step)
-    product = jnp.zeros((tile, tile), jnp.float32) if value is None or coded else value
-    a_square = b_square = jnp.zeros((tile,), jnp.float32)
+    a_square, b_square = jnp.zeros(a_rows.shape, jnp.float32), jnp.zeros(b_rows.shape, jnp.float32)
+    product = jnp.zeros((*a_rows.shape, *b_rows.shape), jnp.float32) if value is None or coded else value
     for start in range(0, width, step):
         columns = arange(step, start)
         a_parts = _parts(rows, head, a_rows, columns, a_inside)

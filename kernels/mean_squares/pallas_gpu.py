@@ -12,7 +12,7 @@ from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, 
 from clusterkv_jax.kernels.mean_squares.reference import mean_of
 from clusterkv_jax.kernels.quantised import as_array
 
-BLOCK = 128  # rows of a program
+BLOCK = 64  # rows of a program
 
 
 def mean_squares(rows, index, length, *, interpret=False):
@@ -40,6 +40,10 @@ def _kernel(rows, index, length, sums):
     block, head = pl.program_id(0), pl.program_id(1)
     number = block * BLOCK + arange(BLOCK)
     inside = number < jnp.minimum(length[head], index.shape[1])
-    at = plgpu.load(index.at[head, number], mask=inside, other=0)
-    parts = load_numbers(rows, head, at, arange(power_of_two(width, 16)), inside)
-    sums[head, block] = sum(jnp.sum(part * part) for part in parts)
+    sums[head, block] = 0.0
+
+    @pl.when(block * BLOCK < length[head])
+    def _():
+        at = plgpu.load(index.at[head, number], mask=inside, other=0)
+        parts = load_numbers(rows, head, at, arange(power_of_two(width, 16)), inside)
+        sums[head, block] = jnp.sum(sum(jnp.sum(part * part, axis=1) for part in parts))

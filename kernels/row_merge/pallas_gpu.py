@@ -27,7 +27,9 @@ from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
-SIZES = {"plan_warps": 4, "moved_rows": 16, "move_warps": 4, "move_programs": 2**13}
+SIZES = {"plan_warps": 4, "moved_rows": 2, "move_warps": 1, "move_programs": 2**14}
+# Rows that join the same b row, read at once after the first: most b rows have one, some draw in whatever is near.
+JOINS = 8
 
 
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, sizes=None, interpret=False):
@@ -219,19 +221,24 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
             jax.lax.fori_loop(0, jnp.maximum(turns, 0), turn, None)
 
 
-def _move_rows(x, head, slot, total, first, joins, targets, weight):
+def _move_rows(x, head, slot, total, begin, joins, targets, weight):
     _, slots, width = as_array(x).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
     own = load_numbers(x, head, slot, columns, grows)
 
-    def add(j, change):
-        there = j < joins
-        a_slot = plgpu.load(targets.at[head, first + j], mask=there, other=0)
-        n = plgpu.load(weight.at[head, first + j], mask=there, other=0.0)
-        row = load_numbers(x, head, a_slot, columns, there)
-        return [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
+    def add(first, at_once, change):
+        # Loads first, so that none waits for another; sums in the order of the rows.
+        numbers = [first + j for j in range(at_once)]
+        slots = [plgpu.load(targets.at[head, begin + j], mask=j < joins, other=0) for j in numbers]
+        weights = [plgpu.load(weight.at[head, begin + j], mask=j < joins, other=0.0) for j in numbers]
+        rows = [load_numbers(x, head, at, columns, j < joins) for j, at in zip(numbers, slots, strict=True)]
+        for n, row in zip(weights, rows, strict=True):
+            change = [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
+        return change
 
-    change = jax.lax.fori_loop(0, jnp.max(joins), add, [jnp.zeros_like(part) for part in own])
+    change = add(0, 1, [jnp.zeros_like(part) for part in own])
+    turns = pl.cdiv(jnp.max(joins) - 1, JOINS)
+    change = jax.lax.fori_loop(0, turns, lambda turn, change: add(1 + turn * JOINS, JOINS, change), change)
     n = jnp.where(grows, total, 1.0)[:, None]
     mean = [part + more / n for part, more in zip(own, change, strict=True)]
     # Masked rows point nowhere: nothing is written twice.

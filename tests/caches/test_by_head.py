@@ -152,9 +152,9 @@ def test_all_layers_share_the_program_that_compresses():
     with compilation() as compiled:
         for number, plan in enumerate(plans):
             budgets = rows_of_request(method, plan, LENGTHS, number, request)
-            key = jax.random.key(0), np.asarray(number, np.int32)
-            layer, state, _ = compressing.compress(run, method, plan, whole, budgets, *key, None)
-            same((layer, state), jax.jit(compress_layer_of(method, plan, whole, budgets, number))())
+            read = compressing.ReadLayer(number, plan, whole, budgets)
+            (layer_and_state,), _ = compressing.compress(run, method, [read], jax.random.key(0), LAYERS)
+            same(layer_and_state, jax.jit(compress_layer_of(method, plan, whole, budgets, number))())
     assert called == ["_compress_heads", "_group_heads"] * LAYERS
     assert compiled.programs >= 1
 

@@ -1,0 +1,114 @@
+"""Layers that a GPU compresses at once, as sequences of one batch: each becomes what it becomes alone."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.methods import compressing
+from clusterkv_jax.methods.chassis import Prompt
+from clusterkv_jax.methods.plan import plan_layer
+from clusterkv_jax.methods.request import request_of_tensors
+from tests.caches.test_by_head import same
+from tests.support.tiny import prompt, sliding, taught
+
+LAYERS = 4
+HALF = ckv.Budget(ratio=0.5)
+UNEQUAL = replace(HALF, shares=((1.5, 0.5), (0.6, 1.4), (1.2, 0.8), (0.9, 1.1)))
+SMALL = {"sinks": 2, "recent": 4, "chunk": 16, "interval": 8}
+GRAVITY = ckv.GravityKV(HALF, **SMALL)
+TOGETHER = {
+    "centroids": ckv.CentroidKV(HALF, **SMALL),
+    "codes": replace(GRAVITY, cache_dtype="int8"),
+    "scores": ckv.OrbitKV(HALF, interval=8),
+    "fitted": ckv.Matched(GRAVITY),
+    "pair": ckv.Composed(ckv.SnapKV(HALF, window=4), GRAVITY),
+}
+ALONE = {
+    "all rows": ckv.Full(),
+    "no merges": ckv.SnapKV(HALF, window=4, kernel=3),
+    "draws": ckv.Composed(ckv.Compactor(HALF), GRAVITY),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """Where layers are compressed at once; all else stays as it is."""
+    monkeypatch.setattr(compressing, "platform", lambda: "gpu")
+
+
+def prefill(method, model=None, lengths=(48, 33)):
+    """A cache, the logits, and how often each program was called."""
+    model, called = model or taught(layers=LAYERS), Counter()
+
+    def run(program, *args):
+        called[program.__name__] += 1
+        return program(*args)
+
+    texts = [prompt(i, 48) for i in range(len(lengths))]
+    cache = ckv.prefill(
+        model.params, model.config, method, np.asarray(texts), np.asarray(lengths), max_new_tokens=24, run=run
+    )
+    return cache, called
+
+
+@pytest.mark.parametrize("lengths", [(48,), (48, 33)], ids=["one", "unequal"])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_layers_at_once_are_what_each_is_alone(name, lengths, monkeypatch):
+    got, called = prefill(TOGETHER[name], lengths=lengths)
+    assert called["_compress_layers"] == 1
+    assert called["_compress_layer"] == 0
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    want, called = prefill(TOGETHER[name], lengths=lengths)
+    assert called["_compress_layer"] == LAYERS
+    same(got, want)
+
+
+@pytest.mark.parametrize("name", ["centroids", "scores"])
+def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
+    method = replace(TOGETHER[name], budget=UNEQUAL)
+    got, called = prefill(method)
+    assert (called["_compress_heads_of_layers"], called["_group_heads"], called["_compress_heads"]) == (1, LAYERS, 0)
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    want, called = prefill(method)
+    assert called["_compress_heads"] == LAYERS
+    same(got, want)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_other_methods_take_one_layer_after_the_other(name):
+    """Most of them are done in a few launches, and some draw numbers for each layer."""
+    _, called = prefill(ALONE[name])
+    assert (called["_compress_layers"], called["_compress_layer"]) == (0, LAYERS)
+
+
+def test_layers_between_windows_go_one_by_one():
+    """No rows wait while other layers are read."""
+    _, called = prefill(GRAVITY, sliding(layers=LAYERS))
+    assert (called["_compress_layers"], called["_compress_layer"]) == (0, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layers", "expected"),
+    [
+        (16384, 32, 8),
+        (32768, 32, 4),
+        (65536, 32, 2),
+        (131072, 32, 1),
+        (1048576, 32, 1),
+        (32768, 36, 4),
+        (32768, 30, 3),
+        (32768, 61, 1),
+    ],
+)
+def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected):
+    """Llama-3.1-8B's KV heads in bfloat16, with the scores of their rows."""
+    shape = lambda *of: jax.ShapeDtypeStruct((1, 8, tokens, *of), "bfloat16" if of else "float32")  # noqa: E731
+    read = Prompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
+    request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
+    method = ckv.OrbitKV(HALF)
+    one = compressing.ReadLayer(0, plan_layer(method, 0, request), read, np.zeros((1, 1, 1)))
+    assert compressing.layers_at_once(method, one, layers) == expected
