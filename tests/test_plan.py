@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -278,6 +279,20 @@ def test_other_meshes_hold_the_surrogate_too():
     same = next(x for x in measure.layouts(job) if (x.data, x.model) == (1, 2))
     assert same.weights == chip_bytes(job.params)
     assert same.cache == chip_bytes((job.cache.layers, job.cache.state))
+
+
+def test_rows_that_wait_on_a_gpu_are_counted():
+    """A GPU compresses the demo model's layers at once, so that all but the last one's rows lie there meanwhile."""
+    config, budget = model_config("demo"), ckv.Budget(ratio=0.25)
+    rows = 2 * 512 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+
+    def estimated(method, devices):
+        mesh = named_mesh(f"model={devices}", jax.devices()[:devices])
+        return measure.estimated(Job(config, method, mesh, 1, 512, 32))
+
+    clustered, full = (estimated(method, 1) for method in (ckv.CentroidKV(budget), ckv.Full()))
+    assert clustered - full == (config.num_layers - 1) * rows
+    assert estimated(ckv.CentroidKV(budget), 2) == estimated(ckv.Full(), 2)
 
 
 def test_a_picture_shows_the_full_cache_beside(answers, tmp_path):

@@ -47,13 +47,19 @@ def awaits(method: Method, read: Sequence[ReadLayer], following: LayerPlan, laye
 
 
 def layers_at_once(method: Method, read: ReadLayer, layers: int) -> int:
-    """How many of such layers are compressed at once: a number that divides that of all of them."""
-    plan = read.plan
-    alone = plan.window is not None or all(group.keep_all for group in plan.groups)
-    merges = method.holds == "centroids" and is_by_head(method, layers)
-    if platform() != "gpu" or not on_one_device() or alone or not merges:
+    """How many of such layers are compressed at once on the device that is compiled for, of `layers` in all."""
+    if platform() != "gpu" or not on_one_device():
         return 1
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read.prompt))
+    return most_at_once(method, read.plan, size, layers)
+
+
+def most_at_once(method: Method, plan: LayerPlan, size: int, layers: int) -> int:
+    """The same on one GPU, of layers whose rows have `size` bytes: a number that divides that of all of them."""
+    alone = plan.window is not None or all(group.keep_all for group in plan.groups)
+    merges = method.holds == "centroids" and is_by_head(method, layers)
+    if alone or not merges:
+        return 1
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0 and n * size <= max(size, MOST_BYTES))
 
 

@@ -16,6 +16,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.chassis import Prompt
+from clusterkv_jax.methods.compressing import most_at_once
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
@@ -269,8 +270,8 @@ def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Poi
 
 
 def estimated(job: Job) -> float:
-    """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, and those of as many
-    tokens as go through projections and MLP at once.
+    """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, those of as many
+    tokens as go through projections and MLP at once, and rows of layers before it that wait to be compressed with it.
     """
     config = job.config
 
@@ -291,7 +292,16 @@ def estimated(job: Job) -> float:
     ]
     # Queries and what they attend to; keys and values, and both in the order of a cache.
     arrays = tokens * (2 * queries + 4 * keys)
-    return job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * max(widths))
+    here = job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * max(widths))
+    return here + _waiting(job, job.hidden.dtype.itemsize * tokens * 2 * keys)
+
+
+def _waiting(job: Job, rows: float) -> float:
+    """Bytes of what waits at most, where a layer's keys and values have so many."""
+    plan = next(filter(None, map(_plan, job.calls)), None)
+    if plan is None or job.mesh.size > 1:
+        return 0.0
+    return (most_at_once(job.method, plan, int(rows), len(job.config.global_layers)) - 1) * rows
 
 
 # --- shapes ---

@@ -23,7 +23,6 @@ from jaxtyping import Array
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two, store_numbers
 from clusterkv_jax.kernels.quantised import as_array
-from clusterkv_jax.kernels.tuning import blocks
 
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
@@ -33,10 +32,9 @@ JOINS = 8
 
 
 def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, sizes=None, interpret=False):
-    """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before what was measured on this device."""
+    """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before `SIZES`."""
     check_dtypes("row_merge", keys, values)
     batch, heads = degree.shape[:2]
-    stored = as_array(keys)
     entries, edges = rows.shape[2], score.shape[2]
     chunk = min(chunk, entries + entries % 2)
     if chunk > MOST_CHUNK:
@@ -47,8 +45,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
 
-    shape = {"dim": stored.shape[3], "itemsize": stored.dtype.itemsize, "heads": batch * heads}
-    sizes = SIZES | blocks("row_merge", chunk=chunk, **shape) | dict(sizes or {})
+    sizes = SIZES | dict(sizes or {})
     # A head that has overflowed counts rows that are on no list.
     score, match, length = flat(score), flat(match), jnp.minimum(length, entries).reshape(-1)
     edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)

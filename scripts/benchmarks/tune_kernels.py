@@ -98,19 +98,11 @@ def sums() -> None:
 
 
 def clustering() -> None:
-    """Matching and merging, by the time of the whole clustering."""
+    """Matching, by the time of the whole clustering. Merging has one set of sizes, the best of all shapes tried."""
     measure = lambda: benchmark.clustering_time()[0]  # noqa: E731
     chunks = {"chunk": [128, 512], "itemsize": 2}
     matching = [*grid(columns=(64,), warps=(8, 4), stages=(2,)), *grid(columns=(32, 128), warps=(8,), stages=(2,))]
     keep_fastest("chunked_matching", chunks | {"width": [65, 256]}, matching, measure)
-    where = chunks | {"dim": [65, 256]}
-    keep_fastest(
-        "row_merge",
-        where,
-        [*grid(moved_rows=(16, 8, 32), move_warps=(4,)), *grid(moved_rows=(8, 4), move_warps=(2,))],
-        measure,
-    )
-    keep_fastest("row_merge", where, grid(plan_warps=(4, 8)), measure)
 
 
 def kmeans() -> None:
