@@ -35,6 +35,17 @@ def test_the_first_entry_that_fits_is_taken(folder):
     assert tuning.blocks("some_op", dim=64, slots=5) == {}
 
 
+def test_a_device_without_a_file_takes_that_of_one_alike(folder, monkeypatch):
+    folder.mkdir()
+    for device, block in (("nvidia_h200", 64), ("nvidia_gh200_480gb", 32)):
+        (folder / f"{device}.json").write_text(json.dumps([{"where": {}, "blocks": {"block": block}}]))
+    for device, block in (("NVIDIA H200", 64), ("NVIDIA H100 80GB HBM3", 64), ("NVIDIA GH200 480GB", 32)):
+        monkeypatch.setattr(tuning, "device_kind", lambda device=device: device)
+        assert tuning.blocks("some_op") == {"block": block}
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+    assert tuning.blocks("some_op") == {}
+
+
 def test_a_miss_is_logged_once(folder, caplog):
     with caplog.at_level(logging.INFO, logger=tuning.log.name):
         assert tuning.blocks("some_op", dim=128) == tuning.blocks("some_op", dim=128) == {}

@@ -38,9 +38,9 @@ def check_row_merge_of(shape, implementation, examples):
     batch, heads, slots, listed, dim, chunk, dtype = shape
     run = compiled(partial(implementation, chunk=chunk))
 
-    def check(seed, levels, length, share, lost):
-        """Equal scores at the limit, batch rows that are done, slots not on the list, many a rows for one b row; heads
-        that have overflowed, which count more rows than their list has.
+    def check(seed, levels, length, share, lost, few):
+        """Equal scores at the limit, batch rows that are done, slots not on the list, all a rows of a chunk for a few b
+        rows; heads that have overflowed, which count more rows than their list has.
         """
         rng = np.random.default_rng(seed)
         rows = np.sort(rng.permuted(np.tile(np.arange(slots), (batch, heads, 1)), axis=2)[..., :listed])
@@ -50,7 +50,7 @@ def check_row_merge_of(shape, implementation, examples):
         keys, values = (stored(normal(seed + i, batch, heads, slots, dim), dtype) for i in (1, 2))
         dirty = [poisoned(x, ~occupancy) for x in (keys, values)]
         degree = rng.integers(1, 90000, occupancy.shape)
-        match, score = drawn_edges(rng, length, listed, chunk, levels)
+        match, score = drawn_edges(rng, length, listed, chunk, levels, few)
         merges = (share * np.min(np.sum(match >= 0, axis=2), axis=1)).astype(np.int32)
         counted = np.where(length == listed, length + lost, length)
         ints = [np.asarray(x, np.int32) for x in (rows, counted, match)]
@@ -85,6 +85,7 @@ def check_row_merge_of(shape, implementation, examples):
         lengths(batch, heads, listed, chunk, listed),
         st.sampled_from([1.0, 0.4, 0.0]),
         st.sampled_from([0, 9]),
+        st.sampled_from([1, 3, chunk]),
     )
 
 
@@ -97,12 +98,12 @@ def in_basis_of_codes(rows, expected, name):
     assert np.all(error <= STEP[name]), f"{name}: error {error.max()} of the largest number, allowed {STEP[name]}"
 
 
-def drawn_edges(rng, length, listed, chunk, levels):
-    """A partner among the odd entries of its chunk for every even one, and scores of few or many values."""
+def drawn_edges(rng, length, listed, chunk, levels, few):
+    """A partner among the first few odd entries of its chunk for every even one, and scores of few or many values."""
     a = np.arange(0, listed, 2)
     end = np.minimum(a // chunk * chunk + chunk, length[..., None])
     choices = (end - a // chunk * chunk) // 2
-    match = a // chunk * chunk + 2 * rng.integers(0, np.maximum(choices, 1)) + 1
+    match = a // chunk * chunk + 2 * rng.integers(0, np.clip(choices, 1, few)) + 1
     none = (a >= length[..., None]) | (choices == 0)
     score = np.round(rng.normal(size=match.shape) * levels) / max(levels, 1)
     return np.where(none, -1, match), np.where(none, -np.inf, score)
