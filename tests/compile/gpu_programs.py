@@ -46,6 +46,7 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
+from clusterkv_jax.methods.compressing import _compress_layers
 from clusterkv_jax.methods.plan import planned_layer
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
@@ -137,6 +138,15 @@ def programs(array):
         run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         return run, (prompt, prompt, array((BATCH,), i32), key), ()
+
+    def compressing_at_once(method, layers):
+        counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
+        request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
+        plan, budgets = planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+        scores = array((BATCH, HEADS, PROMPT), jnp.float32)
+        read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=scores)
+        run = lambda *prompts: _compress_layers(method, plan, prompts, (budgets,) * layers)  # noqa: E731
+        return run, (read,) * layers, ()
 
     def decoding(method, model=LLAMA, batch=BATCH, **changes):
         config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
@@ -247,6 +257,7 @@ def programs(array):
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
+        "cluster two layers": compressing_at_once(ckv.OrbitKV(share), 2),
         "decode": decoding(ckv.CentroidKV(share)),
         "decode a batch": decoding(ckv.CentroidKV(share), batch=24),
         "decode by scores": decoding(ckv.OrbitKV(share)),

@@ -97,8 +97,8 @@ def test_rows_move_up_in_the_same_memory(programs):
 
 
 def test_clustering_works_in_place(programs):
-    """Temporaries are one copy of the prompt's rows, which the caller keeps, and small lists: no copy per round."""
-    for cluster in (programs["cluster"], programs["cluster by gravity"]):
+    """Temporaries are one copy of the rows of prompts, which the caller keeps, and small lists: no copy per round."""
+    for cluster in (programs["cluster"], programs["cluster by gravity"], programs["cluster two layers"]):
         assert cluster["temporary"] <= 1.1 * cluster["arguments"]
 
 
