@@ -141,7 +141,7 @@ def prefill(
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
             following = planned(number + 1)[0] if number + 1 < config.num_layers else None
-            if following is None or not awaits(method, waiting, following, layers):
+            if following is None or not awaits(waiting, following, layers):
                 compressed, selection = compress(run, method, waiting, key, layers, selection)
                 done.extend(compressed)
                 waiting.clear()

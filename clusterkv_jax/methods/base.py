@@ -41,8 +41,9 @@ Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 # What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
 # the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
 # layer before it read, what an earlier layer selected, instead of selecting itself, or all heads of equal budgets at
-# once, as what one of them keeps depends on the others.
-Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads"]
+# once, as what one of them keeps depends on the others. Or a few layers at once, as sequences of one batch: what takes
+# many short launches and draws no numbers asks a GPU for that.
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 

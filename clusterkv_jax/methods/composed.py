@@ -120,7 +120,7 @@ class Composed(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection"})
+        return self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
 
     @override
     def compress(self, rows: Rows) -> Compressed:

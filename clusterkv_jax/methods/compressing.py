@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from clusterkv_jax.cache import Layer, LayerCache, State
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import Method, is_by_head
+from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.by_head import ByHead, grouped
 from clusterkv_jax.methods.chassis import Prompt, compress_heads, compress_layer, placed, placed_state
 from clusterkv_jax.methods.plan import budgets_by_head
@@ -41,24 +41,21 @@ class ReadLayer:
     budgets: Int[Array | np.ndarray, "B groups stages"]
 
 
-def awaits(method: Method, read: Sequence[ReadLayer], following: LayerPlan, layers: int) -> bool:
+def awaits(read: Sequence[ReadLayer], following: LayerPlan, layers: int) -> bool:
     """Whether these layers, alike ones, are to be compressed together with the next one, of `layers` in all."""
-    return _program(read[0].plan) == _program(following) and len(read) < layers_at_once(method, read[0], layers)
+    return _program(read[0].plan) == _program(following) and len(read) < layers_at_once(read[0], layers)
 
 
-def layers_at_once(method: Method, read: ReadLayer, layers: int) -> int:
+def layers_at_once(read: ReadLayer, layers: int) -> int:
     """How many of such layers are compressed at once on the device that is compiled for, of `layers` in all."""
     if platform() != "gpu" or not on_one_device():
         return 1
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read.prompt))
-    return most_at_once(method, read.plan, size, layers)
+    return most_at_once(read.plan, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read.prompt)), layers)
 
 
-def most_at_once(method: Method, plan: LayerPlan, size: int, layers: int) -> int:
+def most_at_once(plan: LayerPlan, size: int, layers: int) -> int:
     """The same on one GPU, of layers whose rows have `size` bytes: a number that divides that of all of them."""
-    alone = plan.window is not None or all(group.keep_all for group in plan.groups)
-    merges = method.holds == "centroids" and is_by_head(method, layers)
-    if alone or not merges:
+    if "layers" not in plan.needs or all(group.keep_all for group in plan.groups):
         return 1
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0 and n * size <= max(size, MOST_BYTES))
 
@@ -76,7 +73,7 @@ def compress(
     `run(program, *args)` calls the programs. Layers that are fewer than `layers_at_once` go one by one, by a program
     that serves any number.
     """
-    if 1 < len(read) == layers_at_once(method, read[0], layers):
+    if 1 < len(read) == layers_at_once(read[0], layers):
         return _together(run, method, read), None
     done = []
     for one in read:

@@ -86,7 +86,7 @@ class OrbitKV(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"scores"})
+        return frozenset({"scores", "layers"})
 
     @override
     def remember(self, rows: Rows) -> Memory:

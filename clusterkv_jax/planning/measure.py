@@ -301,7 +301,7 @@ def _waiting(job: Job, rows: float) -> float:
     plan = next(filter(None, map(_plan, job.calls)), None)
     if plan is None or job.mesh.size > 1:
         return 0.0
-    return (most_at_once(job.method, plan, int(rows), len(job.config.global_layers)) - 1) * rows
+    return (most_at_once(plan, int(rows), len(job.config.global_layers)) - 1) * rows
 
 
 # --- shapes ---

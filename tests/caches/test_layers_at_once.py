@@ -25,12 +25,13 @@ TOGETHER = {
     "codes": replace(GRAVITY, cache_dtype="int8"),
     "scores": ckv.OrbitKV(HALF, interval=8),
     "fitted": ckv.Matched(GRAVITY),
-    "pair": ckv.Composed(ckv.SnapKV(HALF, window=4), GRAVITY),
+    "pair": ckv.Composed(GRAVITY, ckv.SnapKV(HALF, window=4, decode_interval=8)),
 }
 ALONE = {
     "all rows": ckv.Full(),
     "no merges": ckv.SnapKV(HALF, window=4, kernel=3),
-    "draws": ckv.Composed(ckv.Compactor(HALF), GRAVITY),
+    "merges later": ckv.Composed(ckv.SnapKV(HALF, window=4), GRAVITY),
+    "draws": ckv.Composed(ckv.CaM(HALF, sinks=2), GRAVITY),
 }
 
 
@@ -111,4 +112,4 @@ def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected
     request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
     method = ckv.OrbitKV(HALF)
     one = compressing.ReadLayer(0, plan_layer(method, 0, request), read, np.zeros((1, 1, 1)))
-    assert compressing.layers_at_once(method, one, layers) == expected
+    assert compressing.layers_at_once(one, layers) == expected

@@ -17,7 +17,7 @@ from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Protected, Rows, Schedule, every
+from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
@@ -80,6 +80,10 @@ class Clustering(Method):
         if not any(self.ratios):
             return all_heads(np.full(len(lengths), MOST_ROWS, np.int64), request.num_kv_heads)
         return super().budget_rows(lengths, layer, request)
+
+    @override
+    def needs(self, layer: int) -> frozenset[Need]:
+        return frozenset({"layers"})
 
     @override
     def remember(self, rows: Rows) -> Memory:
