@@ -4,10 +4,10 @@
    that is (`kernels/best_scores.py`).
 2. `_plan`, a program per chunk: its merged a rows sorted by their b row (a place is a count of smaller ones, no sort),
    and the list without them.
-3. `_move`, so many programs that take few b rows in turns: adds n_a (k_a - k_b) of one a row after the other in
-   float32, for keys and values at once, and writes the b rows that have any. Every row has one writer and a fixed
-   order: no atomics, same result in every run, and equal rows merge without error. Quantised rows are merged in the
-   basis of their codes, which a mean may be taken in as in any other, and quantised again.
+3. `_move`, so many programs that take few b rows in turns: reads their a rows a few at a time, adds n_a (k_a - k_b) of
+   one after the other in float32, for keys and values at once, and writes the b rows that have any. Every row has one
+   writer and a fixed order: no atomics, same result in every run, and equal rows merge without error. Quantised rows
+   are merged in the basis of their codes, which a mean may be taken in as in any other, and quantised again.
 
 Bytes: 3 scans of 4-byte lists, then every merged a row once and every b row that grows twice.
 """
@@ -226,10 +226,10 @@ def _move_rows(x, head, slot, total, begin, joins, targets, weight):
     def add(first, at_once, change):
         # Loads first, so that none waits for another; sums in the order of the rows.
         numbers = [first + j for j in range(at_once)]
-        slots = [plgpu.load(targets.at[head, begin + j], mask=j < joins, other=0) for j in numbers]
-        weights = [plgpu.load(weight.at[head, begin + j], mask=j < joins, other=0.0) for j in numbers]
-        rows = [load_numbers(x, head, at, columns, j < joins) for j, at in zip(numbers, slots, strict=True)]
-        for n, row in zip(weights, rows, strict=True):
+        a_slots = [plgpu.load(targets.at[head, begin + j], mask=j < joins, other=0) for j in numbers]
+        counts = [plgpu.load(weight.at[head, begin + j], mask=j < joins, other=0.0) for j in numbers]
+        rows = [load_numbers(x, head, at, columns, j < joins) for j, at in zip(numbers, a_slots, strict=True)]
+        for n, row in zip(counts, rows, strict=True):
             change = [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
         return change
 

@@ -131,18 +131,19 @@ def programs(array):
         merge = partial(row_merge, chunk=256)
         return merge, (rows, rows, degree, listed, length, *edges, array((BATCH,), i32)), (0, 1, 2, 3)
 
-    def compressing(method):
+    def first_layer(method):
         counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
         request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
-        plan, budgets = planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+        return planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+
+    def compressing(method):
+        plan, budgets = first_layer(method)
         run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
     def compressing_at_once(method, layers):
-        counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
-        request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
-        plan, budgets = planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+        plan, budgets = first_layer(method)
         scores = array((BATCH, HEADS, PROMPT), jnp.float32)
         read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=scores)
         run = lambda *prompts: _compress_layers(method, plan, prompts, (budgets,) * layers)  # noqa: E731
