@@ -21,6 +21,34 @@ def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -
     return _at_most_once(due, function, tree)[1]
 
 
+def repeated(
+    running: Callable[[Any], Bool[Array, ""]],
+    step: Callable[[Any], Any],
+    late: Callable[[Any], Bool[Array, ""] | None],
+    mend: Callable[[Any], Any],
+    tree: Any,
+) -> Any:
+    """`tree = step(tree)` while `running(tree)`, and `tree = mend(tree)` after each step that leaves it `late`.
+
+    `late` gives None, statically, where that never happens. The host of a GPU waits for a number of each step, whether
+    another one follows at once: the steps between two mends are a loop of their own, so that there is only one.
+    """
+    first = lambda state: state[0]  # noqa: E731
+
+    def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        after = step(state[1])
+        due = late(after)
+        return running(after) if due is None else running(after) & ~due, after
+
+    def until_late(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        _, after = jax.lax.while_loop(first, one, (jnp.ones((), bool), state[1]))
+        due = late(after)
+        after = after if due is None else where_due(due, mend, after)
+        return running(after), after
+
+    return jax.lax.while_loop(first, one if late(tree) is None else until_late, (running(tree), tree))[1]
+
+
 def in_order(
     earlier: Bool[Array, ""], due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any
 ) -> tuple[Bool[Array, ""], Any]:

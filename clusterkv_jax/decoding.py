@@ -4,7 +4,7 @@
     append_step   T more tokens at their true positions (a question); its caller asks `due` and calls `recompress`
     extend_step   the same, and `recompress` inside the program, under one condition
     decode_step   `extend_step` of one token per sequence
-    decode_loop   a lax.while_loop of decode_step and sampling: no host round trip per token
+    decode_loop   a loop of decode steps and sampling: no host round trip per token
 
 Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
 the one that compresses (`methods.compressing`); only one layer's full KV is alive beside the compressed ones, on a GPU
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
-from clusterkv_jax.conditions import where_due
+from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -344,15 +344,21 @@ def decode_loop(
         step, state, _ = carry
         return (step < limit) & ~jnp.all(state.ended)
 
-    def body(carry):
+    def one(carry):
         step, state, tokens = carry
-        cache, logits = decode_step(params, config, method, state.cache, state.token)
+        counts = jnp.ones_like(state.token)
+        cache, logits = append_step(params, config, method, state.cache, state.token[:, None], counts)
         token = next_token(logits, sampling, key, first + step)
         tokens = jax.lax.dynamic_update_slice(tokens, jnp.where(state.ended, -1, token)[:, None], (0, step))
         return step + 1, DecodeState(cache, token, state.ended | jnp.isin(token, ends)), tokens
 
+    def compressed(carry):
+        step, state, tokens = carry
+        return step, replace(state, cache=recompress(method, state.cache, rope=config.rope)), tokens
+
     tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
-    step, state, tokens = jax.lax.while_loop(running, body, (jnp.zeros((), jnp.int32), state, tokens))
+    start = jnp.zeros((), jnp.int32), state, tokens
+    step, state, tokens = repeated(running, one, lambda carry: due(method, carry[1].cache), compressed, start)
     # As they are before a first segment: a mesh that splits them would have the same program compiled twice.
     position, token, ended = (constrain(x, None) for x in (state.cache.position, state.token, state.ended))
     return DecodeState(replace(state.cache, position=position), token, ended), tokens, step

@@ -97,16 +97,31 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << math.ceil(math.log2(max(n, 1))))
 
 
+def whole_block(most: int, size: int) -> int:
+    """The largest power of two, up to `most`, of which `size` is a multiple."""
+    return min(most, size & -size)
+
+
+def only_row(values: Array) -> Array:
+    """A tile of 16 rows, as the matrix unit wants, of which these are the first and the others are zeros."""
+    first = arange(16) == 0
+    return jnp.where(first[:, None], values[None, :], jnp.zeros((), values.dtype))
+
+
 def arange(n: int, start: Any = 0) -> Array:
     """start, start + 1, ... as i32 [n]."""
     return jax.lax.iota(jnp.int32, n) + start
 
 
 def load_rows(ref: Any, head: Any, rows: Array, columns: Array, mask: Array, width: int) -> Array:
-    """The tile ref[head, rows, columns], zero where `mask` is false and in columns at or beyond `width`."""
+    """The tile ref[head, rows, columns], zero where `mask` is false and in columns at or beyond `width`.
+
+    A head may have several numbers.
+    """
+    head = head if isinstance(head, tuple) else (head,)
     inside = mask[:, None] if width % columns.shape[0] == 0 else mask[:, None] & (columns < width)[None, :]
     zero = jnp.zeros((), ref.dtype)
-    return plgpu.load(ref.at[head, rows[:, None], columns[None, :]], mask=inside, other=zero)
+    return plgpu.load(ref.at[(*head, rows[:, None], columns[None, :])], mask=inside, other=zero)
 
 
 def load_codes(rows: Any, head: Any, at: Array, columns: Array, mask: Array, dtype: Any) -> list[Array]:

@@ -9,6 +9,8 @@ two to four instructions. Parts are float16, which holds every code exactly: 102
 and that byte.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
@@ -36,6 +38,12 @@ def in_words(rows: Quantised) -> Quantised:
     """The same codes as i16 [..., W/2], without a copy; W must be even."""
     codes = rows.codes.reshape(*rows.codes.shape[:-1], rows.codes.shape[-1] // 2, 2)
     return Quantised(jax.lax.bitcast_convert_type(codes, jnp.int16), rows.scales)
+
+
+def out_of_words(rows: Quantised, dtype: Any) -> Quantised:
+    """What `in_words` was given, codes of `dtype`."""
+    codes = jax.lax.bitcast_convert_type(rows.codes, dtype)
+    return Quantised(codes.reshape(*codes.shape[:-2], -1), rows.scales)
 
 
 def columns_of_parts(words: Array, kind: str, width: int) -> list[Array]:

@@ -15,12 +15,14 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
 from clusterkv_jax.sharding import ambient_mesh, on_one_device
 
 Params = dict[str, Any]
+PARTS = 4  # of an output projection
 MOST = 16  # tokens: beyond, launches are not what takes time
 
 
@@ -39,17 +41,32 @@ def normed(
     weights: Params,
     config: ModelConfig,
     hidden: Float[Array, "1 1 M"],
-    added: Float[Array, "1 _ M"] | None,
+    added: Float[Array, "parts _ M"] | None,
     rows: int = 1,
-) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 rows M"]]:
-    """A token's hidden state with what a block adds to it, and the norm of that, rows of zeros behind it."""
+    router: Float[Array, "E M"] | None = None,
+) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 rows M"], Float[Array, "1 1 E"] | None]:
+    """A token's hidden state with the parts that a block adds to it, and the norm of that, rows of zeros behind it.
+
+    With a router its logits too, float32; on one device.
+    """
     options = {"eps": config.norm_eps, "offset": config.norm_offset, "rows": rows}
     run: Any = partial(normed_rows, **options)
     if not on_one_device():
         whole = PartitionSpec()
         run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
-    total, x = run(hidden[0], None if added is None else added[0], weights["scale"])
-    return total[None], x[None]
+    total, x, logits = run(hidden[0], added, weights["scale"], router)
+    return total[None], x[None], None if logits is None else logits[None]
+
+
+def projects(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
+    """Whether a kernel takes a token's heads through their output projection, whose sum the norm behind it makes."""
+    plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
+    return plain and on_one_device() and normalises(config, hidden)
+
+
+def projected(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) -> Float[Array, "parts 1 M"]:
+    """The output projection of a token's heads, float32, in parts to be added up."""
+    return split_product(attended.reshape(-1), weights.reshape(-1, weights.shape[-1]), parts=PARTS)[:, None]
 
 
 def turns(config: ModelConfig, q: Float[Array, "B T H D"]) -> bool:

@@ -236,16 +236,21 @@ def finish(
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
     weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
-        out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
+        if few_tokens.projects(config, hidden):
+            out = few_tokens.projected(attended, weights["o"])
+        else:
+            product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
+            out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
+        experts, logits = layer.get("experts"), None
         if few_tokens.normalises(config, hidden):
-            hidden, x = few_tokens.normed(layer["mlp_norm"], config, hidden, out)
+            router = _router_of_kernel(experts, config, hidden)
+            hidden, x, logits = few_tokens.normed(layer["mlp_norm"], config, hidden, out, router=router)
         else:
             hidden = hidden + out[:, : hidden.shape[1]]
             x = _entering(layer, "mlp", config, hidden)
-        if config.experts is not None and "experts" in layer:
-            out = _mixture(layer["experts"], config, config.experts, x)
+        if config.experts is not None and experts is not None:
+            out = _mixture(experts, config, config.experts, x, logits)
         else:
             out = _mlp(layer["mlp"], config, x)
         return hidden + _leaving(layer, "mlp", config, out)
@@ -336,11 +341,21 @@ def _with_bias(x: Array, weights: Params, name: str) -> Array:
     return x if bias is None else x + jnp.expand_dims(bias, tuple(range(x.ndim - bias.ndim)))
 
 
-def _mixture(weights: Params, config: ModelConfig, experts: Experts, x: Float[Array, "B T M"]) -> Array:
-    """What a layer's experts give."""
+def _router_of_kernel(experts: Params | None, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Array | None:
+    """What makes the logits of a token's experts along with its norm, where a kernel takes it through them."""
+    if config.experts is None or experts is None or not few_tokens.mixes(config, config.experts, hidden, experts):
+        return None
+    return experts["router"]
+
+
+def _mixture(
+    weights: Params, config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], logits: Array | None
+) -> Array:
+    """What a layer's experts give; the router's logits are here where a kernel made them."""
     if not few_tokens.mixes(config, experts, x, weights):
         return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
-    logits = _einsum("btm,em->bte", x, weights["router"], preferred_element_type=jnp.float32)
+    if logits is None:
+        logits = _einsum("btm,em->bte", x, weights["router"], preferred_element_type=jnp.float32)
     return few_tokens.mixture(weights, experts, x, logits)
 
 

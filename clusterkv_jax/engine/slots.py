@@ -23,7 +23,7 @@ from clusterkv_jax.batch import padded
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.conditions import where_due
+from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
@@ -246,21 +246,28 @@ def run(
     ends = jnp.asarray((*eos_ids, NOT_FINITE), jnp.int32)
 
     def running(carry):
-        step, _, active, _ = carry
+        step, _, _, active, _ = carry
         return (step < limit) & (jnp.sum(active, dtype=jnp.int32) >= fewest)
 
-    def body(carry):
-        step, (cache, token), active, tokens = carry
-        cache, logits = _step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
+    def one(carry):
+        step, (cache, token), _, active, tokens = carry
+        cache, logits = append_step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
         new = jnp.where(active, draw(logits, draws, step), -1)
         tokens = jax.lax.dynamic_update_slice(tokens, new[:, None], (0, step))
         token = jnp.where(active, new, token)
-        active = active & ~jnp.isin(new, ends) & (step + 1 < left)
-        return step + 1, (cache, token), active, tokens
+        return step + 1, (cache, token), active, active & ~jnp.isin(new, ends) & (step + 1 < left), tokens
+
+    def late(carry):
+        _, (cache, _), moved, _, _ = carry
+        return due(method, _of_moved(cache, moved))
+
+    def compressed(carry):
+        step, (cache, token), moved, *others = carry
+        return step, (_compressed(config, method, cache, moved), token), moved, *others
 
     tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
-    first = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, tokens
-    step, (cache, token), _, tokens = jax.lax.while_loop(running, body, first)
+    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, tokens
+    step, (cache, token), _, _, tokens = repeated(running, one, late, compressed, start)
     return _laid(method, Slots(cache, token, slots.logits)), tokens, step
 
 
@@ -272,15 +279,23 @@ def _step(
     tokens: Int[Array, "B T"],
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
-    """`extend_step` that leaves sequences without a token alone: they are never due."""
+    """`extend_step` that leaves sequences without a token alone."""
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     moved = counts > 0
-    waiting = replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
-    if (late := due(method, waiting)) is None:
-        return cache, logits
-    after = where_due(late, partial(recompress, method, rope=config.rope), waiting)
-    before = iter(_dues(cache.state))
-    return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before)))), logits
+    if (late := due(method, _of_moved(cache, moved))) is not None:
+        cache = where_due(late, lambda cache: _compressed(config, method, cache, moved), cache)
+    return cache, logits
+
+
+def _of_moved(cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
+    """Sequences that no token has entered are never due."""
+    return replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
+
+
+def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
+    """After a compression of the sequences that are due, of those that a token has entered."""
+    after, before = recompress(method, _of_moved(cache, moved), rope=config.rope), iter(_dues(cache.state))
+    return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before))))
 
 
 def _dues(state: tuple[tuple[State, ...], ...]) -> list[Array]:

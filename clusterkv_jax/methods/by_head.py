@@ -12,6 +12,7 @@ A generated token enters all groups at once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.sharding import on_one_device
+from clusterkv_jax.sharding import on_one_device, over_heads, slot_ways
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
 BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding
@@ -96,13 +97,16 @@ def put_back(
 
 
 def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewTokens) -> bool:
-    """Whether one token enters every group of the layer by `append_and_attend`, and all groups on one device.
+    """Whether one token enters every group of the layer by `append_and_attend`, and all rows of a head on one device.
 
     A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
     """
     plain = type(method).step is Method.step or all(memory is None for memory in state)
-    serves = isinstance(layer, HeadGroups) or (isinstance(layer, LayerCache) and platform() == "gpu")
-    return serves and plain and on_one_device() and tokens.q.shape[1] == 1
+    if isinstance(layer, LayerCache):
+        serves = platform() == "gpu" and slot_ways(layer.keys.shape[1]) == 1
+    else:
+        serves = isinstance(layer, HeadGroups) and on_one_device()
+    return serves and plain and tokens.q.shape[1] == 1
 
 
 def step(
@@ -119,8 +123,17 @@ def step(
         for group, of_rows in zip(held, beside, strict=True)
     )
     lengths = tuple(group.length for group in held)
-    token = tokens.q, keys, values, tokens.positions, tokens.real, scores
-    out, lse, after, longer = step_in_groups(*token, buffers, lengths, heads=heads, soft_cap=tokens.soft_cap)
+
+    def enter(q: Array, keys: Any, values: Any, positions: Array, real: Array, *others: Any) -> Any:
+        mine = heads if isinstance(layer, HeadGroups) else (tuple(range(keys.shape[1])),)
+        token = of_heads(q), keys, values, positions[:, 0], real[:, 0]
+        out, lse, *after = step_in_groups(*token, *others, heads=mine, soft_cap=tokens.soft_cap)
+        return of_heads(out), of_heads(lse), *after
+
+    # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
+    token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
+    run = enter if on_one_device() else partial(over_heads, enter)
+    out, lse, after, longer = run(*token, buffers, lengths)
     caches = tuple(
         LayerCache(keys, values, degree, length, positions)
         for (keys, values, degree, positions, _), length in zip(after, longer, strict=True)
@@ -130,7 +143,7 @@ def step(
         for memory, (*_, of_rows) in zip(state, after, strict=True)
     )
     layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
-    return with_sinks((out, lse), tokens.sink_logits), layer, memories
+    return with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits), layer, memories
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

@@ -56,7 +56,7 @@ def biased_attention(
     stored = as_array(keys)
     row = {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
     measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
-    options = split_sizes(stored.dtype, slots, programs) | measured | dict(sizes or {})
+    options = split_sizes(stored.dtype.itemsize, slots, programs) | measured | dict(sizes or {})
     block, span, warps = options["block"], options["span"], options["warps"]
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
@@ -114,9 +114,9 @@ def biased_attention(
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def split_sizes(dtype: Any, slots: int, programs: int) -> dict[str, int]:
+def split_sizes(itemsize: int, slots: int, programs: int) -> dict[str, int]:
     """Where nothing was measured: spans that fill the device with programs, but few enough to combine cheaply."""
-    block, stages = {4: (32, 2), 2: (64, 3), 1: (128, 3)}[dtype.itemsize]
+    block, stages = {4: (32, 2), 2: (64, 3), 1: (128, 3)}[itemsize]
     splits = min(MOST_SPLITS, max(1, PROGRAMS // programs), pl.cdiv(slots, block))
     splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, MOST_SPAN)))
     span = pl.cdiv(pl.cdiv(slots, splits), block) * block
@@ -136,7 +136,7 @@ def _parts(rows, stored, width):
     if stored is None:
         columns = arange(power_of_two(width, 16))
         return columns, width, [columns]
-    count = rows.codes.shape[2]
+    count = rows.codes.shape[-1]
     word = arange(power_of_two(count, 16))
     return word, count, words.columns_of_parts(word, stored, width)
 
@@ -162,13 +162,13 @@ def _load_rows(rows, stored, head, slot, columns, mask, wide):
         return [load_rows(rows, head, slot, number, mask, count)], None
     tiles = words.parts(load_rows(rows.codes, head, slot, number, mask, count), stored)
     tiles = [tile.astype(jnp.float32) for tile in tiles] if wide else tiles
-    return tiles, plgpu.load(rows.scales.at[head, slot], mask=mask, other=0.0)
+    return tiles, plgpu.load(rows.scales.at[(*head, slot)], mask=mask, other=0.0)
 
 
 def _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap):
     """Biased scores [queries, slots] in units of ln 2, -inf for empty slots, and which slots are not empty."""
     tiles, peak = query
-    count = plgpu.load(degree.at[head, slot], mask=inside, other=0.0)
+    count = plgpu.load(degree.at[(*head, slot)], mask=inside, other=0.0)
     occupied = count > 0
     key, scale = _load_rows(keys, stored, head, slot, columns, inside, peak is None)
     bias = jnp.log2(jnp.where(occupied, count, 1.0))
@@ -183,7 +183,7 @@ def _scores(query, keys, degree, head, slot, inside, columns, stored, width, sof
 def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_heads, stored, soft_cap):
     split, head, first_row = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile
     options = {"block": block, "span": span, "kv_heads": kv_heads, "stored": stored, "soft_cap": soft_cap}
-    attend_split(q, keys, values, degree, end, out, lse, split, head, head, first_row, tile=tile, **options)
+    attend_split(q, keys, values, degree, end[head], out, lse, split, (head,), head, first_row, tile=tile, **options)
 
 
 def attend_split(
@@ -192,10 +192,10 @@ def attend_split(
 ):  # fmt: skip
     """Attention of one tile of queries over the slots of one split; of an empty split nothing is written.
 
-    `head` counts the sequences' heads whose rows these are, `of_q` all KV heads of all sequences.
+    `head` is where a KV head's rows are in the arrays, and `end` how many; `of_q` counts all KV heads of all sequences.
     """
     first, width = split * span, q.shape[3]
-    last = jnp.minimum(jnp.minimum(end[head], keys.shape[1]), first + span)
+    last = jnp.minimum(jnp.minimum(end, degree.shape[-1]), first + span)
 
     @pl.when(first < last)
     def _():
@@ -296,7 +296,7 @@ def _probabilities(q, keys, values, degree, end, lse, probs, *, block, kv_heads,
         token = jnp.full((tile,), t, jnp.int32)
         query = _load_queries(q, (b, token, first + member, inside), columns, stored)
         within = slot < jnp.minimum(end[head], slots)
-        score, _ = _scores(query, keys, degree, head, slot, within, columns, stored, width, soft_cap)
+        score, _ = _scores(query, keys, degree, (head,), slot, within, columns, stored, width, soft_cap)
         whole = plgpu.load(lse.at[b, token, first + member], mask=inside, other=0.0) * LOG2_E
         return total + jnp.exp2(score - jnp.where(whole == -jnp.inf, 0.0, whole)[:, None])
 

@@ -16,12 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.expert_products import reference
-from clusterkv_jax.kernels.gpu import arange, call, dot, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, dot, only_row, power_of_two, whole_block
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_TOKENS = 16
-ROWS = 16  # as the matrix unit wants; one is real
-LEAST = 16  # inputs and outputs of a block, likewise
+LEAST = 16  # inputs and outputs of a block, as the matrix unit wants
 RANKED = 32  # logits that all others are compared with at a time
 SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 4}
 
@@ -48,11 +47,6 @@ def expert_products(x, logits, gate, up, down, *, per_token, normalize, sizes=No
         )
     static = tuple(sorted(into.items())), tuple(sorted(out.items()))
     return _run((per_token, normalize, *static, interpret), x, logits, gate, up, down)
-
-
-def whole_block(most: int, size: int) -> int:
-    """The largest power of two, up to `most`, of which `size` is a multiple."""
-    return min(most, size & -size)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -107,11 +101,11 @@ def _into(x, logits, routed, gate, up, out, *, block, depth, per_token, normaliz
 
     def body(i, state):
         k = arange(depth, i * depth)
-        rows = _only_row(plgpu.load(x.at[row // per_token, k]))
+        rows = only_row(plgpu.load(x.at[row // per_token, k]))
         weights = (plgpu.load(w.at[expert, k[:, None], columns[None, :]]) for w in (gate, up))
         return [total + dot(rows, some) for total, some in zip(state, weights, strict=True)]
 
-    zeros = jnp.zeros((ROWS, block), jnp.float32)
+    zeros = only_row(jnp.zeros((block,), jnp.float32))
     gates, ups = jax.lax.fori_loop(0, inputs // depth, body, [zeros, zeros])
     inner = jnp.sum(gates / (1 + jnp.exp(-gates)) * ups, axis=0)
     plgpu.store(out.at[row, columns], inner.astype(out.dtype))
@@ -123,17 +117,11 @@ def _out(inner, logits, routed, down, out, *, block, depth, per_token, normalize
 
     def body(i, total):
         k = arange(depth, i * depth)
-        rows = _only_row(plgpu.load(inner.at[row, k]))
+        rows = only_row(plgpu.load(inner.at[row, k]))
         return total + dot(rows, plgpu.load(down.at[expert, k[:, None], columns[None, :]]))
 
-    total = jax.lax.fori_loop(0, units // depth, body, jnp.zeros((ROWS, block), jnp.float32))
+    total = jax.lax.fori_loop(0, units // depth, body, only_row(jnp.zeros((block,), jnp.float32)))
     plgpu.store(out.at[row, columns], jnp.sum(total, axis=0) * share)
-
-
-def _only_row(values):
-    """A tile for the matrix unit, whose first row these are."""
-    first = arange(ROWS) == 0
-    return jnp.where(first[:, None], values[None, :], jnp.zeros((), values.dtype))
 
 
 def _way(logits, routed, per_token, normalize):

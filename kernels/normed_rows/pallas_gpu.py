@@ -1,6 +1,7 @@
 """Normalised rows on GPU: one launch, where XLA sums the squares of a single token in one and divides in another.
 
-A program per row.
+A program per row. With weights several programs have the same row, which each of them normalises for outputs of its
+own: that takes less than a launch.
 """
 
 from functools import partial
@@ -15,31 +16,37 @@ from clusterkv_jax.kernels.normed_rows import reference
 
 MOST_WIDTH = 2**15  # a row is held in registers
 NUMBERS_OF_WARP = 512
+OUTPUTS = 4  # of a program
 
 
-def normed_rows(x, added, scale, *, eps, offset, rows, interpret=False):
+def normed_rows(x, added, scale, weights=None, *, eps, offset, rows, interpret=False):
     """See `clusterkv_jax.kernels.normed_rows.normed_rows`."""
-    if x.dtype not in DTYPES or (added is not None and added.dtype != x.dtype):
-        raise NotImplementedError(f"The GPU kernel of normed_rows takes states of one float type, got {x.dtype}.")
+    if x.dtype not in DTYPES or (added is not None and added.dtype not in DTYPES):
+        raise NotImplementedError(f"The GPU kernel of normed_rows takes states of float types, got {x.dtype}.")
     if x.shape[1] > MOST_WIDTH or x.size == 0:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes rows of up to {MOST_WIDTH}, got {x.shape}.")
-    total, normed = _run((eps, offset, rows, interpret), x, added, scale)
-    return x if added is None else total, normed
+    if weights is not None and weights.dtype != x.dtype:
+        raise NotImplementedError(f"The GPU kernel of normed_rows takes weights of {x.dtype}, got {weights.dtype}.")
+    total, normed, products = _run((eps, offset, rows, interpret), x, added, scale, weights)
+    return x if added is None else total, normed, products
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(options, x, added, scale):
+def _run(options, x, added, scale, weights):
     eps, offset, rows, interpret = options
+    outputs = 1 if weights is None else len(weights)
     return call(
         partial(_kernel, eps=eps, offset=offset),
         (
             None if added is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),
+            None if weights is None else jax.ShapeDtypeStruct((len(x), outputs), jnp.float32),
         ),
         x,
         added,
         scale,
-        grid=(rows,),
+        weights,
+        grid=(rows, pl.cdiv(outputs, OUTPUTS)),
         warps=min(16, max(1, power_of_two(x.shape[1]) // NUMBERS_OF_WARP)),
         interpret=interpret,
     )
@@ -50,29 +57,41 @@ def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
     eps, offset, rows, _ = options
 
-    def definition(x, added, scale):
-        total, normed = reference.normed_rows(x, added, scale, eps=eps, offset=offset, rows=rows)
-        return None if added is None else total, normed
+    def definition(x, added, scale, weights):
+        total, *results = reference.normed_rows(x, added, scale, weights, eps=eps, offset=offset, rows=rows)
+        return None if added is None else total, *results
 
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, added, scale, total, normed, *, eps, offset):
+def _kernel(x, added, scale, weights, total, normed, products, *, eps, offset):
     row, width = pl.program_id(0), x.shape[1]
     column = arange(power_of_two(width))
     inside = column < width
+    first, output = pl.program_id(1) == 0, arange(OUTPUTS, pl.program_id(1) * OUTPUTS)
 
     @pl.when(row < x.shape[0])
     def _():
         load = lambda ref, *at: plgpu.load(ref.at[(*at, column)], mask=inside, other=0.0).astype(jnp.float32)  # noqa: E731
+        if weights is not None:  # read first, so that they come while the row is normalised
+            there = output < weights.shape[0]
+            at = weights.at[output[:, None], column[None, :]]
+            weight = plgpu.load(at, mask=there[:, None] & inside[None, :], other=0.0).astype(jnp.float32)
         y = load(x, row)
         if added is not None:
-            y = (y + load(added, row)).astype(x.dtype)
-            plgpu.store(total.at[row, column], y, mask=inside)
+            more = load(added, 0, row)
+            for part in range(1, added.shape[0]):
+                more += load(added, part, row)
+            y = (y + more.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+            plgpu.store(total.at[row, column], y, mask=inside & first)
             y = y.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.sum(y * y) / width + eps) * (offset + load(scale))
-        plgpu.store(normed.at[row, column], y.astype(normed.dtype), mask=inside)
+        y = y.astype(normed.dtype)
+        plgpu.store(normed.at[row, column], y, mask=inside & first)
+        if weights is not None:
+            product = jnp.sum(weight * y.astype(jnp.float32)[None, :], axis=1)
+            plgpu.store(products.at[row, output], product, mask=there)
 
     @pl.when(row >= x.shape[0])
     def _():
-        plgpu.store(normed.at[row, column], jnp.zeros_like(column, normed.dtype), mask=inside)
+        plgpu.store(normed.at[row, column], jnp.zeros_like(column, normed.dtype), mask=inside & first)

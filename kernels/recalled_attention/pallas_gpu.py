@@ -47,7 +47,7 @@ def recalled_attention(
     if q.size == 0 or keys.size == 0 or count == 0 or power_of_two(dim) > 256:
         raise NotImplementedError(f"The GPU kernel of recalled_attention takes rows of D up to 256, got {keys.shape}.")
     lists, share = batch * heads * each, queries // each
-    options = split_sizes(q.dtype, count, lists) | dict(sizes or {})
+    options = split_sizes(q.dtype.itemsize, count, lists) | dict(sizes or {})
     block, span = options["block"], options["span"]
     splits = pl.cdiv(count, span)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731

@@ -1,11 +1,11 @@
-"""A step of several groups on GPU: three launches for all of them, where each group would have three of its own.
+"""A step of several groups on GPU: two launches for all of them, where each group would have three of its own.
 
-    append    grid (K, B)                     a program: one KV head's row, what else is known of it, and the length
     attend    grid (splits of all heads, B)   a program: `span` slots of one KV head, the query heads that share it
-    combine   grid (query rows, B K)          the splits of one query row
+    combine   grid (query rows, B K)          the splits of one query row, and what its head holds then
 
-A program finds its group by its number, which is compared with where the groups begin: the code of a group stands in a
-branch of its own, since each has arrays of its own.
+The token's row enters by the program whose slots it takes one of, which reads it again among the others. A program
+finds its group by its number, which is compared with where the groups begin: the code of a group stands in a branch of
+its own, since each has arrays of its own.
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from clusterkv_jax.kernels import words
@@ -23,6 +24,7 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     combine_splits,
     split_sizes,
 )
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, is_packed, kind, rotated
 from clusterkv_jax.kernels.step_in_groups import reference
@@ -59,10 +61,16 @@ def step_in_groups(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths):
     heads, soft_cap, sizes, interpret = options
-    new = (new_keys, new_values), new_scores, new_positions, real
-    buffers, lengths = _appended(new, (buffers, lengths), heads, interpret)
-    turns = isinstance(new_keys, Quantised) and is_packed(new_keys)
-    out, lse = _attended(rotated(q) if turns else q, buffers, lengths, heads, soft_cap, dict(sizes), interpret)
+    coded = isinstance(new_keys, Quantised)
+    turns = coded and is_packed(new_keys)
+    stored = kind(new_keys) if coded else None
+    in_words = lambda *rows: tuple(words.in_words(x) for x in rows) if coded else rows  # noqa: E731
+    new = in_words(new_keys, new_values), new_scores, new_positions, real
+    held = tuple((*in_words(keys, values), *beside) for keys, values, *beside in buffers)
+    q = rotated(q) if turns else q
+    out, lse, held, lengths = _stepped(q, new, held, lengths, heads, stored, soft_cap, dict(sizes), interpret)
+    back = lambda x: words.out_of_words(x, as_array(new_keys).dtype) if coded else x  # noqa: E731
+    buffers = tuple((back(keys), back(values), *beside) for keys, values, *beside in held)
     return rotated(out) if turns else out, lse, buffers, lengths
 
 
@@ -73,107 +81,111 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _appended(new, held, heads, interpret):
-    """Buffers and lengths, changed where they lie: a sum beside the kernel would have lengths copied at every step."""
-    before = len(jax.tree.leaves(new))
-    return call(
-        partial(_append, heads=heads),
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held),
-        *new,
-        *held,
-        grid=(sum(map(len, heads)), len(new[3])),
-        warps=1,
-        aliases={before + i: i for i in range(len(jax.tree.leaves(held)))},
-        interpret=interpret,
-    )
-
-
-def _attended(q, buffers, lengths, heads, soft_cap, sizes, interpret):
+def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret):
+    """Buffers and lengths change where they lie: a sum beside the kernels would have lengths copied at every step."""
     batch, _, query_heads, dim = q.shape
-    kv_heads = sum(map(len, heads))
-    rows = [as_array(group[0]) for group in buffers]
-    slots = [x.shape[2] for x in rows]
+    kv_heads, rows = sum(map(len, heads)), as_array(buffers[0][0])
+    slots = [degree.shape[2] for _, _, degree, *_ in buffers]
     mean = sum(n * len(mine) for n, mine in zip(slots, heads, strict=True)) // kv_heads
     queries = query_heads // kv_heads
-    tile = power_of_two(queries, 16)
-    row = {"dim": rows[0].shape[-1], "itemsize": rows[0].dtype.itemsize}
+    tile, itemsize = power_of_two(queries, 16), rows.dtype.itemsize
+    width, itemsize = (rows.shape[-1], itemsize) if stored is None else (2 * rows.shape[-1], 1)
+    row = {"dim": width, "itemsize": itemsize}
     measured = blocks("biased_attention", heads=batch * kv_heads, tile=tile, slots=mean, **row)
-    options = split_sizes(rows[0].dtype, mean, batch * kv_heads) | measured | sizes
-    span, coded = options["span"], isinstance(buffers[0][0], Quantised)
+    options = split_sizes(itemsize, mean, batch * kv_heads) | measured | sizes
+    span = options["span"]
     splits = [pl.cdiv(n, span) for n in slots]
-    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    in_words = lambda x: words.in_words(x) if coded else x  # noqa: E731
-    cache = [jax.tree.map(flat, (in_words(keys), in_words(values), degree)) for keys, values, degree, *_ in buffers]
-    ends = [length.reshape(-1) for length in lengths]
-    common = {"tile": tile, "block": options["block"], "span": span, "kv_heads": kv_heads, "soft_cap": soft_cap}
-    parts = call(
-        partial(_attend, heads=heads, splits=splits, stored=kind(buffers[0][0]) if coded else None, **common),
+    common = {"heads": heads, "span": span, "kv_heads": kv_heads}
+    before = len(jax.tree.leaves((q, new, lengths)))
+    parts, lses, ends, buffers = call(
+        partial(_attend, splits=splits, tile=tile, block=options["block"], stored=stored, soft_cap=soft_cap, **common),
         (
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries, dim), jnp.float32),
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), buffers),
         ),
         q,
-        cache,
-        ends,
+        *new,
+        lengths,
+        buffers,
         grid=(sum(n * len(mine) for n, mine in zip(splits, heads, strict=True)), batch),
         warps=options["warps"],
         stages=options["stages"],
+        aliases={before + i: 3 + i for i in range(len(jax.tree.leaves(buffers)))},
         interpret=interpret,
     )
-    return call(
-        partial(_combine, heads=heads, span=span, kv_heads=kv_heads),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
-        *parts,
+    out, lse, lengths = call(
+        partial(_combine, **common),
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lengths),
+        ),
+        parts,
+        lses,
         ends,
+        lengths,
         grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
+        aliases={3 + i: 2 + i for i in range(len(lengths))},
         interpret=interpret,
     )
+    return out, lse, buffers, lengths
 
 
-def _append(new, new_scores, new_positions, real, old, lengths, buffers, longer, *, heads):
-    """A row of one head, in the branch of its group."""
-    del old  # in place: written as the outputs that alias them, as lengths are
-    program, row, first = pl.program_id(0), pl.program_id(1), 0
-    every = zip(heads, lengths, longer, buffers, strict=True)
-    for mine, length, new_length, (keys, values, degree, positions, scores) in every:
-        number = program - first
-        sources = [*jax.tree.leaves(new), *([] if scores is None else [new_scores])]
-        stores = [*jax.tree.leaves((keys, values)), *([] if scores is None else [scores]), degree]
-        stores += [] if positions is None else [positions]
-
-        @pl.when((number >= 0) & (number < len(mine)))
-        def _(mine=mine, number=number, length=length, new_length=new_length, sources=sources, stores=stores):
-            write(sources, new_positions, real, length, stores, row, number, _nth(mine, number), arange(1))
-            # In the place of the length, so after what reads it.
-            new_length[row, number] = length[row, number] + real[row, 0].astype(jnp.int32)
-
-        first += len(mine)
-
-
-def _attend(q, cache, lengths, out, lse, *, heads, splits, kv_heads, **options):
+def _attend(
+    q, new, new_scores, new_positions, real, lengths, old, out, lse, ends, buffers,
+    *, heads, splits, span, kv_heads, **options,
+):  # fmt: skip
     """One split of one head, in the branch of its group."""
+    del old  # in place: read and written as the outputs that alias them
     program, row, first = pl.program_id(0), pl.program_id(1), 0
-    for mine, count, (keys, values, degree), end in zip(heads, splits, cache, lengths, strict=True):
+    for mine, count, length, group in zip(heads, splits, lengths, buffers, strict=True):
         number = program - first
 
         @pl.when((number >= 0) & (number < count * len(mine)))
-        def _(mine=mine, count=count, number=number, keys=keys, values=values, degree=degree, end=end):
-            head, split = jax.lax.div(number, jnp.int32(count)), jax.lax.rem(number, jnp.int32(count))
-            where = row * len(mine) + head, row * kv_heads + _nth(mine, head)
-            attend_split(q, keys, values, degree, end, out, lse, split, *where, 0, kv_heads=kv_heads, **options)
+        def _(mine=mine, count=count, number=number, length=length, group=group):
+            place, split = jax.lax.div(number, jnp.int32(count)), jax.lax.rem(number, jnp.int32(count))
+            keys, values, degree, positions, scores = group
+            head, slot, enters = _nth(mine, place), length[row, place], real[row, 0]
+            end = slot + enters.astype(jnp.int32)
+
+            @pl.when(enters & (split == jax.lax.div(slot, jnp.int32(span))))
+            def _():
+                sources = [*jax.tree.leaves(new), *([] if scores is None else [new_scores])]
+                stores = [*jax.tree.leaves((keys, values)), *([] if scores is None else [scores]), degree]
+                stores += [] if positions is None else [positions]
+                write(sources, new_positions, real, length, stores, row, place, head, arange(1))
+                if platform() != "cpu":  # other threads of this program read it
+                    plgpu.debug_barrier()
+
+            @pl.when(split == 0)
+            def _():
+                ends[row, head] = end
+
+            where = (row, place), row * kv_heads + head
+            attend_split(
+                q, keys, values, degree, end, out, lse, split, *where, 0, span=span, kv_heads=kv_heads, **options
+            )
 
         first += count * len(mine)
 
 
-def _combine(parts, lses, lengths, out, lse, *, heads, span, kv_heads):
-    """Some columns of one query row."""
+def _combine(parts, lses, ends, old, out, lse, lengths, *, heads, span, kv_heads):
+    """Some columns of one query row; the first of a head's programs writes what it holds, where its length was."""
+    del old
     row, head = (f(pl.program_id(1), jnp.int32(kv_heads)) for f in (jax.lax.div, jax.lax.rem))
-    held = jnp.int32(0)
+    end = ends[row, head]
+    combine_splits(parts, lses, pl.cdiv(end, span), out, lse, kv_heads=kv_heads)
     for mine, length in zip(heads, lengths, strict=True):
-        for number, its_head in enumerate(mine):
-            held = jnp.where(head == its_head, length[row * len(mine) + number], held)
-    combine_splits(parts, lses, pl.cdiv(held, span), out, lse, kv_heads=kv_heads)
+        place = jnp.int32(-1)
+        for at, number in enumerate(mine):
+            place = jnp.where(head == number, jnp.int32(at), place)
+
+        @pl.when((place >= 0) & (pl.program_id(0) == 0) & (pl.program_id(2) == 0))
+        def _(length=length, place=place):
+            length[row, place] = end
 
 
 def _nth(numbers: tuple[int, ...], i: Array) -> Array:
