@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.models import few_tokens, registry, transformer
 from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
 
 
 def one_layer(family: str):
+    """The second, since a first layer may have no experts."""
     config = registry.from_hf(FAMILIES[family])
-    params = transformer.init(jax.random.key(0), replace(config, num_layers=1), jnp.float32)
-    return params["layers"][0], config.of_layer(0)
+    params = transformer.init(jax.random.key(0), replace(config, num_layers=2), jnp.float32)
+    return params["layers"][1], config.of_layer(1)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -76,6 +78,31 @@ def test_a_token_is_the_same_with_the_norms_of_a_kernel(family, mesh, monkeypatc
     np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)
     with_kernel = config.norm == "rms" and config.norm_place != "after"
     assert len(norms) == with_kernel * (2 if mesh is None else 1)  # XLA adds up what several devices send
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "routed"), [("qwen3", 1, 0), ("qwen3_moe", 1, 1), ("granite", 1, 0), ("gemma2", 0, 0)]
+)
+def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed, monkeypatch):
+    """An output projection in parts, which the norm behind it adds up; a router's logits, which that norm makes."""
+    layer, config = one_layer(family)
+    hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
+    attended = jax.random.normal(jax.random.key(2), (1, 1, config.num_heads, config.head_dim))
+    token = lambda: transformer.finish(layer, config, hidden, attended)  # noqa: E731
+    expected, parts, routers = token(), [], []
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    monkeypatch.setattr(few_tokens, "mixes", lambda *args: True)
+    monkeypatch.setattr(
+        few_tokens, "split_product", lambda *args, **options: parts.append(1) or split_product(*args, **options)
+    )
+
+    def normed(x, added, scale, weights, **options):
+        routers.extend([] if weights is None else [1])
+        return normed_rows(x, added, scale, weights, **options)
+
+    monkeypatch.setattr(few_tokens, "normed_rows", normed)
+    np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)
+    assert (len(parts), len(routers)) == (split, routed)
 
 
 def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):

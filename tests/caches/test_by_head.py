@@ -15,6 +15,7 @@ from clusterkv_jax.methods import base, by_head, chassis, compressing
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.programs import compilation
+from clusterkv_jax.sharding import named_mesh
 
 LAYERS, HEADS, GROUP, DIM, PROMPT = 3, 3, 2, 8, 100
 SHARES = ((3.0, 0.5, 0.5), (0.2, 1.0, 1.5), (0.4, 0.6, 0.3))  # heads alike; around the mean; a layer of little
@@ -116,6 +117,20 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     step = by_head.step
     monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
     same(extended(method, monkeypatch), alone)
+    assert steps
+
+
+@pytest.mark.parametrize("mesh", ["model=3", "data=2"])
+@pytest.mark.parametrize("name", ["centroids", "scores"])
+def test_devices_take_the_step_of_groups_for_heads_or_sequences_of_their_own(name, mesh, monkeypatch):
+    method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
+    alone, steps = extended(method, monkeypatch), []
+    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
+    step = by_head.step
+    monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
+    with jax.set_mesh(named_mesh(mesh, jax.devices()[: int(mesh[-1])])):
+        got = extended(method, monkeypatch)
+    same(got, alone)
     assert steps
 
 
