@@ -3,9 +3,9 @@
     attend    grid (splits of all heads, B)   a program: `span` slots of one KV head, the query heads that share it
     combine   grid (query rows, B K)          the splits of one query row, and what its head holds then
 
-The token's row enters by the program whose slots it takes one of, which reads it again among the others. A program
-finds its group by its number, which is compared with where the groups begin: the code of a group stands in a branch of
-its own, since each has arrays of its own.
+The token's row enters by the program that reads its slot, which then reads it among the others. A program finds its
+group by its number, which is compared with where the groups begin: the code of a group stands in a branch of its own,
+since each has arrays of its own.
 """
 
 from functools import partial
@@ -84,31 +84,24 @@ def _run_jvp(options, operands, tangents):
 def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret):
     """Buffers and lengths change where they lie: a sum beside the kernels would have lengths copied at every step."""
     batch, _, query_heads, dim = q.shape
-    kv_heads, rows = sum(map(len, heads)), as_array(buffers[0][0])
-    slots = [degree.shape[2] for _, _, degree, *_ in buffers]
-    mean = sum(n * len(mine) for n, mine in zip(slots, heads, strict=True)) // kv_heads
+    kv_heads = sum(map(len, heads))
     queries = query_heads // kv_heads
-    tile, itemsize = power_of_two(queries, 16), rows.dtype.itemsize
-    width, itemsize = (rows.shape[-1], itemsize) if stored is None else (2 * rows.shape[-1], 1)
-    row = {"dim": width, "itemsize": itemsize}
-    measured = blocks("biased_attention", heads=batch * kv_heads, tile=tile, slots=mean, **row)
-    options = split_sizes(itemsize, mean, batch * kv_heads) | measured | sizes
-    span = options["span"]
-    splits = [pl.cdiv(n, span) for n in slots]
-    common = {"heads": heads, "span": span, "kv_heads": kv_heads}
+    slots = [degree.shape[2] for _, _, degree, *_ in buffers]
+    options = _sizes(as_array(buffers[0][0]), slots, batch, queries, heads, stored) | sizes
+    splits = [pl.cdiv(n, options["span"]) for n in slots]
+    common = {"heads": heads, "span": options["span"], "kv_heads": kv_heads}
+    attend = {"block": options["block"], "tile": options["tile"], "stored": stored, "soft_cap": soft_cap} | common
+    like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     before = len(jax.tree.leaves((q, new, lengths)))
     parts, lses, ends, buffers = call(
-        partial(_attend, splits=splits, tile=tile, block=options["block"], stored=stored, soft_cap=soft_cap, **common),
+        partial(_attend, splits=splits, **attend),
         (
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries, dim), jnp.float32),
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), buffers),
+            like(buffers),
         ),
-        q,
-        *new,
-        lengths,
-        buffers,
+        *(q, *new, lengths, buffers),
         grid=(sum(n * len(mine) for n, mine in zip(splits, heads, strict=True)), batch),
         warps=options["warps"],
         stages=options["stages"],
@@ -120,18 +113,25 @@ def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret
         (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lengths),
+            like(lengths),
         ),
-        parts,
-        lses,
-        ends,
-        lengths,
+        *(parts, lses, ends, lengths),
         grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
         warps=4,
         aliases={3 + i: 2 + i for i in range(len(lengths))},
         interpret=interpret,
     )
     return out, lse, buffers, lengths
+
+
+def _sizes(rows, slots, batch, queries, heads, stored):
+    """Rows of queries, and slots of a block and of a split, for heads of so many slots in the mean."""
+    kv_heads = sum(map(len, heads))
+    mean = sum(n * len(mine) for n, mine in zip(slots, heads, strict=True)) // kv_heads
+    width, itemsize = (rows.shape[-1], rows.dtype.itemsize) if stored is None else (2 * rows.shape[-1], 1)
+    tile, row = power_of_two(queries, 16), {"dim": width, "itemsize": itemsize}
+    measured = blocks("biased_attention", heads=batch * kv_heads, tile=tile, slots=mean, **row)
+    return {"tile": tile} | split_sizes(itemsize, mean, batch * kv_heads) | measured
 
 
 def _attend(
