@@ -1,6 +1,7 @@
 """Where kernels take few tokens on a GPU: through a decoder's norms and experts, and its heads through rotations.
 
-What they cannot take is left to XLA, as are all products of tokens with weights that every token meets.
+What they cannot take is left to XLA, as are most products with weights that every token meets: all but a token's
+output projection and a router's logits.
 """
 
 import math
@@ -23,6 +24,7 @@ from clusterkv_jax.sharding import ambient_mesh, on_one_device
 
 Params = dict[str, Any]
 PARTS = 4  # of an output projection
+WHOLE = 64  # inputs of a part, and outputs, are a multiple of it: what fills no block of the kernel is XLA's
 MOST = 16  # tokens: beyond, launches are not what takes time
 
 
@@ -61,7 +63,8 @@ def normed(
 def projects(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
     """Whether a kernel takes a token's heads through their output projection, whose sum the norm behind it makes."""
     plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
-    return plain and on_one_device() and normalises(config, hidden)
+    whole = config.num_heads * config.head_dim % (PARTS * WHOLE) == 0 and hidden.shape[-1] % WHOLE == 0
+    return plain and whole and on_one_device() and normalises(config, hidden)
 
 
 def projected(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) -> Float[Array, "parts 1 M"]:

@@ -91,6 +91,8 @@ def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed,
     token = lambda: transformer.finish(layer, config, hidden, attended)  # noqa: E731
     expected, parts, routers = token(), [], []
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    assert not few_tokens.projects(config, hidden)  # narrower than a block of the kernel
+    monkeypatch.setattr(few_tokens, "WHOLE", 8)
     monkeypatch.setattr(few_tokens, "mixes", lambda *args: True)
     monkeypatch.setattr(
         few_tokens, "split_product", lambda *args, **options: parts.append(1) or split_product(*args, **options)

@@ -112,7 +112,7 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewT
 def step(
     layer: Any, state: Sequence[State], tokens: NewTokens
 ) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
-    """`append_and_attend` of all groups at once: on a GPU in as many launches as one would take."""
+    """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
     of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
     keys, values = (as_stored(of_heads(x), held[0].keys) for x in (tokens.k, tokens.v))

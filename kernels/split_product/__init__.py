@@ -21,7 +21,9 @@ def split_product(
         float32.
 
     Raises:
-        ValueError: if the backend is unknown.
+        ValueError: if `parts` does not divide the inputs, or the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
+    if parts < 1 or len(x) % parts:
+        raise ValueError(f"parts must divide the {len(x)} inputs, got {parts}.")
     return dispatch("split_product", BACKENDS, backend, x, weights, parts=parts)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, dot, only_row, whole_block
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, dot, only_row, shared_memory, whole_block
 from clusterkv_jax.kernels.split_product import reference
 
 LEAST = 16  # inputs and outputs of a block, as the matrix unit wants
@@ -30,11 +30,11 @@ def split_product(x, weights, *, parts, sizes=None, interpret=False):
         )
     inputs, outputs = weights.shape
     options = SIZES | dict(sizes or {})
-    options |= {
-        "block": whole_block(options["block"], outputs),
-        "depth": whole_block(options["depth"], inputs // parts),
-    }
-    if inputs % parts or min(options["block"], options["depth"]) < LEAST:
+    block, depth = whole_block(options["block"], outputs), whole_block(options["depth"], inputs // parts)
+    # A block of weights for each stage, and the token's inputs beside them.
+    room = shared_memory() // (depth * (block + LEAST) * x.dtype.itemsize)
+    options |= {"block": block, "depth": depth, "stages": max(1, min(options["stages"], room))}
+    if min(options["block"], options["depth"]) < LEAST:
         raise NotImplementedError(
             f"The GPU kernel of split_product takes outputs and parts in blocks of {LEAST}, got {outputs} and {parts} "
             f"parts of {inputs}."

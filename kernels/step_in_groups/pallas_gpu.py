@@ -90,11 +90,17 @@ def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret
     options = _sizes(as_array(buffers[0][0]), slots, batch, queries, heads, stored) | sizes
     splits = [pl.cdiv(n, options["span"]) for n in slots]
     common = {"heads": heads, "span": options["span"], "kv_heads": kv_heads}
-    attend = {"block": options["block"], "tile": options["tile"], "stored": stored, "soft_cap": soft_cap} | common
+    attend = {
+        "splits": splits,
+        "block": options["block"],
+        "tile": options["tile"],
+        "stored": stored,
+        "soft_cap": soft_cap,
+    } | common
     like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     before = len(jax.tree.leaves((q, new, lengths)))
     parts, lses, ends, buffers = call(
-        partial(_attend, splits=splits, **attend),
+        partial(_attend, **attend),
         (
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries, dim), jnp.float32),
             jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries), jnp.float32),
@@ -109,7 +115,7 @@ def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret
         interpret=interpret,
     )
     out, lse, lengths = call(
-        partial(_combine, **common),
+        partial(_combine, splits=splits, **common),
         (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
@@ -172,20 +178,23 @@ def _attend(
         first += count * len(mine)
 
 
-def _combine(parts, lses, ends, old, out, lse, lengths, *, heads, span, kv_heads):
+def _combine(parts, lses, ends, old, out, lse, lengths, *, heads, splits, span, kv_heads):
     """Some columns of one query row; the first of a head's programs writes what it holds, where its length was."""
     del old
     row, head = (f(pl.program_id(1), jnp.int32(kv_heads)) for f in (jax.lax.div, jax.lax.rem))
     end = ends[row, head]
-    combine_splits(parts, lses, pl.cdiv(end, span), out, lse, kv_heads=kv_heads)
-    for mine, length in zip(heads, lengths, strict=True):
+    filled = pl.cdiv(end, span)  # a token without a slot may count as one more
+    for mine, count, length in zip(heads, splits, lengths, strict=True):
         place = jnp.int32(-1)
         for at, number in enumerate(mine):
             place = jnp.where(head == number, jnp.int32(at), place)
+        filled = jnp.where(place >= 0, jnp.minimum(filled, count), filled)
 
         @pl.when((place >= 0) & (pl.program_id(0) == 0) & (pl.program_id(2) == 0))
         def _(length=length, place=place):
             length[row, place] = end
+
+    combine_splits(parts, lses, filled, out, lse, kv_heads=kv_heads)
 
 
 def _nth(numbers: tuple[int, ...], i: Array) -> Array:

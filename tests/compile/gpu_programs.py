@@ -43,6 +43,7 @@ from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.select_rows import select_rows
+from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
@@ -51,6 +52,7 @@ from clusterkv_jax.methods.plan import planned_layer
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
+from clusterkv_jax.models.few_tokens import PARTS
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import SIDE_BY_SIDE
@@ -179,6 +181,7 @@ def programs(array):
     def with_cap(function, args):
         return partial(function, soft_cap=50.0), args, ()
 
+    split_parts = partial(split_product, parts=PARTS)
     share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
@@ -264,6 +267,8 @@ def programs(array):
         "decode by scores": decoding(ckv.OrbitKV(share)),
         "decode by shares": decoding(ckv.OrbitKV(ckv.Budget(ratio=0.2, shares=SHARES))),
         "step in groups": stepping(None),
+        "split product": (split_parts, (array((4096,), bf16), array((4096, 2048), bf16)), ()),
+        "split product float32": (split_parts, (array((4096,), jnp.float32), array((4096, 4096), jnp.float32)), ()),
         **{f"step in groups of {name}": stepping(name) for name in CODES},
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),
@@ -306,12 +311,12 @@ def most_operands(program: str) -> int:
 
 
 def compile_all() -> dict[str, dict[str, Any]]:
-    """Every program compiled for one H100, and K-means for a GPU with less shared memory too."""
+    """Every program compiled for one H100, and what fills shared memory for a GPU with less of it too."""
     target = Path(__file__).with_name("h100.txtpb").read_text()
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
     small = re.sub(r"(shared_memory_per_(?:core|block_optin)): \d+", r"\1: 101376", small)
     hopper = compile_for(target, lambda name: True)
-    few = compile_for(small, lambda name: name == "kmeans")
+    few = compile_for(small, lambda name: name == "kmeans" or name.startswith("split product"))
     return hopper | {f"{name}, little shared memory": program for name, program in few.items()}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from clusterkv_jax.kernels.split_product import pallas_gpu, reference
+from clusterkv_jax.kernels.split_product import pallas_gpu, reference, split_product
 from tests.kernels.base import compiled, near, normal
 
 BACKENDS = {
@@ -55,6 +55,12 @@ BROKEN = {check_product: [parts_in_turns, parts_rounded, without_the_last_input]
 @pytest.mark.parametrize("op", BACKENDS.values(), ids=BACKENDS)
 def test_a_split_product_has_derivatives(op):
     check_grads(partial(op, parts=2), operands(0, 64, 32, jnp.float32), order=1, modes=("fwd", "rev"), rtol=1e-2)
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_parts_must_divide_the_inputs(parts):
+    with pytest.raises(ValueError, match=f"parts must divide the 64 inputs, got {parts}"):
+        split_product(*operands(0, 64, 16, jnp.float32), parts=parts)
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "parts"), [(64, 24, 2), (64, 32, 8), (96, 32, 4)])

@@ -24,6 +24,7 @@ BACKENDS = {
 STEP_SHAPES = [
     (2, 2, ((1,), (2, 0)), (70, 20), 24, jnp.float32),
     (1, 4, ((2,), (0,), (1,)), (33, 9, 17), 64, jnp.bfloat16),
+    (2, 1, ((0,), (1,)), (70, 32), 16, jnp.float32),  # a head that is full may count one split too many
 ]
 CODED_SHAPE = (2, 2, ((1,), (2, 0)), (70, 20), 32, jnp.float32)
 
