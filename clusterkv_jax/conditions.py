@@ -24,29 +24,29 @@ def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -
 def repeated(
     running: Callable[[Any], Bool[Array, ""]],
     step: Callable[[Any], Any],
-    late: Callable[[Any], Bool[Array, ""] | None],
+    late: Callable[[Any], Any],
     mend: Callable[[Any], Any],
     tree: Any,
 ) -> Any:
     """`tree = step(tree)` while `running(tree)`, and `tree = mend(tree)` after each step that leaves it `late`.
 
-    `late` gives None, statically, where that never happens. The host of a GPU waits for a number of each step, whether
-    another one follows at once: the steps between two mends are a loop of their own, so that there is only one.
+    `late` gives a scalar, or None, statically, where that never happens. The host of a GPU waits for a number of each
+    step, whether another one follows at once: the steps between two mends are a loop of their own, so that there is
+    only one.
     """
+    mends = late(tree) is not None
     first = lambda state: state[0]  # noqa: E731
 
     def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
         after = step(state[1])
-        due = late(after)
-        return running(after) if due is None else running(after) & ~due, after
+        return running(after) & ~late(after) if mends else running(after), after
 
     def until_late(state: tuple[Array, Any]) -> tuple[Array, Any]:
         _, after = jax.lax.while_loop(first, one, (jnp.ones((), bool), state[1]))
-        due = late(after)
-        after = after if due is None else where_due(due, mend, after)
+        after = where_due(late(after), mend, after)
         return running(after), after
 
-    return jax.lax.while_loop(first, one if late(tree) is None else until_late, (running(tree), tree))[1]
+    return jax.lax.while_loop(first, until_late if mends else one, (running(tree), tree))[1]
 
 
 def in_order(
