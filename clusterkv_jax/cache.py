@@ -152,11 +152,24 @@ def from_tokens(
     keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"], lengths: Int[Array, " B"]
 ) -> LayerCache:
     """Every real token as a row of degree 1 (C = N); rows at or beyond `lengths` are zeroed, whatever they held."""
+    return from_real_tokens(zeroed(keys, lengths), zeroed(values, lengths), lengths)
+
+
+def zeroed(rows: Float[Array, "B K N D"], lengths: Int[Array, " B"]) -> Float[Array, "B K N D"]:
+    """The rows, with zeros at or beyond `lengths`."""
+    real = ordinals(rows.shape[2], 2) < lengths[:, None]
+    return jnp.where(real[:, None, :, None], rows, jnp.zeros((), rows.dtype))
+
+
+def from_real_tokens(
+    keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"], lengths: Int[Array, " B"]
+) -> LayerCache:
+    """As `from_tokens`, of rows that are zeros already at or beyond `lengths`: they stay where they lie."""
     batch, heads, rows, _ = keys.shape
     real = jnp.broadcast_to(ordinals(rows, 3) < lengths[:, None, None], (batch, heads, rows))
     return LayerCache(
-        keys=jnp.where(real[..., None], keys, jnp.zeros((), keys.dtype)),
-        values=jnp.where(real[..., None], values, jnp.zeros((), values.dtype)),
+        keys=keys,
+        values=values,
         degree=real.astype(jnp.float32),
         length=jnp.broadcast_to(lengths[:, None], (batch, heads)).astype(jnp.int32),
         positions=jnp.where(real, ordinals(rows, 3), 0),
@@ -226,6 +239,11 @@ def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = 
 
     keys, values, degree, positions = jax.tree.map(take, (layer.keys, layer.values, layer.degree, layer.positions))
     return LayerCache(keys, values, degree, jnp.sum(occupied, axis=-1, dtype=jnp.int32), positions)
+
+
+def moved_up(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
+    """The rows of these slots, an increasing list with -1 behind it, in the first slots; the layer counts them."""
+    return replace(take_slots(layer, slots, up=True), length=layer.length)
 
 
 def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:

@@ -18,9 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache import LayerCache, moved_up
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import row_merge
@@ -75,6 +74,18 @@ def cluster(
     budget: Int[Array, " B"],
     rounds: Int[Array, " B"],
     schedule: np.ndarray,
+    **options: Any,
+) -> tuple[LayerCache, Int[Array, " B"]]:
+    """`cluster_in_place`, with the rows moved to the front: the layer with its budget met, and the rounds done."""
+    layer, left, rounds = cluster_in_place(layer, budget, rounds, schedule, **options)
+    return moved_up(layer, left), rounds
+
+
+def cluster_in_place(
+    layer: LayerCache,
+    budget: Int[Array, " B"],
+    rounds: Int[Array, " B"],
+    schedule: np.ndarray,
     *,
     sinks: int,
     recent: int,
@@ -83,11 +94,11 @@ def cluster(
     edges: Edges | None = None,
     expected_rounds: int = 0,
     enough: bool = False,
-) -> tuple[LayerCache, Int[Array, " B"]]:
+) -> tuple[LayerCache, Int[Array, "B K slots"], Int[Array, " B"]]:
     """Rounds of matching until every head of a sequence holds exactly its `budget` rows.
 
     All heads of a layer hold equally many rows, so one count per sequence steers them. Rows with no more than their
-    budget stay as they are, bit for bit.
+    budget stay as they are, bit for bit. Rows are merged where they lie.
 
     Args:
         layer: the rows; C may exceed what is used.
@@ -98,14 +109,14 @@ def cluster(
         sinks: first rows that are never merged.
         recent: last rows that are never merged.
         chunk: rows per chunk.
-        slots: slots of the result, which the caller knows to suffice; by default as many as `layer` has.
+        slots: slots that the rows are to have, which the caller knows to suffice; by default as many as `layer` has.
         edges: GravityKV's score instead of the cosine of keys.
         expected_rounds: as many rounds are done without asking the device whether there is more to merge, for a GPU
             that would idle until the answer is back; `count_rounds` tells. Rounds with nothing to merge change nothing.
         enough: the caller knows that no more rounds are needed, and the program asks the device nothing.
 
     Returns:
-        the layer with its budget met, and the rounds done.
+        the layer with its budget met, the slots of its rows, in their order and then -1, and the rounds done.
     """
     middle = jnp.arange(sinks, max(layer.capacity, sinks), dtype=jnp.int32)
     layer, listed, rounds = merge_listed(
@@ -117,7 +128,7 @@ def cluster(
         expected_rounds=expected_rounds,
         enough=enough,
     )
-    return pick(layer, listed, sinks, layer.capacity if slots is None else slots), rounds
+    return layer, slots_left(layer, listed, sinks, layer.capacity if slots is None else slots), rounds
 
 
 def merge_listed(
@@ -241,18 +252,14 @@ def merge_best(
 
 
 def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:
-    """The sinks and the rows listed in `held`, moved up into the first of `slots` slots; the others are empty."""
+    """The sinks and the rows listed, moved up into the first of `slots` slots; the others are empty."""
+    return moved_up(layer, slots_left(layer, listed, sinks, slots))
+
+
+def slots_left(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> Int[Array, "B K slots"]:
+    """The slots of the sinks and those listed, as many as `layer` counts, then -1."""
     first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*listed.shape[:2], sinks))
     listed = jnp.concatenate([first, listed], axis=2)[:, :, :slots]
     if listed.shape[2] < slots:
         listed = jnp.pad(listed, [(0, 0), (0, 0), (0, slots - listed.shape[2])])
-    occupied = ordinals(slots, 3) < layer.length[..., None]
-    index = jnp.where(occupied, listed, -1)
-
-    def take(x: Array) -> Array:
-        return jnp.where(occupied, jnp.take_along_axis(x, listed, axis=2), jnp.zeros((), x.dtype))
-
-    every = (layer.keys, layer.values, layer.degree, layer.positions)
-    move_up = partial(gather_rows, rows=index, in_place=True)
-    keys, values, degree, positions = jax.tree.map(lambda x: move_up(x) if x.ndim == 4 else take(x), every)
-    return LayerCache(keys, values, degree, layer.length, positions)
+    return jnp.where(ordinals(slots, 3) < layer.length[..., None], listed, -1)

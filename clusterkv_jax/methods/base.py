@@ -27,9 +27,10 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.budget import Budget, rows_for, share_table
-from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append, append_scored
+from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append, append_scored, moved_up
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
+from clusterkv_jax.sharding import over_heads
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
 Memory = dict[str, Array]
@@ -143,11 +144,23 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Compressed:
-    """What `compress` and `recompress` leave: rows, memory (None: as it was), and what later layers may reuse."""
+    """What `compress` and `recompress` leave: rows, memory (None: as it was), and what later layers may reuse.
+
+    `slots` are those of the rows left, in their order and then -1, where these still lie among others; `in_front` moves
+    them. None: they stand in front.
+    """
 
     cache: Group
     memory: Memory | None = None
     selection: Any = None
+    slots: Int[Array, "B K slots"] | None = None
+
+
+def in_front(result: Compressed) -> Compressed:
+    """The same with its rows in the first slots."""
+    if result.slots is None:
+        return result
+    return replace(result, cache=over_heads(moved_up, result.cache, result.slots), slots=None)
 
 
 class Method(Storage):

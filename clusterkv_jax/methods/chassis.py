@@ -44,6 +44,7 @@ from clusterkv_jax.methods.base import (
     Method,
     Rows,
     append_and_attend,
+    in_front,
     is_by_head,
     rows_held,
     slots_apart,
@@ -102,19 +103,18 @@ def compress_layer(
         heads = compress_heads(method, plan.by_head, plan.needs, prompt, of_heads, shares[None], key)
         return *by_head.grouped(method, plan, *heads), (None,) * len(plan.groups)
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
-    parts: list[tuple[Any, State, Any]] = []
+    parts: list[Compressed] = []
     for i, group in enumerate(plan.groups):
         cache = whole if len(plan.groups) == 1 else select_heads(whole, group.heads)
-        if group.keep_all:
-            part: tuple[Any, State, Any] = cache, None, None
-        else:
+        part = Compressed(cache)
+        if not group.keep_all:
             before = None if selection is None else selection[i]
             _check_inputs(method, prompt, plan.needs)
-            part = _compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before)
-        cache = part[0] if isinstance(part[0], PagedHeads) else resize(part[0], group.capacity)
-        parts.append((quantised(cache, method.cache_dtype), part[1], part[2]))
-    caches, state, selections = zip(*parts, strict=True)
-    return caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads), state, selections
+            part = in_front(compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before))
+        parts.append(replace(part, cache=stored(method, part.cache, group)))
+    caches, state = tuple(part.cache for part in parts), tuple(part.memory for part in parts)
+    layer = caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads)
+    return layer, state, tuple(part.selection for part in parts)
 
 
 @jax.named_scope("compress")
@@ -141,12 +141,12 @@ def compress_heads(
     prompt = Prompt(queries, cache.keys, cache.values, jnp.repeat(prompt.lengths, heads), scores=scores)
     budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
     share = jnp.broadcast_to(jnp.asarray(shares), (batch, heads)).reshape(-1)
-    group, memory, _ = _compress_group(method, cache, prompt, budgets, plan, key, None, share)
-    assert isinstance(group, LayerCache)
-    return by_head.together(resize(group, plan.capacity), memory, heads)
+    part = in_front(compress_group(method, cache, prompt, budgets, plan, key, None, share))
+    assert isinstance(part.cache, LayerCache)
+    return by_head.together(resize(part.cache, plan.capacity), part.memory, heads)
 
 
-def _compress_group(
+def compress_group(
     method: Method,
     cache: Group,
     prompt: Prompt,
@@ -155,7 +155,8 @@ def _compress_group(
     key: Array | None,
     selection: Any,
     share: Float[Array, " B"] | None = None,
-) -> tuple[Group, State, Any]:
+) -> Compressed:
+    """One group of heads: what `Method.compress` leaves, and what is remembered until it is due again."""
     queries = prompt.queries
     if queries is not None:
         queries = query_heads(queries, plan.heads, prompt.keys.shape[1], axis=1)
@@ -176,7 +177,12 @@ def _compress_group(
     longest = plan.reserve + schedule.slack
     if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
         memory = memory | {"due": budgets[:, -1] + schedule.interval}
-    return result.cache, memory or None, result.selection
+    return replace(result, memory=memory or None)
+
+
+def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
+    """A group in the slots and the type that the method stores it in."""
+    return quantised(group if isinstance(group, PagedHeads) else resize(group, plan.capacity), method.cache_dtype)
 
 
 def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None:
@@ -306,7 +312,7 @@ def _recompress_group(
     target = jnp.where(counts >= held["due"], held["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = method.recompress(Rows(group, target, position, held, selection=selection, plan=plan))
+    result = in_front(method.recompress(Rows(group, target, position, held, selection=selection, plan=plan)))
     return replace(result, memory=held | (result.memory or {}))
 
 

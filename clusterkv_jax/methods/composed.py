@@ -21,6 +21,7 @@ from clusterkv_jax.methods.base import (
     Rows,
     Schedule,
     append_and_attend,
+    in_front,
 )
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.request import Request, all_heads
@@ -130,7 +131,7 @@ class Composed(Method):
         if self.decode == Full():
             rotated = self.prefill.holds == "moved"
             return replace(result, memory=({"budget": rows.budget} | (result.memory or {})) if rotated else {})
-        cache: Any = result.cache
+        cache: Any = in_front(result).cache
         cache = resize(cache, rows.plan.capacity)
         memory = self.decode.remember(replace(rows, cache=cache))
         if self.decode.holds == "pages":

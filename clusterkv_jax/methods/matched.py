@@ -14,7 +14,7 @@ from typing_extensions import override
 from clusterkv_jax.cache import LayerCache, NewTokens
 from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.learned.refitting import refit, squared_errors
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule
+from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, in_front
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import rotate
@@ -89,7 +89,7 @@ class Matched(Method):
         """The method's rows, fitted head by head."""
         assert rows.queries is not None
         prompt: Any = rows.cache
-        result = self.method.compress(rows)
+        result = in_front(self.method.compress(rows))
         references = reference_queries(rows.queries, rows.position, prompt.keys.shape[1], self.queries, rows.plan.rope)
         return replace(result, cache=over_heads(fitted, result.cache, prompt, references))
 

@@ -7,6 +7,7 @@ One head, B = 8 of 16 rows, merged = 0.3:
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, kept_slots, take_slots
+from clusterkv_jax.cache import LayerCache, kept_slots
 from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -100,23 +101,22 @@ class OrbitKV(Method):
         rounds = self._expected_rounds(cache.capacity, rows.plan)
         merge = {"expected_rounds": rounds, "enough": rounds > 0 and rows.plan.exact}
 
-        def gather(cache: LayerCache, scores: Array, budget: Array, centroids: Array) -> tuple[LayerCache, Array]:
-            return self._gathered(cache, scores, budget, centroids, rows.plan.capacity, **merge)
-
         memory = rows.memory
-        group, scores = over_heads(gather, cache, memory["scores"], rows.budget, memory["centroids"])
-        return Compressed(group, memory | {"scores": scores})
+        merged = partial(self._merged, capacity=rows.plan.capacity, **merge)
+        group, slots, scores = over_heads(merged, cache, memory["scores"], rows.budget, memory["centroids"])
+        return Compressed(group, memory | {"scores": scores}, slots=slots)
 
-    def _gathered(
+    def _merged(
         self,
         cache: LayerCache,
         scores: Float[Array, "B K C"],
         budget: Int[Array, " B"],
         centroids: Int[Array, " B"],
+        *,
         capacity: int,
         **merge: Any,
-    ) -> tuple[LayerCache, Float[Array, "B K slots"]]:
-        """`budget` rows of every head in `capacity` slots, and their scores."""
+    ) -> tuple[LayerCache, Int[Array, "B K slots"], Float[Array, "B K slots"]]:
+        """`budget` rows of every head, where they lie, their `capacity` slots, and their scores."""
         centroids = jnp.where(cache.length[:, 0] > budget, centroids, 0)
         stay = self._stay(cache, scores, budget, centroids)
         others = (cache.degree > 0) & ~stay
@@ -130,7 +130,8 @@ class OrbitKV(Method):
         )
         scores = jnp.where(apart.degree > cache.degree, -jnp.inf, scores)
         slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
-        return take_slots(apart, slots, up=True), take_scores(scores, slots)
+        apart = replace(apart, length=jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32))
+        return apart, slots, take_scores(scores, slots)
 
     def _stay(
         self, cache: LayerCache, scores: Float[Array, "B K C"], budget: Int[Array, " B"], centroids: Int[Array, " B"]

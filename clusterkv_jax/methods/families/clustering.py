@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 from typing_extensions import override
 
 from clusterkv_jax import soft_matching
@@ -97,9 +96,10 @@ class Clustering(Method):
         target = jnp.where(rows.position >= rows.budget + self.schedule.slack, rows.budget, rows.position)
         slots = min(rows.plan.capacity, prompt.capacity)
         rounds = self._expected_rounds(rows)
-        cluster = partial(self._cluster, slots=slots, expected_rounds=rounds, enough=rounds > 0 and rows.plan.exact)
-        group, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
-        return Compressed(group, {"rounds": rounds})
+        options = self._options(prompt) | {"expected_rounds": rounds, "enough": rounds > 0 and rows.plan.exact}
+        cluster = partial(soft_matching.cluster_in_place, **options, slots=slots)
+        group, left, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
+        return Compressed(group, {"rounds": rounds}, slots=left)
 
     def _expected_rounds(self, rows: Rows) -> int:
         """The rounds of the longest prompt. On a GPU they run without asking the device whether it is done: it would
@@ -114,28 +114,9 @@ class Clustering(Method):
     def _merge_schedule(self, rows: int) -> np.ndarray:
         return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)
 
-    def _cluster(
-        self,
-        group: LayerCache,
-        target: Int[Array, " B"],
-        rounds: Int[Array, " B"],
-        slots: int | None = None,
-        expected_rounds: int = 0,
-        enough: bool = False,
-    ) -> tuple[LayerCache, Int[Array, " B"]]:
-        return soft_matching.cluster(
-            group,
-            target,
-            rounds,
-            self._merge_schedule(group.capacity),
-            sinks=self.sinks,
-            recent=self.recent,
-            chunk=self.chunk,
-            slots=slots,
-            edges=self.edges,
-            expected_rounds=expected_rounds,
-            enough=enough,
-        )
+    def _options(self, group: LayerCache) -> dict[str, Any]:
+        apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
+        return apart | {"schedule": self._merge_schedule(group.capacity), "edges": self.edges}
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
@@ -145,7 +126,7 @@ class Clustering(Method):
 
         def cluster(tree):
             group, target, rounds = tree
-            group, rounds = self._cluster(group, target, rounds)
+            group, rounds = soft_matching.cluster(group, target, rounds, **self._options(group))
             return group, target, rounds
 
         keys = rows.cache.keys
