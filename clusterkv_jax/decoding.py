@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax import reading
-from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
+from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed, zeroed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
@@ -33,7 +33,14 @@ from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
-from clusterkv_jax.methods.compressing import ReadLayer, awaits, compress
+from clusterkv_jax.methods.compressing import (
+    ReadLayer,
+    awaits,
+    compress,
+    layers_in_a_row,
+    prompt_shapes,
+    workspace_for,
+)
 from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
@@ -127,13 +134,18 @@ def prefill(
             rows, logits = _read_and_repeat(*args, on_layer, run)
 
         planned = cache(partial(planned_layer, config, method, request, lengths if numbers is None else numbers, plans))
-        done, waiting, selection, layers = [], [], None, len(config.global_layers)
+        done, waiting, selection, workspace, layers = [], [], None, None, layers_in_a_row(config)
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
             if rows is None:
                 _check_surrogate(weights, method, plan.needs)
-                args = weights, config.of_layer(number), _parts(method, plan), prefill_chunk, hidden, position
-                hidden, prompt = run(_read_layer, *args)
+                layer, parts = config.of_layer(number), _parts(method, plan)
+                if not waiting:
+                    workspace = workspace_for(run, workspace, plan, prompt_shapes(layer, parts, hidden), layers)
+                place = () if workspace is None else (workspace, np.asarray(len(waiting), np.int32))
+                hidden, prompt = run(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, *place)
+                if workspace is not None:
+                    workspace, prompt = prompt, None
                 if on_layer is not None:
                     on_layer(number, hidden)
             else:
@@ -141,11 +153,13 @@ def prefill(
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
             following = planned(number + 1)[0] if number + 1 < config.num_layers else None
-            if following is None or not awaits(waiting, following, layers):
-                compressed, selection = compress(run, method, waiting, key, layers, selection)
+            if following is None or not awaits(waiting, workspace, following):
+                compressed, selection, workspace = compress(run, method, waiting, key, selection, workspace)
                 done.extend(compressed)
+                if workspace is not None and len(waiting) < len(workspace.lengths):
+                    layers = 1  # others have plans of their own too
                 waiting.clear()
-            args = prompt = None  # a layer's rows go as soon as it is compressed
+            place = prompt = None  # a layer's rows go as soon as it is compressed
         if logits is None:
             logits = run(reading.last_logits, params, config, hidden, position)
         caches, state = zip(*done, strict=True)
@@ -383,7 +397,7 @@ def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:
     return plan.needs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
 
 
-@jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden",))
+@jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden", "workspace"))
 def _read_layer(
     weights: Params,
     config: ModelConfig,
@@ -391,11 +405,19 @@ def _read_layer(
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
+    workspace: Prompt | None = None,
+    place: Int[Array | np.ndarray, ""] | None = None,
 ) -> tuple[Float[Array, "B N M"], Prompt]:
-    """One layer over the whole prompt, and these parts of what it makes of it."""
+    """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in a place
+    of it, rows beyond the lengths zeroed.
+    """
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
     entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
     scores = _scores(weights, config, hidden, parts)
     hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
-    return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
+    if workspace is None:
+        return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
+    prompt = Prompt(q, zeroed(k, lengths), zeroed(v, lengths), lengths, entering, scores)
+    put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
+    return hidden, jax.tree.map(put, workspace, prompt)

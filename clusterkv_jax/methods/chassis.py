@@ -112,7 +112,8 @@ def compress_layer(
             _check_inputs(method, prompt, plan.needs)
             part = in_front(compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before))
         parts.append(replace(part, cache=stored(method, part.cache, group)))
-    caches, state = tuple(part.cache for part in parts), tuple(part.memory for part in parts)
+    caches: Any = tuple(part.cache for part in parts)
+    state = tuple(part.memory for part in parts)
     layer = caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads)
     return layer, state, tuple(part.selection for part in parts)
 
@@ -134,16 +135,21 @@ def compress_heads(
     """
     _check_inputs(method, prompt, needs)
     batch, heads = prompt.keys.shape[:2]
-    whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
-    cache, queries, scores = jax.tree.map(
-        partial(by_head.alone, kv_heads=heads), (whole, prompt.queries, prompt.scores)
-    )
-    prompt = Prompt(queries, cache.keys, cache.values, jnp.repeat(prompt.lengths, heads), scores=scores)
+    prompt = heads_alone(prompt)
+    cache = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
     share = jnp.broadcast_to(jnp.asarray(shares), (batch, heads)).reshape(-1)
     part = in_front(compress_group(method, cache, prompt, budgets, plan, key, None, share))
     assert isinstance(part.cache, LayerCache)
     return by_head.together(resize(part.cache, plan.capacity), part.memory, heads)
+
+
+def heads_alone(prompt: Prompt) -> Prompt:
+    """Every KV head as a sequence of its own."""
+    heads = prompt.keys.shape[1]
+    every = prompt.queries, prompt.keys, prompt.values, prompt.scores
+    queries, keys, values, scores = jax.tree.map(partial(by_head.alone, kv_heads=heads), every)
+    return Prompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores)
 
 
 def compress_group(

@@ -4,11 +4,12 @@ Layers of equal plan share a program. Heads with budgets of their own have one f
 layer that puts them into groups.
 
 A GPU merges rows by many short launches, which take hardly longer for the rows of several layers. There a few layers
-in a row are compressed at once, as sequences of one batch.
+in a row are compressed at once, as sequences of one batch. They are read into one workspace, where their rows are
+merged; what is left of each is copied out, and the next layers are read into the same memory.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,13 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache import Layer, LayerCache, State
+from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.by_head import ByHead, grouped
-from clusterkv_jax.methods.chassis import Prompt, compress_heads, compress_layer, placed, placed_state
+from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.methods.base import Compressed, Method
+from clusterkv_jax.methods.by_head import ByHead, grouped, together
+from clusterkv_jax.methods.chassis import (
+    Prompt,
+    compress_group,
+    compress_heads,
+    compress_layer,
+    heads_alone,
+    placed,
+    placed_state,
+    stored,
+)
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import on_one_device
 
@@ -33,29 +45,67 @@ MOST_LAYERS, MOST_BYTES = 8, 9 * 2**26
 
 @dataclass(frozen=True)
 class ReadLayer:
-    """A layer that was read and is not compressed yet; `number` is its own, for methods that draw."""
+    """A layer that was read and is not compressed yet; `number` is its own, for methods that draw.
+
+    Without a prompt of its own it lies in a workspace, behind the layers that were read before it.
+    """
 
     number: int
     plan: LayerPlan
-    prompt: Prompt
+    prompt: Prompt | None
     budgets: Int[Array | np.ndarray, "B groups stages"]
 
 
-def awaits(read: Sequence[ReadLayer], following: LayerPlan, layers: int) -> bool:
-    """Whether these layers, alike ones, are to be compressed together with the next one, of `layers` in all."""
-    return _program(read[0].plan) == _program(following) and len(read) < layers_at_once(read[0], layers)
+def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> Prompt:
+    """What a layer with this configuration makes of such hidden states."""
+    batch, width, _ = hidden.shape
+    shape: Any = lambda *of: jax.ShapeDtypeStruct((batch, *of), hidden.dtype)
+    rows, queries = (shape(heads, width, config.head_dim) for heads in (config.num_kv_heads, config.num_heads))
+    lengths: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    scores: Any = jax.ShapeDtypeStruct(rows.shape[:3], jnp.float32)
+    kept: Any = lambda name, x: x if name in parts else None
+    hidden = shape(*hidden.shape[1:])
+    return Prompt(kept("queries", queries), rows, rows, lengths, kept("hidden", hidden), kept("scores", scores))
 
 
-def layers_at_once(read: ReadLayer, layers: int) -> int:
-    """How many of such layers are compressed at once on the device that is compiled for, of `layers` in all."""
+def layers_in_a_row(config: ModelConfig) -> int:
+    """How many layers may wait for each other: those that a method sees, where none with a window is between them."""
+    return config.num_layers if len(config.global_layers) == config.num_layers else 1
+
+
+def workspace_for(
+    run: Callable[..., Any], held: Prompt | None, plan: LayerPlan, prompt: Prompt, layers: int
+) -> Prompt | None:
+    """Room for as many layers as are compressed at once: what is held, or new. None where each is compressed alone.
+
+    `prompt` has the shapes of one, and `layers` is the number of those in a row.
+    """
+    at_once = layers_at_once(plan, prompt, layers)
+    if at_once == 1:
+        return None
+    if held is not None and len(held.lengths) == at_once:
+        return held
+    leaves, tree = jax.tree.flatten(prompt)
+    return jax.tree.unflatten(tree, run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves)))
+
+
+def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan) -> bool:
+    """Whether these layers, alike ones, are to be compressed together with the next one."""
+    room = 1 if workspace is None else len(workspace.lengths)
+    return len(read) < room and _program(read[0].plan) == _program(following)
+
+
+def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:
+    """How many layers with prompts of these shapes are compressed at once on the device that is compiled for."""
     if platform() != "gpu" or not on_one_device():
         return 1
-    return most_at_once(read.plan, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read.prompt)), layers)
+    return most_at_once(plan, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prompt)), layers)
 
 
 def most_at_once(plan: LayerPlan, size: int, layers: int) -> int:
     """The same on one GPU, of layers whose rows have `size` bytes: a number that divides that of all of them."""
-    if "layers" not in plan.needs or all(group.keep_all for group in plan.groups):
+    apart = len(plan.groups) > 1 and plan.by_head is None
+    if "layers" not in plan.needs or apart or all(group.keep_all for group in plan.groups):
         return 1
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0 and n * size <= max(size, MOST_BYTES))
 
@@ -65,21 +115,23 @@ def compress(
     method: Method,
     read: Sequence[ReadLayer],
     key: Key[Array, ""],
-    layers: int,
-    selection: Any = None,
-) -> tuple[list[tuple[Layer, Any]], Any]:
-    """Each layer's cache and the memory of its groups, and what the last layer selected.
+    selection: Any,
+    workspace: Prompt | None,
+) -> tuple[list[tuple[Layer, Any]], Any, Prompt | None]:
+    """Each layer's cache and the memory of its groups, what the last layer selected, and the workspace.
 
-    `run(program, *args)` calls the programs. Layers that are fewer than `layers_at_once` go one by one, by a program
-    that serves any number.
+    `run(program, *args)` calls the programs. Layers that do not fill their workspace go one by one, by a program that
+    serves any number.
     """
-    if 1 < len(read) == layers_at_once(read[0], layers):
-        return _together(run, method, read), None
+    if workspace is not None and len(read) == len(workspace.lengths):
+        done, workspace = _together(run, method, read, workspace)
+        return done, None, workspace
     done = []
-    for one in read:
-        layer, memory, selection = _alone(run, method, one, key, selection)
+    for place, one in enumerate(read):
+        prompt = run(_taken, workspace, np.asarray(place, np.int32)) if one.prompt is None else one.prompt
+        layer, memory, selection = _alone(run, method, replace(one, prompt=prompt), key, selection)
         done.append((layer, memory))
-    return done, selection
+    return done, selection, workspace
 
 
 def _alone(
@@ -95,13 +147,15 @@ def _alone(
     return *run(_group_heads, method, plan, *heads), selection
 
 
-def _together(run: Callable[..., Any], method: Method, read: Sequence[ReadLayer]) -> list[tuple[Layer, Any]]:
-    plan, prompts = read[0].plan, tuple(one.prompt for one in read)
+def _together(
+    run: Callable[..., Any], method: Method, read: Sequence[ReadLayer], workspace: Prompt
+) -> tuple[list[tuple[Layer, Any]], Prompt]:
+    plan = read[0].plan
     if plan.by_head is None:
-        return run(_compress_layers, method, plan, prompts, tuple(one.budgets for one in read))
+        return run(_compress_layers, method, plan.groups[0], tuple(one.budgets for one in read), workspace)
     budgets, shares = zip(*(budgets_by_head(one.plan, one.budgets) for one in read), strict=True)
-    heads = run(_compress_heads_of_layers, method, plan.by_head, plan.needs, prompts, budgets, shares)
-    return [run(_group_heads, method, one.plan, *mine) for one, mine in zip(read, heads, strict=True)]
+    heads, workspace = run(_compress_heads_of_layers, method, plan.by_head, budgets, shares, workspace)
+    return [run(_group_heads, method, one.plan, *mine) for one, mine in zip(read, heads, strict=True)], workspace
 
 
 def _program(plan: LayerPlan) -> Any:
@@ -124,15 +178,21 @@ def _compress_layer(
     return placed(method, layer), placed_state(method, state), selection
 
 
-@jit(static_argnames=("method", "plan"))
+@jit(static_argnames=("method", "plan"), donate_argnames=("workspace",))
 def _compress_layers(
     method: Method,
-    plan: LayerPlan,
-    prompts: tuple[Prompt, ...],
+    plan: GroupPlan,
     budgets: tuple[Int[Array | np.ndarray, "B groups stages"], ...],
-) -> list[tuple[Layer, tuple[State, ...]]]:
-    layer, state, _ = compress_layer(method, _batched(prompts), jnp.concatenate(budgets), plan, None)
-    return _apart((layer, state), len(prompts))
+    workspace: Prompt,
+) -> tuple[list[tuple[Layer, tuple[State, ...]]], Prompt]:
+    """Layers of one group of heads each."""
+    rows = _as_sequences(workspace)
+    cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
+    result = compress_group(method, cache, rows, jnp.concatenate(budgets)[:, 0], plan, None, None)
+    parts = _apart(result, len(budgets))
+    caches = [stored(method, part.cache, plan) for part in parts]
+    layers = [(placed(method, x), placed_state(method, (part.memory,))) for x, part in zip(caches, parts, strict=True)]
+    return layers, _used(workspace, result)
 
 
 @jit(static_argnames=("method", "plan", "needs"))
@@ -149,18 +209,23 @@ def _compress_heads(
     return compress_heads(method, plan, needs, prompt, budgets, shares[None], jax.random.fold_in(key, number))
 
 
-@jit(static_argnames=("method", "plan", "needs"))
+@jit(static_argnames=("method", "plan"), donate_argnames=("workspace",))
 def _compress_heads_of_layers(
     method: Method,
     plan: GroupPlan,
-    needs: frozenset[str],
-    prompts: tuple[Prompt, ...],
     budgets: tuple[Int[Array | np.ndarray, "B K stages"], ...],
     shares: tuple[Float[Array | np.ndarray, " K"], ...],
-) -> list[tuple[LayerCache, ByHead]]:
-    shares_of_each = jnp.repeat(jnp.stack(shares), len(budgets[0]), axis=0)
-    heads = compress_heads(method, plan, needs, _batched(prompts), jnp.concatenate(budgets), shares_of_each, None)
-    return _apart(heads, len(prompts))
+    workspace: Prompt,
+) -> tuple[list[tuple[LayerCache, ByHead]], Prompt]:
+    """Heads as sequences of their own."""
+    layers, batch, kv_heads = workspace.keys.shape[:3]
+    each = jnp.concatenate(budgets).reshape(layers * batch * kv_heads, -1)
+    share = jnp.repeat(jnp.stack(shares), batch, axis=0).reshape(-1)
+    rows = heads_alone(_as_sequences(workspace))
+    cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
+    result = compress_group(method, cache, rows, each, plan, None, None, share)
+    parts = [together(resize(part.cache, plan.capacity), part.memory, kv_heads) for part in _apart(result, layers)]
+    return parts, _used(workspace, result)
 
 
 @jit(static_argnames=("method", "plan"))
@@ -169,11 +234,58 @@ def _group_heads(method: Method, plan: LayerPlan, heads: LayerCache, memory: ByH
     return placed(method, layer), placed_state(method, state)
 
 
-def _batched(prompts: Sequence[Prompt]) -> Prompt:
+@jit(static_argnames=("shapes",))
+def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> list[Array]:
+    return [jnp.zeros(shape, dtype) for shape, dtype in shapes]
+
+
+@jit()
+def _taken(workspace: Prompt, place: Int[Array | np.ndarray, ""]) -> Prompt:
+    """One layer of a workspace."""
+    return jax.tree.map(lambda x: x[place], workspace)
+
+
+def _as_sequences(workspace: Prompt) -> Prompt:
     """The sequences of one layer after those of another."""
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *prompts)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), workspace)
 
 
-def _apart(tree: Any, layers: int) -> list[Any]:
-    """The opposite, for what became of them."""
-    return [jax.tree.map(lambda x, i=i: x.reshape(layers, -1, *x.shape[1:])[i], tree) for i in range(layers)]
+def _apart(result: Compressed, layers: int) -> list[Any]:
+    """The opposite, for what became of them: rows that lie among others are copied from there, those of each layer into
+    memory of their own.
+    """
+    of_layer: Any = lambda i, tree: jax.tree.map(lambda x: x.reshape(layers, -1, *x.shape[1:])[i], tree)
+    rows: Any = result.cache
+    parts = []
+    for i in range(layers):
+        memory = of_layer(i, result.memory)
+        if result.slots is None:
+            parts.append(Compressed(of_layer(i, rows), memory))
+        else:
+            parts.append(Compressed(_moved_out(rows, of_layer(i, result.slots), i), memory))
+    return parts
+
+
+def _moved_out(cache: LayerCache, slots: Int[Array, "B K slots"], layer: int) -> LayerCache:
+    """The rows of these slots of one layer's sequences, read where they lie among those of all layers."""
+    batch, heads, _ = slots.shape
+    mine, occupied, at = slice(layer * batch, (layer + 1) * batch), slots >= 0, jnp.maximum(slots, 0)
+    head = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) + layer * batch * heads
+    among_all = jnp.where(occupied, at + head * cache.capacity, -1).reshape(1, 1, -1)
+
+    def take(x: Array) -> Array:
+        if x.ndim == 4:
+            return gather_rows(x.reshape(1, 1, -1, x.shape[3]), among_all).reshape(*slots.shape, -1)
+        return jnp.where(occupied, jnp.take_along_axis(x[mine], at, axis=2), jnp.zeros((), x.dtype))
+
+    keys, values, degree, positions = jax.tree.map(take, (cache.keys, cache.values, cache.degree, cache.positions))
+    return LayerCache(keys, values, degree, cache.length[mine], positions)
+
+
+def _used(workspace: Prompt, result: Compressed) -> Prompt:
+    """The workspace with rows as they were merged in it, which mean nothing: only its memory is used again."""
+    if result.slots is None:
+        return workspace
+    rows: Any = result.cache
+    keys, values = (x.reshape(workspace.keys.shape) for x in (rows.keys, rows.values))
+    return replace(workspace, keys=keys, values=values)

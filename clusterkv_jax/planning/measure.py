@@ -16,7 +16,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.chassis import Prompt
-from clusterkv_jax.methods.compressing import most_at_once
+from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
@@ -301,7 +301,7 @@ def _waiting(job: Job, rows: float) -> float:
     plan = next(filter(None, map(_plan, job.calls)), None)
     if plan is None or job.mesh.size > 1:
         return 0.0
-    return (most_at_once(plan, int(rows), len(job.config.global_layers)) - 1) * rows
+    return (most_at_once(plan, int(rows), layers_in_a_row(job.config)) - 1) * rows
 
 
 # --- shapes ---

@@ -110,6 +110,4 @@ def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected
     shape = lambda *of: jax.ShapeDtypeStruct((1, 8, tokens, *of), "bfloat16" if of else "float32")  # noqa: E731
     read = Prompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
     request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
-    method = ckv.OrbitKV(HALF)
-    one = compressing.ReadLayer(0, plan_layer(method, 0, request), read, np.zeros((1, 1, 1)))
-    assert compressing.layers_at_once(one, layers) == expected
+    assert compressing.layers_at_once(plan_layer(ckv.OrbitKV(HALF), 0, request), read, layers) == expected

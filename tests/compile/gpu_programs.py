@@ -148,8 +148,9 @@ def programs(array):
         plan, budgets = first_layer(method)
         scores = array((BATCH, HEADS, PROMPT), jnp.float32)
         read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=scores)
-        run = lambda *prompts: _compress_layers(method, plan, prompts, (budgets,) * layers)  # noqa: E731
-        return run, (read,) * layers, ()
+        workspace = jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
+        run = lambda workspace: _compress_layers(method, plan.groups[0], (budgets,) * layers, workspace)  # noqa: E731
+        return run, (workspace,), (0,)
 
     def decoding(method, model=LLAMA, batch=BATCH, **changes):
         config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
