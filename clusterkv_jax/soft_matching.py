@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache, moved_up
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.quantised import row_squares
 from clusterkv_jax.kernels.row_merge import row_merge
 
 UNROLLED = 4  # known rounds that are written out in a row: what stands between their kernels is then fused
@@ -63,7 +63,7 @@ def merge_round(
         length=jnp.full((batch, heads), rows, jnp.int32),
         positions=jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (batch, heads, rows)),
     )
-    layer, slots = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
+    layer, slots, _ = merge_best(layer, jnp.asarray(layer.positions), jnp.full(batch, merges, jnp.int32), chunk=chunk)
     layer = pick(layer, slots, 0, rows - merges)
     assert layer.positions is not None
     return layer.keys, layer.values, layer.degree, layer.positions
@@ -163,20 +163,20 @@ def merge_listed(
         return jnp.where(rows > budget, jnp.minimum(merges, look_up(edge_table, middle)), 0)
 
     def one_round(state):
-        layer, slots_in_use, rounds, merges = state
-        layer, slots_in_use = merge_best(
-            layer, slots_in_use, merges, sinks=sinks, recent=recent, chunk=chunk, edges=edges
-        )
+        layer, slots_in_use, squares, rounds, merges = state
+        apart = {"sinks": sinks, "recent": recent, "chunk": chunk, "edges": edges}
+        layer, slots_in_use, squares = merge_best(layer, slots_in_use, merges, squares, **apart)
         rounds = rounds + (merges > 0).astype(jnp.int32)
-        return layer, slots_in_use, rounds, merges_due(layer, rounds)
+        return layer, slots_in_use, squares, rounds, merges_due(layer, rounds)
 
-    state = (layer, listed, rounds, merges_due(layer, rounds))
+    squares = None if edges is None else row_squares(layer.keys)
+    state = (layer, listed, squares, rounds, merges_due(layer, rounds))
     if expected_rounds:
         unroll = min(expected_rounds, UNROLLED)
         state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
     if not enough:
-        state = jax.lax.while_loop(lambda state: jnp.any(state[3] > 0), one_round, state)
-    layer, listed, rounds, _ = state
+        state = jax.lax.while_loop(lambda state: jnp.any(state[-1] > 0), one_round, state)
+    layer, listed, _, rounds, _ = state
     return layer, listed, rounds
 
 
@@ -217,19 +217,22 @@ def merge_best(
     layer: LayerCache,
     slots: Int[Array, "B K R"],
     merges: Int[Array, " B"],
+    squares: Float[Array, "B K C"] | None = None,
     *,
     sinks: int = 0,
     recent: int = 0,
     chunk: int,
     edges: Edges | None = None,
-) -> tuple[LayerCache, Int[Array, "B K R"]]:
+) -> tuple[LayerCache, Int[Array, "B K R"], Float[Array, "B K C"] | None]:
     """Match the middle rows and merge the `merges` best edges of every head, where they lie.
 
-    `held` lists the slots behind the sinks that are still in use, in positional order; `length` counts them and the
-    sinks.
+    `slots` lists those behind the sinks that are still in use, in positional order; `length` counts them and the sinks.
+    `squares` are the `row_squares` of the layer's keys where there are `edges`.
+
+    Returns the layer, the slots still in use, and the squares.
     """
     if slots.shape[2] == 0:
-        return layer, slots
+        return layer, slots, squares
     listed = layer.length - sinks
     # Sequences that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
@@ -237,18 +240,30 @@ def merge_best(
     if edges is None:
         match, score = chunked_matching(layer.keys, **where)
     else:
+        assert squares is not None
         match, score = chunked_matching(
             layer.keys,
             values=layer.values,
-            key_weight=1 / mean_squares(layer.keys, slots, middle),
+            key_weight=1 / _mean_of_listed(squares, slots, middle),
             value_weight=edges.value_weight,
             bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
             **where,
         )
-    keys, values, degree, slots = row_merge(
-        layer.keys, layer.values, layer.degree, slots, listed, match, score, merges, chunk=chunk
+    keys, values, degree, slots, squares = row_merge(
+        layer.keys, layer.values, layer.degree, slots, listed, match, score, merges, squares, chunk=chunk
     )
-    return replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None]), slots
+    layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
+    return layer, slots, squares
+
+
+def _mean_of_listed(
+    numbers: Float[Array, "B K C"], slots: Int[Array, "B K R"], count: Int[Array, "B K"]
+) -> Float[Array, "B K"]:
+    """Mean of the numbers of the first `count` slots listed; 1 where it would be 0."""
+    inside = ordinals(slots.shape[2], 3) < count[..., None]
+    total = jnp.sum(jnp.where(inside, jnp.take_along_axis(numbers, slots, axis=2), 0.0), axis=2)
+    mean = total / jnp.maximum(jnp.minimum(count, slots.shape[2]), 1).astype(jnp.float32)
+    return jnp.where(mean > 0, mean, 1.0)
 
 
 def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:

@@ -11,13 +11,14 @@ from jaxtyping import Array
 
 from clusterkv_jax.kernels.gpu import power_of_two
 
-MOST_SCORES = 32768  # scores of a tile: 32 registers of each of 1,024 threads
+MOST_SCORES = 32768  # scores of the only tile: 32 registers of each of 1,024 threads
+LONG_TILE = 16384  # of one of many, which share the registers with what is counted of them
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 def tile_of(scores: int) -> int:
     """Scores that are read at a time."""
-    return min(MOST_SCORES, power_of_two(scores, 32))
+    return power_of_two(scores, 32) if scores <= MOST_SCORES else LONG_TILE
 
 
 def warps_of(scores: int) -> int:
@@ -25,12 +26,14 @@ def warps_of(scores: int) -> int:
     return min(32, max(4, power_of_two(scores) // 256))
 
 
-def limit_of(load: Callable[[Any], tuple[Array, Array]], tiles: Any, last: Any, k: Array) -> tuple[Array, Array]:
+def limit_of(
+    load: Callable[[Any], tuple[Array, Array]], size: int, tiles: Any, last: Any, k: Array
+) -> tuple[Array, Array]:
     """The key that the k best scores of a row have at least, and the last number of exactly that key that is among
     them: of equal scores the first are taken, and none of -inf or NaN.
 
-    `load(tile)` gives the numbers and the scores of a tile, -inf where there is none. Where `tiles` is 1 as a Python
-    number, they stay in registers. `last` is one beyond the highest number.
+    `load(tile)` gives the numbers and the scores of a tile of `size`, -inf where there is none. Where `tiles` is 1 as a
+    Python number, they stay in registers. `last` is one beyond the highest number.
     """
 
     def keys_of(tile: Any) -> tuple[Array, Array]:
@@ -46,9 +49,9 @@ def limit_of(load: Callable[[Any], tuple[Array, Array]], tiles: Any, last: Any, 
         return jax.lax.fori_loop(0, tiles, lambda i, result: measure(*keys_of(i), result), start)
 
     def count(is_one: Callable[[Array, Array], Array]) -> Array:
-        """How many scores `is_one` is true for."""
-        add = lambda number, key, total: total + jnp.sum(is_one(number, key).astype(jnp.int32))  # noqa: E731
-        return over_tiles(add, jnp.int32(0))
+        """How many scores `is_one` is true for. Threads add up their own, so that they meet once, not in every tile."""
+        add = lambda number, key, total: total + is_one(number, key).astype(jnp.int32)  # noqa: E731
+        return jnp.sum(over_tiles(add, jnp.zeros(size, jnp.int32)))
 
     least = lambda _, key, low: jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST)))  # noqa: E731
     lowest = over_tiles(least, jnp.int32(HIGHEST))

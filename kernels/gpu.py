@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from clusterkv_jax.kernels.dispatch import device_kind, platform
-from clusterkv_jax.kernels.quantised import Quantised, Rows, in_codes, is_packed, kind, numbers
+from clusterkv_jax.kernels.quantised import Quantised, Rows, as_array, in_codes, is_packed, kind, numbers
 
 # What the kernels can read; other dtypes go to XLA.
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -146,17 +146,25 @@ def load_numbers(rows: Any, head: Any, at: Array, columns: Array, mask: Array) -
     return [part * scale for part in load_codes(rows, head, at, columns, mask, jnp.float32)]
 
 
-def store_numbers(rows: Any, head: Any, at: Array, columns: Array, parts: list[Array], mask: Array) -> None:
-    """Write what `load_numbers` loads, as the rows are stored; rows where `mask` is false must point nowhere."""
-    ref: Any = rows
+def store_numbers(rows: Any, head: Any, at: Array, columns: Array, parts: list[Array], mask: Array) -> list[Array]:
+    """Write what `load_numbers` loads, as the rows are stored; rows where `mask` is false must point nowhere.
+
+    Returns what `load_numbers` then loads.
+    """
+    ref: Any = as_array(rows)
+    real = (columns < ref.shape[2])[None, :]
     if isinstance(rows, Quantised):
         new, scales = in_codes(parts, kind(rows), _nearest), rows.scales
         plgpu.store(scales.at[head, at], new.scales, mask=mask)  # pyright: ignore[reportArgumentType]
-        ref, tile = rows.codes, new.codes
+        tile = new.codes
+        # A code of 4 bits stands for no zero.
+        parts = [jnp.where(real, part * new.scales[:, None], 0.0) for part in numbers(tile, jnp.float32)]
     else:
         tile = parts[0].astype(ref.dtype)
-    inside = mask[:, None] & (columns < ref.shape[2])[None, :]
+        parts = [tile.astype(jnp.float32)]
+    inside = mask[:, None] & real
     plgpu.store(ref.at[head, at[:, None], columns[None, :]], tile, mask=inside)
+    return parts
 
 
 def _nearest(x: Array) -> Array:

@@ -100,6 +100,17 @@ def dequantised(rows: Rows) -> Float[Array, "... D"]:
     return rotated(whole) if is_packed(rows) else whole
 
 
+def row_squares(rows: Rows) -> Float[Array, "..."]:
+    """|x|² of every row in float32; a rotation leaves it as it is."""
+    parts = numbers(rows.codes, jnp.float32) if isinstance(rows, Quantised) else [rows.astype(jnp.float32)]
+    return squares_of(parts) if not isinstance(rows, Quantised) else squares_of(parts) * jnp.square(rows.scales)
+
+
+def squares_of(parts: list[Float[Array, "... width"]]) -> Float[Array, "..."]:
+    """Sums of squares of rows whose columns stand in parts."""
+    return functools.reduce(jnp.add, [jnp.sum(jnp.square(part), axis=-1) for part in parts])
+
+
 def with_changes(stored: Rows, rows: Float[Array, "... D"], changed: Bool[Array, "..."]) -> Rows:
     """`rows` as they are stored; they were `dequantised(stored)` before some changed, the others keep their codes."""
     if not isinstance(stored, Quantised):

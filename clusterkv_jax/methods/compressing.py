@@ -38,9 +38,9 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import on_one_device
 
-# Layers that are compressed at once at most, and the bytes of their rows: four layers of 32,768 tokens in bf16 of 8 KV
+# Layers that are compressed at once at most, and the bytes of their rows: eight layers of 32,768 tokens in bf16 of 8 KV
 # heads of 128, and their scores.
-MOST_LAYERS, MOST_BYTES = 8, 9 * 2**26
+MOST_LAYERS, MOST_BYTES = 8, 9 * 2**27
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,20 @@ class ReadLayer:
 
 def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> Prompt:
     """What a layer with this configuration makes of such hidden states."""
-    batch, width, _ = hidden.shape
-    shape: Any = lambda *of: jax.ShapeDtypeStruct((batch, *of), hidden.dtype)
-    rows, queries = (shape(heads, width, config.head_dim) for heads in (config.num_kv_heads, config.num_heads))
-    lengths: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    scores: Any = jax.ShapeDtypeStruct(rows.shape[:3], jnp.float32)
-    kept: Any = lambda name, x: x if name in parts else None
-    hidden = shape(*hidden.shape[1:])
-    return Prompt(kept("queries", queries), rows, rows, lengths, kept("hidden", hidden), kept("scores", scores))
+    batch, width, size = hidden.shape
+
+    def shape(*of: int, dtype: Any = hidden.dtype, part: str | None = None) -> Any:
+        return jax.ShapeDtypeStruct((batch, *of), dtype) if part is None or part in parts else None
+
+    rows = shape(config.num_kv_heads, width, config.head_dim)
+    return Prompt(
+        queries=shape(config.num_heads, width, config.head_dim, part="queries"),
+        keys=rows,
+        values=rows,
+        lengths=shape(dtype=jnp.int32),
+        hidden=shape(width, size, part="hidden"),
+        scores=shape(config.num_kv_heads, width, dtype=jnp.float32, part="scores"),
+    )
 
 
 def layers_in_a_row(config: ModelConfig) -> int:
@@ -254,8 +260,11 @@ def _apart(result: Compressed, layers: int) -> list[Any]:
     """The opposite, for what became of them: rows that lie among others are copied from there, those of each layer into
     memory of their own.
     """
-    of_layer: Any = lambda i, tree: jax.tree.map(lambda x: x.reshape(layers, -1, *x.shape[1:])[i], tree)
     rows: Any = result.cache
+
+    def of_layer(i: int, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(layers, -1, *x.shape[1:])[i], tree)
+
     parts = []
     for i in range(layers):
         memory = of_layer(i, result.memory)

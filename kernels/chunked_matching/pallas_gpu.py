@@ -26,9 +26,10 @@ from clusterkv_jax.kernels.gpu import (
 from clusterkv_jax.kernels.quantised import Quantised, as_array, kind
 from clusterkv_jax.kernels.tuning import blocks
 
-MOST_ROWS = 128  # A or B rows of a tile
+MOST_ROWS = 128  # A or B rows of a tile, unless sizes say fewer
 LEAST_NUMBERS, LEAST_CODES = 16, 32  # columns that a matrix unit multiplies at once, of 16 bits and of 8
-SIZES = {"columns": 64, "warps": 8, "stages": 2}  # columns read at once; warps and stages of a tile of MOST_ROWS
+# Columns read at once, rows of a tile; warps of one of MOST_ROWS A rows; stages.
+SIZES = {"columns": 64, "a_rows": MOST_ROWS, "b_rows": MOST_ROWS // 2, "warps": 8, "stages": 3}
 
 
 def chunked_matching(
@@ -51,9 +52,9 @@ def chunked_matching(
     # tf32 products keep several copies of a float32 tile in shared memory.
     most = MOST_ROWS // 2 if stored.dtype == jnp.float32 else MOST_ROWS
     tile = min(power_of_two(chunk // 2, 16), most)
-    sizes = SIZES | blocks("chunked_matching", chunk=chunk, width=stored.shape[3], itemsize=stored.dtype.itemsize)
-    # Of values too, half as many A rows a program: more programs hide each other's loads.
-    a_tile = tile if values is None else min(tile, MOST_ROWS // 2)
+    shape = {"chunk": chunk, "width": stored.shape[3], "itemsize": stored.dtype.itemsize}
+    sizes = SIZES | blocks("chunked_matching", **shape, values=int(values is not None))
+    a_tile, tile = (min(tile, sizes[rows]) for rows in ("a_rows", "b_rows"))
     across = pl.cdiv(chunk // 2, a_tile)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
     optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
@@ -78,7 +79,7 @@ def chunked_matching(
         count.reshape(-1),
         *optional.values(),
         grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
-        warps=sizes["warps"] if tile == MOST_ROWS else 4,
+        warps=sizes["warps"] if a_tile == MOST_ROWS else 4,
         stages=1 if stored.dtype == jnp.float32 else sizes["stages"],
         interpret=interpret,
     )

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two, store_numbers
-from clusterkv_jax.kernels.quantised import as_array
+from clusterkv_jax.kernels.quantised import as_array, squares_of
 
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
@@ -31,7 +31,9 @@ SIZES = {"plan_warps": 4, "moved_rows": 2, "move_warps": 1, "move_programs": 2**
 JOINS = 8
 
 
-def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk, sizes=None, interpret=False):
+def row_merge(
+    keys, values, degree, rows, length, match, score, merges, squares=None, *, chunk, sizes=None, interpret=False
+):
     """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before `SIZES`."""
     check_dtypes("row_merge", keys, values)
     batch, heads = degree.shape[:2]
@@ -40,7 +42,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
     if chunk > MOST_CHUNK:
         raise NotImplementedError(f"The GPU kernel of row_merge takes chunks of up to {MOST_CHUNK} rows, got {chunk}.")
     if edges == 0:
-        return keys, values, degree, rows
+        return keys, values, degree, rows, squares
 
     def flat(x: Array) -> Array:
         return x.reshape(batch * heads, *x.shape[2:])
@@ -80,7 +82,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         aliases={0: 0},
         interpret=interpret,
     )
-    in_place = jax.tree.map(flat, (keys, values))
+    in_place = jax.tree.map(flat, (keys, values, squares))
     programs = min(pl.cdiv(chunks * half, sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], 2 * batch * heads))
     outputs = call(
         partial(_move, tile=sizes["moved_rows"], programs=programs),
@@ -98,7 +100,8 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
         interpret=interpret,
     )
-    return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[1:]), (*outputs, new_degree, new_rows))
+    merged = *outputs[:2], new_degree, new_rows, outputs[2]
+    return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[1:]), merged)
 
 
 def _thresholds(
@@ -131,7 +134,7 @@ def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks,
         edge = tile * size + arange(size)
         return edge, plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
 
-    low, last_edge = limit_of(load, 1 if edges <= size else pl.cdiv(n, size), n, merges[head])
+    low, last_edge = limit_of(load, size, 1 if edges <= size else pl.cdiv(n, size), n, merges[head])
     threshold[head] = low
     last[head] = last_edge
 
@@ -192,14 +195,17 @@ def _plan(
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
 
-def _move(keys, values, rows, length, total, targets, weight, start, count, new_keys, new_values, *, tile, programs):
+def _move(
+    keys, values, squares, rows, length, total, targets, weight, start, count,
+    new_keys, new_values, new_squares, *, tile, programs,
+):  # fmt: skip
     """A few b rows of keys or values a turn: the means of themselves and of the a rows that join them."""
-    del keys, values  # in place: read and written as the outputs that alias them
+    del keys, values, squares  # in place: read and written as the outputs that alias them
     program, head = pl.program_id(0), pl.program_id(1)
     edges = jnp.minimum(length[head] // 2, start.shape[1])
     for number, x in enumerate((new_keys, new_values)):
 
-        def turn(i, _, x=x):
+        def turn(i, _, number=number, x=x):
             edge = (i * programs + program) * tile + arange(tile)
             inside = edge < edges
             # All at once, so that no load waits for another where rows grow.
@@ -210,7 +216,8 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
 
             @pl.when(jnp.max(joins) > 0)
             def _():
-                _move_rows(x, head, slot, whole, first, joins, targets, weight)
+                own = new_squares if number == 0 else None
+                _move_rows(x, own, head, slot, whole, first, joins, targets, weight)
 
         @pl.when(pl.program_id(2) == number)
         def _(turn=turn):
@@ -218,7 +225,7 @@ def _move(keys, values, rows, length, total, targets, weight, start, count, new_
             jax.lax.fori_loop(0, jnp.maximum(turns, 0), turn, None)
 
 
-def _move_rows(x, head, slot, total, begin, joins, targets, weight):
+def _move_rows(x, squares, head, slot, total, begin, joins, targets, weight):
     _, slots, width = as_array(x).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
     own = load_numbers(x, head, slot, columns, grows)
@@ -239,7 +246,10 @@ def _move_rows(x, head, slot, total, begin, joins, targets, weight):
     n = jnp.where(grows, total, 1.0)[:, None]
     mean = [part + more / n for part, more in zip(own, change, strict=True)]
     # Masked rows point nowhere: nothing is written twice.
-    store_numbers(x, head, jnp.where(grows, slot, slots), columns, mean, grows)
+    at = jnp.where(grows, slot, slots)
+    stored = store_numbers(x, head, at, columns, mean, grows)
+    if squares is not None:
+        plgpu.store(squares.at[head, at], squares_of(stored), mask=grows)
 
 
 def _put(ref, head, index, value, mask):

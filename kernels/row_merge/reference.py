@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import Rows, dequantised, with_changes
+from clusterkv_jax.kernels.quantised import Rows, dequantised, row_squares, with_changes
 from clusterkv_jax.kernels.top_rows.reference import top_rows
 
 
-def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk):
+def row_merge(keys, values, degree, rows, length, match, score, merges, squares=None, *, chunk):
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     del chunk
     leaves = top_rows(score, merges)
@@ -28,7 +28,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, *, chunk
         mean = (x.astype(jnp.float32) + total / jnp.maximum(degree, 1.0)[..., None]).astype(x.dtype)
         return with_changes(stored, mean, degree != before)
 
-    return mean(keys), mean(values), degree, _close_gaps(rows, length, leaves)
+    keys, values = mean(keys), mean(values)
+    if squares is not None:
+        squares = jnp.where(degree != before, row_squares(keys), squares)
+    return keys, values, degree, _close_gaps(rows, length, leaves), squares
 
 
 def _close_gaps(

@@ -50,7 +50,7 @@ def _kernel(score, count, mask, *, scores):
         number = tile * size + arange(size)
         return number, plgpu.load(score.at[head, number], mask=number < scores, other=-jnp.inf)
 
-    limit, last = limit_of(load, tiles, scores, count[head])
+    limit, last = limit_of(load, size, tiles, scores, count[head])
 
     def write(tile, _):
         number, value = load(tile)

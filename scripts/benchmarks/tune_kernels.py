@@ -100,9 +100,10 @@ def sums() -> None:
 def clustering() -> None:
     """Matching, by the time of the whole clustering. Merging has one set of sizes, the best of all shapes tried."""
     measure = lambda: benchmark.clustering_time()[0]  # noqa: E731
-    chunks = {"chunk": [128, 512], "itemsize": 2}
-    matching = [*grid(columns=(64,), warps=(8, 4), stages=(2,)), *grid(columns=(32, 128), warps=(8,), stages=(2,))]
-    keep_fastest("chunked_matching", chunks | {"width": [65, 256]}, matching, measure)
+    where = {"chunk": [128, 512], "itemsize": 2, "width": [65, 256], "values": 0}
+    matching = grid(columns=(64, 128), a_rows=(128,), b_rows=(64, 128), warps=(8,), stages=(2, 3))
+    matching += grid(columns=(64,), a_rows=(64, 128), b_rows=(128,), warps=(4,), stages=(2,))
+    keep_fastest("chunked_matching", where, matching, measure)
 
 
 def kmeans() -> None:

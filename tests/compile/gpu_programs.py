@@ -38,7 +38,6 @@ from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
-from clusterkv_jax.kernels.mean_squares import mean_squares
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
@@ -257,8 +256,6 @@ def programs(array):
             (array((32, HEADS, SLOTS, DIM), jnp.int8), array((32, HEADS, SLOTS), i32)),
             (0,),
         ),
-        "mean squares": (mean_squares, (prompt, rows, array((BATCH, HEADS), i32)), ()),
-        "mean squares of int4": (mean_squares, (of_codes("int4"), array(degree.shape, i32), length), ()),
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),

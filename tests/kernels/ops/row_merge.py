@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from clusterkv_jax.kernels.quantised import Quantised, rotated
+from clusterkv_jax.kernels.quantised import Quantised, rotated, row_squares
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 from tests.kernels.base import compiled, drawn, exact, lengths, near, normal, poisoned, stored, tolerance
 
@@ -55,7 +55,8 @@ def check_row_merge_of(shape, implementation, examples):
         counted = np.where(length == listed, length + lost, length)
         ints = [np.asarray(x, np.int32) for x in (rows, counted, match)]
         operands = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
-        keys, values, *rest = run(*dirty, *operands)
+        squares = np.asarray(row_squares(jax.tree.map(jnp.asarray, dirty[0]))) if levels else None
+        keys, values, *rest, new_squares = run(*dirty, *operands, squares)
         assert jax.tree.map(lambda x: x.dtype, [keys, values, *rest]) == jax.tree.map(
             lambda x: x.dtype, [*dirty, operands[0], operands[1]]
         )
@@ -67,6 +68,11 @@ def check_row_merge_of(shape, implementation, examples):
             expected = [np.asarray(x[at], np.float64) for x in (*dirty, degree)]
             remainder, changed = merged(*expected, rows[at][:count], match[at], score[at], merges[b])
             assert results[3][at][: len(remainder)].tolist() == remainder
+            if squares is None:
+                assert new_squares is None
+            else:
+                now = np.where(np.isin(np.arange(slots), changed), np.sum(results[0][at] ** 2, axis=-1), squares[at])
+                np.testing.assert_allclose(new_squares[at], now, rtol=1e-5, equal_nan=True)
             np.testing.assert_array_equal(results[2][at], expected[2])
             same = np.setdiff1d(np.arange(slots), changed)
             for x, before in zip(codes_after, codes_before, strict=True):
@@ -122,14 +128,19 @@ def merged(keys, values, degree, rows, match, score, merges):
 
 
 def merge_of_equal_degrees(keys, values, degree, *rest, chunk):
-    *means, _, rows = reference.row_merge(keys, values, jnp.ones_like(degree), *rest, chunk=chunk)
-    return *means, reference.row_merge(keys, values, degree, *rest, chunk=chunk)[2], rows
+    *means, _, rows, squares = reference.row_merge(keys, values, jnp.ones_like(degree), *rest, chunk=chunk)
+    return *means, reference.row_merge(keys, values, degree, *rest, chunk=chunk)[2], rows, squares
 
 
 def merge_of_the_last_of_equal_edges(*operands, chunk):
-    *others, score, merges = operands
+    *others, score, merges, squares = operands
     score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)[None, None]
-    return reference.row_merge(*others, score, merges, chunk=chunk)
+    return reference.row_merge(*others, score, merges, squares, chunk=chunk)
+
+
+def merge_that_forgets_squares(*operands, chunk):
+    """Those of rows that have changed."""
+    return *reference.row_merge(*operands, chunk=chunk)[:4], operands[-1]
 
 
 def merge_in_old_scales(keys, values, *rest, chunk):
@@ -142,8 +153,8 @@ def merge_in_old_scales(keys, values, *rest, chunk):
 
 def merge_with_other_rows(*operands, chunk):
     """Rounds the partner down to every fourth row, so that other rows meet."""
-    *others, match, score, merges = operands
-    return reference.row_merge(*others, match // 4 * 4 + 1, score, merges, chunk=chunk)
+    *others, match, score, merges, squares = operands
+    return reference.row_merge(*others, match // 4 * 4 + 1, score, merges, squares, chunk=chunk)
 
 
 CHECKS = [check_row_merge]
@@ -153,5 +164,6 @@ BROKEN = {
         merge_of_the_last_of_equal_edges,
         merge_with_other_rows,
         merge_in_old_scales,
+        merge_that_forgets_squares,
     ],
 }
