@@ -279,8 +279,7 @@ def _step_layer(
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
     _check_surrogate(weights, method, needs)
-    scores = _scores(weights, config, hidden, needs)
-    scores = None if scores is None else jnp.swapaxes(scores, 1, 2)
+    scores = jnp.swapaxes(_scores(weights, config, hidden), 1, 2) if "scores" in needs else None
     qkv = transformer.qkv(weights, config, hidden, positions)
     sinks = transformer.sink_logits(weights, config)
     new = NewTokens(*qkv, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
@@ -288,12 +287,8 @@ def _step_layer(
     return transformer.finish(weights, config, hidden, attended), layer, state
 
 
-def _scores(
-    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], needs: frozenset[str]
-) -> Float[Array, "B K T"] | None:
-    """What a layer's surrogate says of tokens, for methods that need it."""
-    if "scores" not in needs:
-        return None
+def _scores(weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B K T"]:
+    """What a layer's surrogate says of tokens."""
     return predicted_scores(weights["surrogate"], transformer.stored_attention_input(weights, config, hidden))
 
 
@@ -413,8 +408,8 @@ def _read_layer(
     """
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
     entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
-    scores = _scores(weights, config, hidden, parts)
-    hidden, q, k, v = reading.over_prompt(weights, config, chunk, hidden)
+    scores_of = partial(_scores, weights, config) if "scores" in parts else None
+    hidden, q, k, v, scores = reading.over_prompt(weights, config, chunk, hidden, scores_of)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)

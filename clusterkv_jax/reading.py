@@ -56,14 +56,28 @@ def read_layer(
     weights: Params, config: ModelConfig, chunk: int | None, hidden: Float[Array, "B N M"]
 ) -> tuple[Float[Array, "B N M"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
     """One layer over the whole prompt, and all its keys and values; `config` is the layer's (`of_layer`)."""
-    hidden, _, k, v = over_prompt(weights, config, chunk, hidden)
+    hidden, _, k, v, _ = over_prompt(weights, config, chunk, hidden)
     return constrain(hidden, "batch", "tokens", None), *constrain_cache((k, v))
 
 
 def over_prompt(
-    weights: Params, config: ModelConfig, chunk: int | None, hidden: Float[Array, "B N M"]
-) -> tuple[Float[Array, "B N M"], Float[Array, "B H N D"], Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-    """One layer over the whole prompt: hidden states, queries, keys and values; `config` as in `read_layer`."""
+    weights: Params,
+    config: ModelConfig,
+    chunk: int | None,
+    hidden: Float[Array, "B N M"],
+    scores_of: Callable[[Float[Array, "B T M"]], Float[Array, "B K T"]] | None = None,
+) -> tuple[
+    Float[Array, "B N M"],
+    Float[Array, "B H N D"],
+    Float[Array, "B K N D"],
+    Float[Array, "B K N D"],
+    Float[Array, "B K N"] | None,
+]:
+    """One layer over the whole prompt: hidden states, queries, keys and values, and scores; `config` as in
+    `read_layer`.
+
+    `scores_of(hidden)` is asked chunk by chunk, beside the projections: both read the same norm.
+    """
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, tokens_at_once() // batch) if chunk is None else chunk
@@ -71,10 +85,11 @@ def over_prompt(
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
         q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))
         attended = _attended(weights, config, q, k, v)
+        scores = None if scores_of is None else scores_of(hidden)
         hidden = transformer.finish(weights, config, hidden, attended)
     else:
-        hidden, q, k, v = _layer_in_chunks(weights, config, chunk, hidden, positions)
-    return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        hidden, q, k, v, scores = _layer_in_chunks(weights, config, chunk, hidden, positions, scores_of)
+    return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), scores
 
 
 def _on_heads(
@@ -97,15 +112,25 @@ def _attended(
 
 
 def _layer_in_chunks(
-    weights: Params, config: ModelConfig, chunk: int, hidden: Float[Array, "B N M"], positions: Int[Array, "B N"]
+    weights: Params,
+    config: ModelConfig,
+    chunk: int,
+    hidden: Float[Array, "B N M"],
+    positions: Int[Array, "B N"],
+    scores_of: Callable[[Float[Array, "B T M"]], Float[Array, "B K T"]] | None,
 ):
     """The same layer, its projections and its MLP `chunk` tokens at a time."""
-    project = partial(transformer.qkv, weights, config)
+
+    def project(hidden: Array, positions: Array) -> Any:
+        scores = None if scores_of is None else jnp.swapaxes(scores_of(hidden), 1, 2)
+        return *transformer.qkv(weights, config, hidden, positions), scores
+
     empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
-    q, k, v = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
+    q, k, v, scores = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
     q, k, v = _on_heads(q, k, v)
     attended = _attended(weights, config, q, k, v)
-    return _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended), q, k, v
+    hidden = _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended)
+    return hidden, q, k, v, None if scores is None else jnp.swapaxes(scores, 1, 2)
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:

@@ -92,7 +92,7 @@ def read(
 
 
 def _read_layer(weights: Params, config: ModelConfig, hidden: Float[Array, "B N M"]) -> tuple[Array, Array, Array]:
-    hidden, _, keys, values = reading.over_prompt(weights, config, None, hidden)
+    hidden, _, keys, values, _ = reading.over_prompt(weights, config, None, hidden)
     return hidden, keys, values
 
 

@@ -79,6 +79,26 @@ def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
     same(got, want)
 
 
+def test_layers_of_other_budgets_go_one_by_one(monkeypatch):
+    """The first one is taken out of its workspace; none is made for the others."""
+    of_layers = ckv.Budget(ratio=0.5, shares=((1.2, 1.2), (0.8, 0.8), (1.1, 1.1), (0.9, 0.9)))
+    method = replace(GRAVITY, budget=of_layers)
+    got, called = prefill(method)
+    assert (called["_empty"], called["_taken"], called["_compress_layers"]) == (1, 1, 0)
+    assert called["_compress_layer"] == LAYERS
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    same(got, prefill(method)[0])
+
+
+def test_a_workspace_is_used_again(monkeypatch):
+    """By all groups of layers, each of which leaves its rows in it."""
+    monkeypatch.setattr(compressing, "MOST_LAYERS", 2)
+    got, called = prefill(GRAVITY)
+    assert (called["_empty"], called["_compress_layers"]) == (1, LAYERS // 2)
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    same(got, prefill(GRAVITY)[0])
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_other_methods_take_one_layer_after_the_other(name):
     """Most of them are done in a few launches, and some draw numbers for each layer."""
