@@ -40,7 +40,7 @@ from clusterkv_jax.sharding import on_one_device
 
 # Layers that are compressed at once at most, and the bytes of their rows: eight layers of 32,768 tokens in bf16 of 8 KV
 # heads of 128, and their scores.
-MOST_LAYERS, MOST_BYTES = 8, 9 * 2**27
+MOST_LAYERS, MOST_BYTES = 16, 9 * 2**27
 
 
 @dataclass(frozen=True)

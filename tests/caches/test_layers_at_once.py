@@ -115,7 +115,8 @@ def test_layers_between_windows_go_one_by_one():
 @pytest.mark.parametrize(
     ("tokens", "layers", "expected"),
     [
-        (16384, 32, 8),
+        (1024, 32, 16),
+        (16384, 32, 16),
         (32768, 32, 8),
         (65536, 32, 4),
         (131072, 32, 2),
