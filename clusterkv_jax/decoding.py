@@ -297,7 +297,7 @@ def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> 
     if "scores" in needs and "surrogate" not in weights:
         raise ValueError(
             f"{type(method).__name__} keeps rows by learned scores, and the model has none: "
-            "give load the calibration that clusterkv calibrate writes for it."
+            "give load, or nnx.compressed, the calibration that clusterkv calibrate writes for it."
         )
 
 

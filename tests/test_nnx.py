@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.calibration import PARTS, Calibration, read, write
+from clusterkv_jax.checkpoints import calibrated
 from tests.support.methods import named
-from tests.support.tiny import prompt
+from tests.support.tiny import prompt, tiny, with_surrogate
 
 nnx = pytest.importorskip("flax.nnx", reason="models of flax: pip install 'clusterkv-jax[flax]'")
 
@@ -43,6 +45,43 @@ def continued(model, text, count) -> list[int]:
         padded[0, : len(ids)] = ids
         ids.append(int(forward(model, jnp.asarray(padded), jnp.arange(width)[None])[0, len(ids) - 1].argmax()))
     return ids[len(text) :]
+
+
+def learned(model, file):
+    """Our model with a random surrogate and unequal heads, and the file of its calibration."""
+    layers = [layer["surrogate"] for layer in with_surrogate(model).params["layers"]]
+    surrogate = tuple({name: np.asarray(x) for name, x in layer.items()} for layer in layers)
+    heads = ((0.5, 0.5),) * len(layers)
+    rising = np.linspace(-3, 0, len(PARTS))
+    scores = ((tuple(rising.tolist()), tuple((rising + 0.5).tolist())),) * len(layers)
+    write(file, Calibration("toy", heads, (), heads, {}, scores, heads, surrogate))
+    return calibrated(model, read(file))
+
+
+@pytest.mark.parametrize("method", [ckv.OrbitKV(HALF, interval=4), ckv.KVzap(HALF, sinks=2, recent=4)], ids=named)
+def test_a_calibration_brings_learned_scores_and_shares(toy, method, tmp_path):
+    file = tmp_path / "toy.safetensors"
+    ours = ckv.generate(learned(as_llama(toy), file), PROMPTS, method=method, max_new_tokens=12)
+    small = ckv.nnx.compressed(toy, method, max_positions=256, calibration=file)
+    result = small.generate(PROMPTS, max_new_tokens=12)
+    assert result.tokens == ours.tokens
+    assert result.stats.kept_rows == ours.stats.kept_rows
+    assert len({rows for layer in result.stats.kept_rows for heads in layer for rows in heads}) > 1
+    # The arrays go through a program of one's own, with the model's.
+    tokens, lengths = jnp.asarray([PROMPTS[0]]), jnp.asarray([len(PROMPTS[0])])
+    inside = nnx.jit(lambda small, tokens, lengths: small.prefill(tokens, lengths, max_new_tokens=12)[1])
+    np.testing.assert_allclose(inside(small, tokens, lengths), small.prefill(tokens, lengths)[1], atol=1e-4)
+
+
+def test_a_calibration_that_is_missing_or_of_another_model_is_one_sentence(toy, tmp_path):
+    method, file = ckv.KVzap(HALF, sinks=2, recent=4), tmp_path / "toy.safetensors"
+    with pytest.raises(ValueError, match=r"give load, or nnx\.compressed, the calibration"):
+        ckv.nnx.compressed(toy, method, max_positions=256).generate(PROMPTS, max_new_tokens=4)
+    with pytest.raises(FileNotFoundError, match="There is no calibration at"):
+        ckv.nnx.compressed(toy, method, calibration=file)
+    learned(tiny(layers=3), file)
+    with pytest.raises(ValueError, match="3 layers of 2 KV heads; this model has 2"):
+        ckv.nnx.compressed(toy, method, calibration=file)
 
 
 def test_full_gives_the_tokens_of_the_model_itself(toy):

@@ -1,6 +1,7 @@
 """A Flax nnx model whose cache is compressed."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax import decoding, generation
 from clusterkv_jax.cache import KVCache
+from clusterkv_jax.calibration import read as read_calibration
+from clusterkv_jax.calibration import with_shares
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import check_ids, on_host
 from clusterkv_jax.errors import shown
@@ -41,6 +44,7 @@ def compressed(
     eos_ids: Sequence[int] = (),
     tokenizer: Any = None,
     mesh: Mesh | None = None,
+    calibration: str | os.PathLike[str] | None = None,
 ) -> "Compressed":
     """A Flax nnx model with a compressed cache; the model itself stays as it is, and its arrays are not copied.
 
@@ -54,9 +58,13 @@ def compressed(
         eos_ids: tokens that end a text.
         tokenizer: of the tokenizers library, for `generate` with texts.
         mesh: the devices that `generate` uses; the model's arrays are laid out over it by whoever made them.
+        calibration: what `clusterkv calibrate` wrote for a model with the same weights, as `load` takes it: methods of
+            learned scores need its surrogate, and get the shares of heads that were measured with it.
 
     Raises:
-        ValueError: one sentence that says what of the attention is missing, or what does not fit.
+        ValueError: one sentence that says what of the attention is missing, or what does not fit, a calibration of
+            another model for one.
+        FileNotFoundError: if there is no such calibration.
     """
     if not isinstance(model, nnx.Module):
         raise ValueError(f"model must be a flax.nnx.Module, got {shown(model)}.")
@@ -71,7 +79,12 @@ def compressed(
         if not hasattr(layer, layout.attention):
             raise ValueError(f"{type(layer).__name__} has no attention under the name {layout.attention!r}.")
     config = _config(model, layout, max_positions, tuple(eos_ids))
-    return Compressed(model, method, config, tokenizer, None if mesh is None else auto_mesh(mesh))
+    found = None if calibration is None else read_calibration(calibration)
+    if found is not None:
+        found.check(config)
+        method = with_shares(found, method)
+    surrogate = None if found is None else found.surrogate
+    return Compressed(model, method, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
 
 
 class Compressed(nnx.Module):
@@ -80,8 +93,19 @@ class Compressed(nnx.Module):
     It holds the model, not a copy: what trains the one changes what the other answers. Its cache is a pytree.
     """
 
-    def __init__(self, model: nnx.Module, method: Method, config: ModelConfig, tokenizer: Any, mesh: Mesh | None):
+    def __init__(
+        self,
+        model: nnx.Module,
+        method: Method,
+        config: ModelConfig,
+        tokenizer: Any,
+        mesh: Mesh | None,
+        surrogate: Sequence[Any] | None = None,
+    ):
         self.model = model
+        # Variables, which `nnx.split` finds; no parameters, which an optimizer would.
+        layers = () if surrogate is None else zip(config.global_layers, surrogate, strict=True)
+        self.surrogate = nnx.Dict({str(number): _variables(arrays) for number, arrays in layers})
         self.method = method
         self.config = config
         self.tokenizer = tokenizer
@@ -90,7 +114,13 @@ class Compressed(nnx.Module):
     @property
     def params(self) -> Params:
         """The model's arrays as `prefill` and `decode_step` of the library take them, with `config`."""
-        return in_parts(self.model, self.config.decoder.layout, self.config.dtype)
+        params = in_parts(self.model, self.config.decoder.layout, self.config.dtype)
+        learned = {int(layer): arrays for layer, arrays in self.surrogate.items()}
+        layers = [
+            {**layer, "surrogate": {name: x[...] for name, x in learned[i].items()}} if i in learned else layer
+            for i, layer in enumerate(params["layers"])
+        ]
+        return params | {"layers": tuple(layers)}
 
     def as_model(self) -> Model:
         """The model as `load` would give it: for `generate`, evaluation and all else that takes one."""
@@ -134,6 +164,10 @@ class Compressed(nnx.Module):
         Prompts and questions are lists of token ids, or texts where there is a tokenizer.
         """
         return generation.generate(self.as_model(), prompts, method=self.method, **options)
+
+
+def _variables(arrays: Mapping[str, Any]) -> Any:
+    return nnx.Dict({name: nnx.Variable(jnp.asarray(x)) for name, x in arrays.items()})
 
 
 def _config(model: nnx.Module, layout: Layout, max_positions: int, eos_ids: tuple[int, ...]) -> ModelConfig:
