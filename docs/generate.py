@@ -144,7 +144,8 @@ def models() -> str:
         "- **loads**: small checkpoints in the family's own layout (`tests/test_checkpoints.py`).",
         "- **as transformers**: settings whose logits and greedy tokens equal those of transformers on torch, over up",
         "  to 600 tokens (`make parity`).",
-        "- **methods**: every method answers a batch as its prompts alone, within the budget (`make test-sweeps`).",
+        "- **methods**: a method answers within the budget, and no sequence notices another: every other method with",
+        "  one family (`make test-sweeps`), all with every family (`make test-sweeps ARGS='-m exhaustive'`).",
         "- **mesh**: the logits of one device on a mesh of eight (`make test-mesh`).",
         "- **TPU**: the decode loop compiled for a v5e (`make test-compile`).\n",
     ]
