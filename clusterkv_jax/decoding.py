@@ -134,6 +134,7 @@ def prefill(
             rows, logits = _read_and_repeat(*args, on_layer, run)
 
         planned = cache(partial(planned_layer, config, method, request, lengths if numbers is None else numbers, plans))
+        following = lambda number: planned(number + 1)[0] if number + 1 < config.num_layers else None  # noqa: E731
         done, waiting, selection, workspace, layers = [], [], None, None, layers_in_a_row(config)
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
@@ -141,7 +142,8 @@ def prefill(
                 _check_surrogate(weights, method, plan.needs)
                 layer, parts = config.of_layer(number), _parts(method, plan)
                 if not waiting:
-                    workspace = workspace_for(run, workspace, plan, prompt_shapes(layer, parts, hidden), layers)
+                    shapes = prompt_shapes(layer, parts, hidden)
+                    workspace = workspace_for(run, workspace, plan, following(number), shapes, layers)
                 place = () if workspace is None else (workspace, np.asarray(len(waiting), np.int32))
                 hidden, prompt = run(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, *place)
                 if workspace is not None:
@@ -152,14 +154,12 @@ def prefill(
                 prompt = rows.pop(0)
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
-            following = planned(number + 1)[0] if number + 1 < config.num_layers else None
-            if following is None or not awaits(waiting, workspace, following):
+            if not awaits(waiting, workspace, following(number)):
                 compressed, selection, workspace = compress(run, method, waiting, key, selection, workspace)
                 done.extend(compressed)
-                if workspace is not None and len(waiting) < len(workspace.lengths):
-                    layers = 1  # others have plans of their own too
                 waiting.clear()
             place = prompt = None  # a layer's rows go as soon as it is compressed
+        workspace = None
         if logits is None:
             logits = run(reading.last_logits, params, config, hidden, position)
         caches, state = zip(*done, strict=True)

@@ -121,7 +121,9 @@ class Composed(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
+        needs = self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
+        # What draws numbers, CaM alone, draws them for each layer.
+        return needs - {"layers"} if getattr(self.decode, "stochastic", False) else needs
 
     @override
     def compress(self, rows: Rows) -> Compressed:

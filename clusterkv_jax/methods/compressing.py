@@ -5,7 +5,8 @@ layer that puts them into groups.
 
 A GPU merges rows by many short launches, which take hardly longer for the rows of several layers. There a few layers
 in a row are compressed at once, as sequences of one batch. They are read into one workspace, where their rows are
-merged; what is left of each is copied out, and the next layers are read into the same memory.
+merged; what is left of each is copied out, and the next layers are read into the same memory. Methods that move rows to
+the front themselves, as those that fit them do, copy them first.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,13 +81,19 @@ def layers_in_a_row(config: ModelConfig) -> int:
 
 
 def workspace_for(
-    run: Callable[..., Any], held: Prompt | None, plan: LayerPlan, prompt: Prompt, layers: int
+    run: Callable[..., Any],
+    held: Prompt | None,
+    plan: LayerPlan,
+    following: LayerPlan | None,
+    prompt: Prompt,
+    layers: int,
 ) -> Prompt | None:
-    """Room for as many layers as are compressed at once: what is held, or new. None where each is compressed alone.
+    """Room for as many layers as are compressed at once: what is held, or new. None where this one is compressed alone.
 
     `prompt` has the shapes of one, and `layers` is the number of those in a row.
     """
-    at_once = layers_at_once(plan, prompt, layers)
+    alike = following is not None and _program(plan) == _program(following)
+    at_once = layers_at_once(plan, prompt, layers) if alike else 1
     if at_once == 1:
         return None
     if held is not None and len(held.lengths) == at_once:
@@ -95,10 +102,10 @@ def workspace_for(
     return jax.tree.unflatten(tree, run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves)))
 
 
-def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan) -> bool:
+def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan | None) -> bool:
     """Whether these layers, alike ones, are to be compressed together with the next one."""
     room = 1 if workspace is None else len(workspace.lengths)
-    return len(read) < room and _program(read[0].plan) == _program(following)
+    return following is not None and len(read) < room and _program(read[0].plan) == _program(following)
 
 
 def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:

@@ -16,7 +16,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.chassis import Prompt
-from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once
+from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import abstract
@@ -293,15 +293,17 @@ def estimated(job: Job) -> float:
     # Queries and what they attend to; keys and values, and both in the order of a cache.
     arrays = tokens * (2 * queries + 4 * keys)
     here = job.hidden.dtype.itemsize * (arrays + min(tokens, TOKENS_AT_ONCE) * 2 * max(widths))
-    return here + _waiting(job, job.hidden.dtype.itemsize * tokens * 2 * keys)
+    return here + _waiting(job)
 
 
-def _waiting(job: Job, rows: float) -> float:
-    """Bytes of what waits at most, where a layer's keys and values have so many."""
+def _waiting(job: Job) -> float:
+    """Bytes of what the other layers of a workspace hold."""
     plan = next(filter(None, map(_plan, job.calls)), None)
     if plan is None or job.mesh.size > 1:
         return 0.0
-    return (most_at_once(plan, int(rows), layers_in_a_row(job.config)) - 1) * rows
+    layer = job.config.of_layer(job.config.global_layers[0])
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prompt_shapes(layer, plan.needs, job.hidden)))
+    return (most_at_once(plan, size, layers_in_a_row(job.config)) - 1) * size
 
 
 # --- shapes ---

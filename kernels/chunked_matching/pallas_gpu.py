@@ -28,8 +28,10 @@ from clusterkv_jax.kernels.tuning import blocks
 
 MOST_ROWS = 128  # A or B rows of a tile, unless sizes say fewer
 LEAST_NUMBERS, LEAST_CODES = 16, 32  # columns that a matrix unit multiplies at once, of 16 bits and of 8
-# Columns read at once, rows of a tile; warps of one of MOST_ROWS A rows; stages.
-SIZES = {"columns": 64, "a_rows": MOST_ROWS, "b_rows": MOST_ROWS // 2, "warps": 8, "stages": 3}
+# Columns read at once, rows of a tile; warps of one with MOST_ROWS; stages.
+SIZES = {"columns": 64, "a_rows": MOST_ROWS, "b_rows": MOST_ROWS, "warps": 8, "stages": 2}
+# Of keys and values, what little shared memory holds at any width.
+VALUES_SIZES = SIZES | {"a_rows": MOST_ROWS // 2}
 
 
 def chunked_matching(
@@ -53,7 +55,8 @@ def chunked_matching(
     most = MOST_ROWS // 2 if stored.dtype == jnp.float32 else MOST_ROWS
     tile = min(power_of_two(chunk // 2, 16), most)
     shape = {"chunk": chunk, "width": stored.shape[3], "itemsize": stored.dtype.itemsize}
-    sizes = SIZES | blocks("chunked_matching", **shape, values=int(values is not None))
+    sizes = SIZES if values is None else VALUES_SIZES
+    sizes = sizes | blocks("chunked_matching", **shape, values=int(values is not None))
     a_tile, tile = (min(tile, sizes[rows]) for rows in ("a_rows", "b_rows"))
     across = pl.cdiv(chunk // 2, a_tile)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
@@ -79,7 +82,7 @@ def chunked_matching(
         count.reshape(-1),
         *optional.values(),
         grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
-        warps=sizes["warps"] if a_tile == MOST_ROWS else 4,
+        warps=sizes["warps"] if max(a_tile, tile) == MOST_ROWS else 4,
         stages=1 if stored.dtype == jnp.float32 else sizes["stages"],
         interpret=interpret,
     )

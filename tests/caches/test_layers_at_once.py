@@ -32,6 +32,7 @@ ALONE = {
     "no merges": ckv.SnapKV(HALF, window=4, kernel=3),
     "merges later": ckv.Composed(ckv.SnapKV(HALF, window=4), GRAVITY),
     "draws": ckv.Composed(ckv.CaM(HALF, sinks=2), GRAVITY),
+    "draws later": ckv.Composed(GRAVITY, ckv.CaM(HALF, sinks=2)),
 }
 
 
@@ -79,13 +80,29 @@ def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
     same(got, want)
 
 
-def test_layers_of_other_budgets_go_one_by_one(monkeypatch):
-    """The first one is taken out of its workspace; none is made for the others."""
-    of_layers = ckv.Budget(ratio=0.5, shares=((1.2, 1.2), (0.8, 0.8), (1.1, 1.1), (0.9, 0.9)))
-    method = replace(GRAVITY, budget=of_layers)
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((1.2, 0.8, 1.1, 0.9), {"_compress_layer": 4}),
+        ((1.1, 1.1, 0.9, 0.9), {"_empty": 1, "_compress_layers": 2}),
+        ((1.2, 0.8, 0.8, 1.2), {"_empty": 1, "_compress_layers": 1, "_compress_layer": 2}),
+    ],
+)
+def test_layers_of_other_budgets_are_no_group(shares, expected, monkeypatch):
+    method = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=tuple((share, share) for share in shares)))
+    monkeypatch.setattr(compressing, "MOST_LAYERS", 2)
     got, called = prefill(method)
-    assert (called["_empty"], called["_taken"], called["_compress_layers"]) == (1, 1, 0)
-    assert called["_compress_layer"] == LAYERS
+    names = "_empty", "_taken", "_compress_layers", "_compress_layer"
+    assert {name: called[name] for name in names if called[name]} == expected
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    same(got, prefill(method)[0])
+
+
+def test_layers_that_fill_no_workspace_are_taken_out_of_it(monkeypatch):
+    shares = (1.1, 1.1, 0.7, 1.1)
+    method = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=tuple((share, share) for share in shares)))
+    got, called = prefill(method)
+    assert (called["_empty"], called["_taken"], called["_compress_layer"]) == (1, 2, LAYERS)
     monkeypatch.setattr(compressing, "platform", lambda: "cpu")
     same(got, prefill(method)[0])
 

@@ -115,8 +115,8 @@ def programs(array):
         match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
         return match, (features, degree, array(degree.shape, i32), length)
 
-    def paired(dtype):
-        rows, heads = array((BATCH, HEADS, SLOTS, DIM), dtype), array(length.shape, jnp.float32)
+    def paired(dtype, width=DIM):
+        rows, heads = array((BATCH, HEADS, SLOTS, width), dtype), array(length.shape, jnp.float32)
         match = lambda k, v, w, bias, listed, n: chunked_matching(  # noqa: E731
             k, values=v, key_weight=w, bias=bias, index=listed, length=n, chunk=256
         )
@@ -218,6 +218,7 @@ def programs(array):
         "matching": (*matching(bf16, DIM, 256), ()),
         "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
         "matching of keys and values": (*paired(bf16), ()),
+        "matching of wide keys and values": (*paired(bf16, 2 * DIM), ()),
         "matching of keys and values float32": (*paired(jnp.float32), ()),
         **{f"matching of {name}": matching_codes(name) for name in CODES},
         "matching of keys and values of int4": (by_both, (of_codes("int4"), of_codes("int4"), *beside), ()),
@@ -314,7 +315,8 @@ def compile_all() -> dict[str, dict[str, Any]]:
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
     small = re.sub(r"(shared_memory_per_(?:core|block_optin)): \d+", r"\1: 101376", small)
     hopper = compile_for(target, lambda name: True)
-    few = compile_for(small, lambda name: name == "kmeans" or name.startswith("split product"))
+    little = "split product", "matching of wide keys"
+    few = compile_for(small, lambda name: name == "kmeans" or name.startswith(little))
     return hopper | {f"{name}, little shared memory": program for name, program in few.items()}
 
 
