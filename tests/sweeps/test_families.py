@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.batch import make_batch
+from clusterkv_jax.generation import prefill_batch
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import forward
@@ -67,6 +69,28 @@ def test_all_rows_are_the_model_without_a_cache(name):
         padded = jnp.asarray([ids + [0] * (64 - len(ids))], jnp.int32)
         logits = read(model.params, model.config, padded)[0, len(text) - 1 : len(ids) - 1]
         np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_rows_are_those_read_bit_for_bit(name):
+    model, texts, read = model_of(name), [prompt(seed, length) for seed, length in enumerate(LENGTHS[:2])], []
+
+    def run(program, *args):
+        result = program(*args)
+        if program.__name__ == "_read_layer":
+            read.append(result[1])
+        return result
+
+    batch = make_batch(model, texts, questions=None, max_new_tokens=10, stop=(), prefill_chunk=None, streams=False)
+    cache, _ = prefill_batch(model, ckv.Full(), batch, jax.random.key(0), run=run)
+    assert len(read) == len(cache.layers)
+    assert model.config.global_layers
+    for number in model.config.global_layers:
+        held, rows = cache.layers[number], read[number]
+        for place, text in enumerate(texts):
+            for kept, all_rows in ((held.keys, rows.keys), (held.values, rows.values)):
+                np.testing.assert_array_equal(kept[place, :, : len(text)], all_rows[place, :, : len(text)])
+        np.testing.assert_array_equal(held.length, np.broadcast_to([[len(x)] for x in texts], held.length.shape))
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
