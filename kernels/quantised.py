@@ -102,8 +102,9 @@ def dequantised(rows: Rows) -> Float[Array, "... D"]:
 
 def row_squares(rows: Rows) -> Float[Array, "..."]:
     """|x|² of every row in float32; a rotation leaves it as it is."""
-    parts = numbers(rows.codes, jnp.float32) if isinstance(rows, Quantised) else [rows.astype(jnp.float32)]
-    return squares_of(parts) if not isinstance(rows, Quantised) else squares_of(parts) * jnp.square(rows.scales)
+    if isinstance(rows, Quantised):
+        return squares_of(numbers(rows.codes, jnp.float32)) * jnp.square(rows.scales)
+    return squares_of([rows.astype(jnp.float32)])
 
 
 def squares_of(parts: list[Float[Array, "... width"]]) -> Float[Array, "..."]:

@@ -43,8 +43,8 @@ Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 # the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
 # layer before it read, what an earlier layer selected, instead of selecting itself, or all heads of equal budgets at
 # once, as what one of them keeps depends on the others. Or a few layers at once, as sequences of one batch: what takes
-# many short launches and draws no numbers asks a GPU for that.
-Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers"]
+# many short launches asks a GPU for that, and gets it unless some part of it asks for a key of each layer's own.
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 

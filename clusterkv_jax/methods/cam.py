@@ -48,7 +48,7 @@ class CaM(Streaming):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"queries"})
+        return frozenset({"queries", "key"} if self.stochastic else {"queries"})
 
     @override
     def remember(self, rows: Rows) -> Memory:

@@ -121,9 +121,7 @@ class Composed(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        needs = self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
-        # What draws numbers, CaM alone, draws them for each layer.
-        return needs - {"layers"} if getattr(self.decode, "stochastic", False) else needs
+        return self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
 
     @override
     def compress(self, rows: Rows) -> Compressed:

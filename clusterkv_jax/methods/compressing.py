@@ -118,7 +118,7 @@ def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:
 def most_at_once(plan: LayerPlan, size: int, layers: int) -> int:
     """The same on one GPU, of layers whose rows have `size` bytes: a number that divides that of all of them."""
     apart = len(plan.groups) > 1 and plan.by_head is None
-    if "layers" not in plan.needs or apart or all(group.keep_all for group in plan.groups):
+    if "layers" not in plan.needs or "key" in plan.needs or apart or all(group.keep_all for group in plan.groups):
         return 1
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0 and n * size <= max(size, MOST_BYTES))
 
