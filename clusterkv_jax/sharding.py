@@ -306,6 +306,31 @@ def over_slots(function: Callable[..., Any], cache: Any, *others: Any) -> Any:
     return jax.shard_map(local, mesh=mesh, in_specs=(held, *beside), out_specs=held, check_vma=False)(cache, *others)
 
 
+def apart(
+    function: Callable[..., tuple[Array, ...]],
+    operands: Sequence[tuple[Array | None, tuple[str | None, ...]]],
+    results: Sequence[tuple[tuple[int, ...], tuple[str | None, ...]]],
+    summed: int | None = None,
+) -> tuple[Array, ...]:
+    """`function` of arrays, each device on its own part of them.
+
+    Operands are arrays, or None, and their logical axes, results shapes and theirs. Results are added up over devices
+    that split dimension `summed` of the first operand.
+    """
+    mesh, arrays = ambient_mesh(), [x for x, _ in operands]
+    if mesh is None or mesh.size == 1:
+        return function(*arrays)
+    given = tuple(None if x is None else partition(names, x.shape, mesh) for x, names in operands)
+    owners = () if summed is None else _axes(given[0][summed])  # pyright: ignore[reportOptionalSubscript]
+
+    def local(*arrays: Any) -> tuple[Array, ...]:
+        parts = function(*arrays)
+        return jax.lax.psum(parts, owners) if owners else parts
+
+    out = tuple(partition(names, shape, mesh) for shape, names in results)
+    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)(*arrays)
+
+
 def take_rows(table: Array, ids: Array) -> Array:
     """`table[ids]` of a table [V, M] whose rows devices may share, and ids [B, T]: each device looks up its own.
 

@@ -1,7 +1,7 @@
-"""Where kernels take few tokens on a GPU: through a decoder's norms and experts, and its heads through rotations.
+"""Where kernels take few tokens on a GPU: through a decoder's norms, projections and experts, and its heads through
+rotations.
 
-What they cannot take is left to XLA, as are most products with weights that every token meets: all but a token's
-output projection and a router's logits.
+What they cannot take is left to XLA.
 """
 
 import math
@@ -15,17 +15,23 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_products import expert_products
+from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
-from clusterkv_jax.sharding import ambient_mesh, on_one_device
+from clusterkv_jax.sharding import ambient_mesh, apart, on_one_device, ways
 
 Params = dict[str, Any]
-PARTS = 4  # of an output projection
-WHOLE = 64  # inputs of a part, and outputs, are a multiple of it: what fills no block of the kernel is XLA's
+PARTS = 4  # of a token's output projection
+# Inputs of a part and other sizes are multiples of the first, heads of the second: what fills no block is XLA's.
+WHOLE, WHOLE_HEAD = 64, 32
+SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 MOST = 16  # tokens: beyond, launches are not what takes time
+GATES = ("silu", "gelu_tanh")
+TOKENS = ("batch", None, None)
 
 
 def few(x: Float[Array, "B T ..."]) -> bool:
@@ -43,21 +49,27 @@ def normed(
     weights: Params,
     config: ModelConfig,
     hidden: Float[Array, "1 1 M"],
-    added: Float[Array, "parts _ M"] | None,
-    rows: int = 1,
+    added: Float[Array, "parts 1 M"] | None,
     router: Float[Array, "E M"] | None = None,
-) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 rows M"], Float[Array, "1 1 E"] | None]:
-    """A token's hidden state with the parts that a block adds to it, and the norm of that, rows of zeros behind it.
+) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 1 M"], Float[Array, "1 1 E"] | None]:
+    """A token's hidden state with the parts that a block adds to it, and the norm of that.
 
     With a router its logits too, float32; on one device.
     """
-    options = {"eps": config.norm_eps, "offset": config.norm_offset, "rows": rows}
-    run: Any = partial(normed_rows, **options)
+    run: Any = partial(normed_rows, eps=config.norm_eps, offset=config.norm_offset)
     if not on_one_device():
         whole = PartitionSpec()
         run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
     total, x, logits = run(hidden[0], added, weights["scale"], router)
     return total[None], x[None], None if logits is None else logits[None]
+
+
+def multiplies(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
+    """Whether kernels take these tokens through a layer's projections: few ones of each device, of 16 bits."""
+    sizes = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size // ways("mlp")
+    whole = all(size % WHOLE == 0 for size in sizes) and config.head_dim % WHOLE_HEAD == 0
+    few = x.shape[0] * x.shape[1] <= MOST * math.gcd(x.shape[0], ways("batch"))
+    return platform() == "gpu" and whole and few and x.dtype in SIXTEEN_BITS
 
 
 def projects(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
@@ -67,9 +79,90 @@ def projects(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
     return plain and whole and on_one_device() and normalises(config, hidden)
 
 
-def projected(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) -> Float[Array, "parts 1 M"]:
+def in_parts(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) -> Float[Array, "parts 1 M"]:
     """The output projection of a token's heads, float32, in parts to be added up."""
     return split_product(attended.reshape(-1), weights.reshape(-1, weights.shape[-1]), parts=PARTS)[:, None]
+
+
+def adds(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
+    """Whether these products are added to the hidden states on the way: plainly, and none comes from another device."""
+    plain = config.norm_place == "before" and config.residual_scale == 1
+    return plain and not config.output_bias and not config.mlp_bias and on_one_device() and multiplies(config, x)
+
+
+def heads(
+    weights: Params,
+    config: ModelConfig,
+    x: Float[Array, "B T M"],
+    positions: Int[Array, "B T"],
+    norm: Params | None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+    """Queries, keys and values with their biases, turned if `turns_along` says so; of one token after a norm."""
+    cos, sin = cosines_and_sines(positions, config.rope) if config.rope and turns_along(config) else (None, None)
+    options: Any = {"eps": config.norm_eps, "offset": config.norm_offset}
+
+    def run(x: Array, *operands: Any) -> tuple[Array, ...]:
+        q, k, v, *biases, cos, sin, scale = operands
+        own = None if biases[0] is None else tuple(biases)
+        angles = None if cos is None else (_rows(cos), _rows(sin))
+        results = head_products(_rows(x), (q, k, v), own, angles, scale, **options)
+        return tuple(y.reshape(*x.shape[:2], *y.shape[1:]) for y in results)
+
+    names = [("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")]
+    operands = [(x, TOKENS), *((weights[name], (axis, None, None)) for name, axis in names)]
+    operands += [(weights.get(f"{name}_bias"), (axis, None)) for name, axis in names]
+    operands += [(angle, ("batch", None, None, None)) for angle in (cos, sin)]
+    operands += [(None if norm is None else norm["scale"], (None,))]
+    results = [((*x.shape[:2], *weights[name].shape[:2]), ("batch", None, axis, None)) for name, axis in names]
+    q, k, v = apart(run, operands, results)
+    return q, k, v
+
+
+def turns_along(config: ModelConfig) -> bool:
+    """Whether the projections of heads are turned on the way: by halves, and as they are."""
+    rope = config.rope
+    return rope is not None and rope.dim == config.head_dim and not rope.interleaved and not config.qk_norm
+
+
+def projected(
+    x: Float[Array, "B T *inner"],
+    weights: Float[Array, "*inner M"],
+    split: str,
+    onto: Float[Array, "B T M"] | None = None,
+) -> Float[Array, "B T M"]:
+    """Heads, or the inner states of an MLP, back in the model's width; devices split them along the axis `split`.
+
+    On one device `onto` is added to it.
+    """
+
+    def run(x: Array, weights: Array, onto: Array | None) -> tuple[Array, ...]:
+        wide = weights.reshape(-1, weights.shape[-1])
+        return (row_products(_rows(x), wide, None if onto is None else _rows(onto)).reshape(*x.shape[:2], -1),)
+
+    inner = (split, *(None,) * (x.ndim - 3))
+    operands = [(x, ("batch", None, *inner)), (weights, (*inner, None)), (onto, TOKENS)]
+    return apart(run, operands, [((*x.shape[:2], weights.shape[-1]), TOKENS)], summed=2)[0]
+
+
+def gates(config: ModelConfig) -> bool:
+    """Whether an MLP's gate is one of the kernel."""
+    return config.gated_mlp and not config.mlp_bias and config.activation in GATES
+
+
+def gated(weights: Params, config: ModelConfig, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    """The inner states of a gated MLP."""
+
+    def run(x: Array, gate: Array, up: Array) -> tuple[Array, ...]:
+        return (row_products(_rows(x), gate, None, up, gate=config.activation).reshape(*x.shape[:2], -1),)
+
+    operands = [(x, TOKENS), *((weights[name], (None, "mlp")) for name in ("gate", "up"))]
+    result = (*x.shape[:2], weights["up"].shape[1]), ("batch", None, "mlp")
+    return apart(run, operands, [result])[0]
+
+
+def _rows(x: Float[Array, "B T *rest"]) -> Float[Array, "n width"]:
+    """The tokens of all sequences, their numbers in one dimension."""
+    return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
 def turns(config: ModelConfig, q: Float[Array, "B T H D"]) -> bool:
@@ -105,8 +198,7 @@ def mixture(
     weights: Params, experts: Experts, x: Float[Array, "B T M"], logits: Float[Array, "B T E"]
 ) -> Float[Array, "B T M"]:
     """The outputs of each token's experts, added up by the router's shares."""
-    tokens = math.prod(x.shape[:2])
-    rows = x.reshape(tokens, -1), logits.reshape(tokens, -1)
+    rows = _rows(x), _rows(logits)
     route = {"per_token": experts.per_token, "normalize": experts.normalize}
     products = weights["gate"], weights["up"], weights["down"]
     return expert_products(*rows, *products, **route).reshape(x.shape)

@@ -16,17 +16,14 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines, turn
-from clusterkv_jax.sharding import take_rows, ways
+from clusterkv_jax.sharding import take_rows
 
 Params = dict[str, Any]
-# What a GPU's compiler multiplies, and the most rows that are added for it: weights that want more are small anyway.
-LEAST_PRODUCTS, MOST_ROWS = 10_000_000, 8
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ACTIVATIONS = {
@@ -191,10 +188,12 @@ def attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B 
 
 
 def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """`attention_input` of few tokens as the projections have it in memory: a reader beside them has none to make."""
+    """`attention_input`, of few tokens as it lies in memory: whoever reads it besides has none to make."""
     if config.decoder is not None or not few_tokens.few(hidden):
         return attention_input(layer, config, hidden)
-    return jax.lax.optimization_barrier(_projected(layer, config, hidden))[:, : hidden.shape[1]]
+    if few_tokens.normalises(config, hidden):
+        return few_tokens.normed(layer["attention_norm"], config, hidden, None)[1]
+    return jax.lax.optimization_barrier(attention_input(layer, config, hidden))
 
 
 @_or_of_decoder
@@ -207,13 +206,19 @@ def qkv(
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
     by sqrt(D), whatever the model's scale.
     """
-    weights, count = layer["attention"], hidden.shape[1]
-    x = _projected(layer, config, hidden)
-    product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])[:, :count]  # noqa: E731
-    q, k, v = (_with_bias(product(name), weights, name) for name in ("q", "k", "v"))
+    weights = layer["attention"]
+    by_kernel = few_tokens.multiplies(config, hidden)
+    if by_kernel:
+        norm = layer["attention_norm"] if few_tokens.normalises(config, hidden) else None
+        x = attention_input(layer, config, hidden) if norm is None else hidden
+        q, k, v = few_tokens.heads(weights, config, x, positions, norm)
+    else:
+        x = attention_input(layer, config, hidden)
+        product = lambda name: _with_bias(_einsum("btm,hdm->bthd", x, weights[name]), weights, name)  # noqa: E731
+        q, k, v = product("q"), product("k"), product("v")
     if few_tokens.turns(config, q):
         q, k = few_tokens.turned(weights, config, q, k, positions)
-    else:
+    elif not (by_kernel and few_tokens.turns_along(config)):
         if config.qk_norm:
             q, k = _rms(weights["q_norm"], config, q), _rms(weights["k_norm"], config, k)
         if config.rope is not None:
@@ -234,26 +239,30 @@ def finish(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
-    weights = layer["attention"]
+    weights, out = layer["attention"], None
     with jax.named_scope("attention/output"):
         if few_tokens.projects(config, hidden):
-            out = few_tokens.projected(attended, weights["o"])
+            out = few_tokens.in_parts(attended, weights["o"])
+        elif few_tokens.adds(config, hidden):
+            hidden = few_tokens.projected(attended, weights["o"], "heads", hidden)
         else:
-            product = _einsum("bthd,hdm->btm", _enough_rows(attended, weights["o"]), weights["o"])
+            product = _down(config, "bthd,hdm->btm", attended, weights["o"], "heads", hidden)
             out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
         experts, logits = layer.get("experts"), None
         if few_tokens.normalises(config, hidden):
             router = _router_of_kernel(experts, config, hidden)
-            hidden, x, logits = few_tokens.normed(layer["mlp_norm"], config, hidden, out, router=router)
+            hidden, x, logits = few_tokens.normed(layer["mlp_norm"], config, hidden, out, router)
         else:
-            hidden = hidden + out[:, : hidden.shape[1]]
+            hidden = hidden if out is None else hidden + out
             x = _entering(layer, "mlp", config, hidden)
         if config.experts is not None and experts is not None:
-            out = _mixture(experts, config, config.experts, x, logits)
-        else:
-            out = _mlp(layer["mlp"], config, x)
-        return hidden + _leaving(layer, "mlp", config, out)
+            return hidden + _leaving(layer, "mlp", config, _mixture(experts, config, config.experts, x, logits))
+        inner = _inner(layer["mlp"], config, x)
+        if few_tokens.adds(config, hidden):
+            return few_tokens.projected(inner, layer["mlp"]["down"], "mlp", hidden)
+        product = _down(config, "btf,fm->btm", inner, layer["mlp"]["down"], "mlp", hidden)
+        return hidden + _leaving(layer, "mlp", config, _with_bias(product, layer["mlp"], "down"))
 
 
 @_or_of_decoder
@@ -312,28 +321,13 @@ def _einsum(formula: str, x: Array, weights: Array, **options: Any) -> Array:
     return jnp.einsum(formula, x, weights, precision=precision, **options)
 
 
-def _projected(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B _ M"]:
-    """`attention_input`, with rows of zeros behind few tokens."""
-    if few_tokens.few(hidden) and few_tokens.normalises(config, hidden):
-        rows = _rows(hidden, layer["attention"]["k"])
-        return few_tokens.normed(layer["attention_norm"], config, hidden, None, rows)[1]
-    return _enough_rows(attention_input(layer, config, hidden), layer["attention"]["k"])
-
-
-def _enough_rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> Float[Array, "B _ ..."]:
-    """Rows of zeros behind few tokens, as many as `_rows` says."""
-    missing = _rows(x, weights, split) - x.shape[1]
-    return x if missing == 0 else jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
-
-
-def _rows(x: Float[Array, "B T ..."], weights: Array, split: str = "heads") -> int:
-    """Rows of each sequence for a GPU: below 10 M multiplications its compiler reduces rather than multiplies, at half
-    the speed and less, and keeps the products of the same rows apart. A mesh splits the weights along their axis
-    `split`.
-    """
-    size = weights.size // ways(split)
-    least = -(-LEAST_PRODUCTS // size) if platform() == "gpu" else 0
-    return x.shape[1] if least > MOST_ROWS else max(x.shape[1], -(-least // x.shape[0]))
+def _down(
+    config: ModelConfig, formula: str, x: Array, weights: Array, split: str, hidden: Float[Array, "B T M"]
+) -> Float[Array, "B T M"]:
+    """Heads or inner states back in the width of the hidden states."""
+    if few_tokens.multiplies(config, hidden):
+        return few_tokens.projected(x, weights, split)
+    return _einsum(formula, x, weights)
 
 
 def _with_bias(x: Array, weights: Params, name: str) -> Array:
@@ -359,16 +353,15 @@ def _mixture(
     return few_tokens.mixture(weights, experts, x, logits)
 
 
-def _mlp(weights: Params, config: ModelConfig, x: Array) -> Array:
-    activation, count = _ACTIVATIONS[config.activation], x.shape[1]
-    x = _enough_rows(x, weights["up"], "mlp")
+def _inner(weights: Params, config: ModelConfig, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    """The inner states of an MLP."""
+    if few_tokens.multiplies(config, x) and few_tokens.gates(config):
+        return few_tokens.gated(weights, config, x)
+    activation = _ACTIVATIONS[config.activation]
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
-    if config.gated_mlp:
-        gate = _with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")
-        inner = activation(gate) * up
-    else:
-        inner = activation(up)
-    return _with_bias(_einsum("btf,fm->btm", inner, weights["down"])[:, :count], weights, "down")
+    if not config.gated_mlp:
+        return activation(up)
+    return activation(_with_bias(_einsum("btm,mf->btf", x, weights["gate"]), weights, "gate")) * up
 
 
 def _entering(layer: Params, block: str, config: ModelConfig, hidden: Array) -> Array:

@@ -41,43 +41,50 @@ def test_a_layer_is_the_same_with_the_ops_of_few_tokens(family, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_lies_in_memory_for_the_projections_is_what_enters_them(batch, monkeypatch):
-    """Whether they need rows of zeros behind it or not."""
     layer, config = one_layer("qwen3")
     hidden = jax.random.normal(jax.random.key(1), (batch, 1, config.hidden_size))
-    monkeypatch.setattr(few_tokens, "few", lambda x: True)
-    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
-    monkeypatch.setattr(transformer, "LEAST_PRODUCTS", 2 * layer["attention"]["k"].size)
-    stored = jax.jit(transformer.stored_attention_input, static_argnums=1)
-    assert stored.lower(layer, config, hidden).as_text().count("stablehlo.pad") == (batch == 1)
-    np.testing.assert_array_equal(
-        stored(layer, config, hidden), jax.jit(transformer.attention_input, static_argnums=1)(layer, config, hidden)
-    )
+    expected = jax.jit(transformer.attention_input, static_argnums=1)(layer, config, hidden)
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    stored = jax.jit(transformer.stored_attention_input, static_argnums=1)(layer, config, hidden)
+    np.testing.assert_allclose(stored, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [None, "model=2"])
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "granite", "olmo2", "opt"])
-def test_a_token_is_the_same_with_the_norms_of_a_kernel(family, mesh, monkeypatch):
-    """Norms before blocks, around them, behind them, of another kind; rows of zeros behind a projection's input."""
+@pytest.mark.parametrize("mesh", [None, "model=2", "data=2,model=2"])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "granite", "olmo2", "glm", "opt"])
+def test_tokens_are_the_same_through_kernels(family, tokens, mesh, monkeypatch):
+    """Norms before blocks, around them, behind them, of another kind; biases; heads that are turned on the way, behind
+    it, in part, or not at all.
+    """
     layer, config = one_layer(family)
-    hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
-    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
-    monkeypatch.setattr(transformer, "LEAST_PRODUCTS", 3 * layer["attention"]["k"].size)
+    hidden = jax.random.normal(jax.random.key(1), (tokens, 1, config.hidden_size))
+    positions = 7 + jnp.arange(tokens)[:, None]
 
     def token():
-        run = lambda hidden: transformer.finish(  # noqa: E731
-            layer, config, hidden, transformer.qkv(layer, config, hidden, jnp.asarray([[7]]))[0]
-        )
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(named_mesh(mesh, jax.devices()[:2])):
+        def run(hidden):
+            q, k, v = transformer.qkv(layer, config, hidden, positions)
+            return q, k, v, transformer.finish(layer, config, hidden, q)
+
+        size = 1 if mesh is None else 2 if mesh == "model=2" else 4
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(named_mesh(mesh, jax.devices()[:size])):
             return jax.jit(run)(hidden)
 
-    expected, norms = token(), []
+    expected, norms, taken = token(), [], []
+    for name, calls in (("normed_rows", norms), ("head_products", taken), ("row_products", taken)):
+        op = getattr(few_tokens, name)
+        count = lambda *args, op=op, calls=calls, **options: calls.append(1) or op(*args, **options)  # noqa: E731
+        monkeypatch.setattr(few_tokens, name, count)
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
-    monkeypatch.setattr(
-        few_tokens, "normed_rows", lambda *args, **options: norms.append(1) or normed_rows(*args, **options)
-    )
-    np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)
-    with_kernel = config.norm == "rms" and config.norm_place != "after"
-    assert len(norms) == with_kernel * (2 if mesh is None else 1)  # XLA adds up what several devices send
+    monkeypatch.setattr(few_tokens, "WHOLE", 1)
+    monkeypatch.setattr(few_tokens, "WHOLE_HEAD", 1)
+    monkeypatch.setattr(few_tokens, "SIXTEEN_BITS", (jnp.float32,))
+    monkeypatch.setattr(few_tokens, "turns", lambda config, q: False)
+    for mine, own in zip(token(), expected, strict=True):
+        np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5)
+    with_norm = config.norm == "rms" and config.norm_place != "after"
+    assert len(norms) == with_norm * (tokens == 1)  # that of the MLP: projections of heads make theirs along
+    in_parts = tokens == 1 and mesh is None and few_tokens.projects(config, hidden)
+    assert len(taken) == 3 + few_tokens.gates(config) - in_parts
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,7 @@ def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed,
     expected, parts, routers = token(), [], []
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     assert not few_tokens.projects(config, hidden)  # narrower than a block of the kernel
+    assert not few_tokens.multiplies(config, hidden)
     monkeypatch.setattr(few_tokens, "WHOLE", 8)
     monkeypatch.setattr(few_tokens, "mixes", lambda *args: True)
     monkeypatch.setattr(

@@ -260,6 +260,8 @@ def test_notes_say_what_the_numbers_rest_on():
     text = " ".join(notes(ASKED, MEASURES, V5E))
     assert "The mesh is data=2,model=8, by the heads" in text
     assert "2 and 4 layers were compiled; 80 follow the line" in text
+    whole = " ".join(notes(ASKED, replace(MEASURES, compiled_layers=(80,)), V5E))
+    assert "The decode program of all 80 layers was compiled." in whole
     alone = replace(MEASURES, batch=1, batch_ways=1, whole=("kv_heads",), compiled_layers=())
     text = " ".join(notes(replace(ASKED, batch=1), alone, V5E))
     assert "A batch of 1 is not divided by 2" in text
@@ -269,6 +271,31 @@ def test_notes_say_what_the_numbers_rest_on():
     assert "auto is planned with a linear surrogate" in " ".join(
         notes(replace(ASKED, method="auto"), replace(MEASURES, learned=True), V5E)
     )
+
+
+def test_where_the_compiler_refuses_all_layers_few_say_what_they_would_take(monkeypatch):
+    """What it refuses is said, another error is not taken for it."""
+    job = Job(model_config("demo"), ckv.Full(), named_mesh("model=1", jax.devices()[:1]), 1, 512, 32)
+    full, said, refusals = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G of 15G hbm.", [], []
+
+    def decode(self, count):
+        if count == self.config.num_layers:
+            raise jax.errors.JaxRuntimeError(full)
+        return decoded(self, count)
+
+    decoded = Job.decode
+    monkeypatch.setattr(Job, "decode", decode)
+    found = measure.decode_measures(job, V5E, said.append, refusals)
+    assert found["compiled_layers"] == (2, 4)
+    assert refusals == ["The compiler refuses decoding 1 x 512 tokens: Ran out of memory in hbm."]
+    assert [line.split(" for ")[0] for line in said] == [
+        "compiling decode of all 6 layers",
+        "compiling decode of 2 layers",
+        "compiling decode of 4 layers",
+    ]
+    full = "INTERNAL: a fault"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a fault"):
+        measure.decode_measures(job, V5E, said.append, refusals)
 
 
 def test_other_meshes_hold_the_surrogate_too():

@@ -38,7 +38,7 @@ from clusterkv_jax.sharding import (
     whole_axes,
 )
 
-# Layers of the two decode programs whose difference is what a layer takes, where all layers are alike.
+# Layers of the two decode programs whose difference is what a layer takes, where a program of all is refused.
 FEW, MORE = 2, 4
 MOST_CHIPS = 256
 SHORTEST = 512
@@ -199,6 +199,18 @@ def needed(job: Job, call: Call, memory: Any) -> float:
 
 
 def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+    """What the decode program of all layers tells, or where the compiler refuses it, the line through few layers."""
+    count = job.config.num_layers
+    progress(f"compiling decode of all {count} layers for {topology.name}")
+    try:
+        whole = job.decode(count).compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusals.append(_refusal(error, f"decoding {job.batch} x {job.context:,} tokens"))
+        return decode_by_few_layers(job, topology, progress, refusals)
+    return _extrapolated(job, (count,), [whole])
+
+
+def decode_by_few_layers(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
     """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
     layers = few_and_more(job.config)
     for at in halves(job):

@@ -38,7 +38,8 @@ class Measures:
         context: tokens of each prompt.
         positions: the most that the model has.
         layers: of the model.
-        compiled_layers: of the two decode programs that were compiled; empty where none was compiled for the chip.
+        compiled_layers: of the decode program that was compiled, all, or of two where the compiler refuses that one;
+            empty where none was compiled for the chip.
         weights: parameters.
         step_reads: bytes that a decode step reads, of parameters and cache.
         hidden: hidden states of a batch, which a layer hands on to the next; part of the temporaries of prefill.

@@ -71,7 +71,9 @@ def notes(question: Question, measures: Measures, topology: Topology) -> list[st
         found.append(f"The mesh does not divide {' and '.join(measures.whole)}, which stay whole on every chip.")
     if measures.compiled_layers:
         few, more = measures.compiled_layers[0], measures.compiled_layers[-1]
-        if more < measures.layers:
+        if more == measures.layers:
+            found.append(f"The decode program of all {measures.layers} layers was compiled.")
+        else:
             found.append(
                 f"Decode programs of {few} and {more} layers were compiled; {measures.layers} follow the line."
             )

@@ -10,16 +10,15 @@ BACKENDS = {"gpu": pallas_gpu.normed_rows, "xla": reference.normed_rows}
 
 def normed_rows(
     x: Float[Array, "n M"],
-    added: Float[Array, "parts more M"] | None,
+    added: Float[Array, "parts n M"] | None,
     scale: Float[Array, " M"],
     weights: Float[Array, "E M"] | None = None,
     *,
     eps: float,
     offset: float,
-    rows: int,
     backend: str | None = None,
-) -> tuple[Float[Array, "n M"], Float[Array, "rows M"], Float[Array, "n E"] | None]:
-    """x + added, and `y / sqrt(mean(y²) + eps) * (offset + scale)` of its rows y, with rows of zeros behind them.
+) -> tuple[Float[Array, "n M"], Float[Array, "n M"], Float[Array, "n E"] | None]:
+    """x + added, and `y / sqrt(mean(y²) + eps) * (offset + scale)` of its rows y.
 
     With weights the products of the normalised rows too, such as the logits of a router.
 
@@ -27,11 +26,10 @@ def normed_rows(
 
     Args:
         x: hidden states of few tokens.
-        added: what a block adds to them, in parts to be added up, each in its first n rows; None is nothing.
+        added: what a block adds to them, in parts to be added up; None is nothing.
         scale: of the norm.
         weights: of few outputs; None is none, and no products.
         eps, offset: static.
-        rows: static; of the second result, at least n.
 
     Returns:
         the sums, the normalised rows, and their products in float32.
@@ -40,5 +38,4 @@ def normed_rows(
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    options = {"eps": eps, "offset": offset, "rows": rows}
-    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, **options)
+    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, eps=eps, offset=offset)

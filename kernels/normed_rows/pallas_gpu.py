@@ -19,7 +19,7 @@ NUMBERS_OF_WARP = 512
 OUTPUTS = 4  # of a program
 
 
-def normed_rows(x, added, scale, weights=None, *, eps, offset, rows, interpret=False):
+def normed_rows(x, added, scale, weights=None, *, eps, offset, interpret=False):
     """See `clusterkv_jax.kernels.normed_rows.normed_rows`."""
     if x.dtype not in DTYPES or (added is not None and added.dtype not in DTYPES):
         raise NotImplementedError(f"The GPU kernel of normed_rows takes states of float types, got {x.dtype}.")
@@ -27,26 +27,26 @@ def normed_rows(x, added, scale, weights=None, *, eps, offset, rows, interpret=F
         raise NotImplementedError(f"The GPU kernel of normed_rows takes rows of up to {MOST_WIDTH}, got {x.shape}.")
     if weights is not None and weights.dtype != x.dtype:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes weights of {x.dtype}, got {weights.dtype}.")
-    total, normed, products = _run((eps, offset, rows, interpret), x, added, scale, weights)
+    total, normed, products = _run((eps, offset, interpret), x, added, scale, weights)
     return x if added is None else total, normed, products
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, x, added, scale, weights):
-    eps, offset, rows, interpret = options
+    eps, offset, interpret = options
     outputs = 1 if weights is None else len(weights)
     return call(
         partial(_kernel, eps=eps, offset=offset),
         (
             None if added is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
             None if weights is None else jax.ShapeDtypeStruct((len(x), outputs), jnp.float32),
         ),
         x,
         added,
         scale,
         weights,
-        grid=(rows, pl.cdiv(outputs, OUTPUTS)),
+        grid=(len(x), pl.cdiv(outputs, OUTPUTS)),
         warps=min(16, max(1, power_of_two(x.shape[1]) // NUMBERS_OF_WARP)),
         interpret=interpret,
     )
@@ -55,10 +55,10 @@ def _run(options, x, added, scale, weights):
 @_run.defjvp
 def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
-    eps, offset, rows, _ = options
+    eps, offset, _ = options
 
     def definition(x, added, scale, weights):
-        total, *results = reference.normed_rows(x, added, scale, weights, eps=eps, offset=offset, rows=rows)
+        total, *results = reference.normed_rows(x, added, scale, weights, eps=eps, offset=offset)
         return None if added is None else total, *results
 
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
@@ -70,28 +70,22 @@ def _kernel(x, added, scale, weights, total, normed, products, *, eps, offset):
     inside = column < width
     first, output = pl.program_id(1) == 0, arange(OUTPUTS, pl.program_id(1) * OUTPUTS)
 
-    @pl.when(row < x.shape[0])
-    def _():
-        load = lambda ref, *at: plgpu.load(ref.at[(*at, column)], mask=inside, other=0.0).astype(jnp.float32)  # noqa: E731
-        if weights is not None:  # read first, so that they come while the row is normalised
-            there = output < weights.shape[0]
-            at = weights.at[output[:, None], column[None, :]]
-            weight = plgpu.load(at, mask=there[:, None] & inside[None, :], other=0.0).astype(jnp.float32)
-        y = load(x, row)
-        if added is not None:
-            more = load(added, 0, row)
-            for part in range(1, added.shape[0]):
-                more += load(added, part, row)
-            y = (y + more.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-            plgpu.store(total.at[row, column], y, mask=inside & first)
-            y = y.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.sum(y * y) / width + eps) * (offset + load(scale))
-        y = y.astype(normed.dtype)
-        plgpu.store(normed.at[row, column], y, mask=inside & first)
-        if weights is not None:
-            product = jnp.sum(weight * y.astype(jnp.float32)[None, :], axis=1)
-            plgpu.store(products.at[row, output], product, mask=there)
-
-    @pl.when(row >= x.shape[0])
-    def _():
-        plgpu.store(normed.at[row, column], jnp.zeros_like(column, normed.dtype), mask=inside & first)
+    load = lambda ref, *at: plgpu.load(ref.at[(*at, column)], mask=inside, other=0.0).astype(jnp.float32)  # noqa: E731
+    if weights is not None:  # read first, so that they come while the row is normalised
+        there = output < weights.shape[0]
+        at = weights.at[output[:, None], column[None, :]]
+        weight = plgpu.load(at, mask=there[:, None] & inside[None, :], other=0.0).astype(jnp.float32)
+    y = load(x, row)
+    if added is not None:
+        more = load(added, 0, row)
+        for part in range(1, added.shape[0]):
+            more += load(added, part, row)
+        y = (y + more.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+        plgpu.store(total.at[row, column], y, mask=inside & first)
+        y = y.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y) / width + eps) * (offset + load(scale))
+    y = y.astype(normed.dtype)
+    plgpu.store(normed.at[row, column], y, mask=inside & first)
+    if weights is not None:
+        product = jnp.sum(weight * y.astype(jnp.float32)[None, :], axis=1)
+        plgpu.store(products.at[row, output], product, mask=there)

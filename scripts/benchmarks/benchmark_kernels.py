@@ -37,6 +37,7 @@ from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
+from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
@@ -44,6 +45,7 @@ from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
+from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.split_product import split_product
@@ -63,7 +65,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     """The kernels to be checked, as the CHECKS of tests/kernels/collect.py name them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge, expert_products, turned_heads]
-    ops += [top_rows, step_in_groups, normed_rows, split_product]
+    ops += [top_rows, step_in_groups, normed_rows, split_product, row_products, head_products]
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})

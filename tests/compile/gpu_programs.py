@@ -35,12 +35,14 @@ from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
+from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
+from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
@@ -182,6 +184,13 @@ def programs(array):
         return partial(function, soft_cap=50.0), args, ()
 
     split_parts = partial(split_product, parts=PARTS)
+
+    def of_heads(dtype, tokens, inputs=4096):
+        counts = QUERY_HEADS, HEADS, HEADS
+        weights = tuple(array((count, DIM, inputs), dtype) for count in counts)
+        biases = tuple(array((count, DIM), dtype) for count in counts)
+        return array((tokens, inputs), dtype), weights, biases, (array((tokens, DIM // 2), jnp.float32),) * 2
+
     share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
@@ -268,6 +277,18 @@ def programs(array):
         "step in groups": stepping(None),
         "split product": (split_parts, (array((4096,), bf16), array((4096, 2048), bf16)), ()),
         "split product float32": (split_parts, (array((4096,), jnp.float32), array((4096, 4096), jnp.float32)), ()),
+        "row products": (
+            row_products,
+            (array((16, 4096), bf16), array((4096, 2048), bf16), array((16, 2048), bf16)),
+            (),
+        ),
+        "gated row products": (
+            partial(row_products, gate="gelu_tanh"),
+            (array((3, 4096), jnp.float16), array((4096, 14336), jnp.float16), None, array((4096, 14336), jnp.float16)),
+            (),
+        ),
+        "head products": (head_products, of_heads(bf16, 16), ()),
+        "head products float16": (head_products, of_heads(jnp.float16, 1), ()),
         **{f"step in groups of {name}": stepping(name) for name in CODES},
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),

@@ -153,12 +153,12 @@ def test_a_product_has_no_question_of_each_head_in_it(programs):
 
 
 def test_a_step_takes_few_launches_through_experts(programs):
-    """Two, and one for the norms and rotations of queries and keys; none of the router's own, nor for rows of zeros."""
+    """Two, and one for the norms and rotations of queries and keys; none of the router's own, nor for sums."""
     program = programs["decode with experts"]
     assert {"turned_heads_kernel", "expert_products_into", "expert_products_out"} <= set(program["names"])
-    assert {"split_product_kernel", "normed_rows_kernel"} <= set(program["names"])
+    assert {"head_products_kernel", "row_products_kernel", "normed_rows_kernel"} <= set(program["names"])
     # Two layers; what a step has beside them is some dozen.
-    assert program["launches"] <= 2 * 11 + 16
+    assert program["launches"] <= 2 * 10 + 16
 
 
 def test_a_host_store_never_comes_to_the_device(programs):

@@ -1,6 +1,7 @@
-"""Plans a small model for a TPU, and compiles directly what the plan says something about; run by test_tpu_plan.
+"""Plans a model for a TPU, and compiles directly what the plan says something about; run by test_tpu_plan.
 
-Prints as JSON the plan's measures, and what the compiler tells of programs of all layers and of another context.
+Prints as JSON the plan's measures, what the compiler tells of the program of all layers and of another context, and
+what the programs of few layers say of that of all.
 A process of its own, as tpu_decode_program.
 
 Usage: python tests/compile/tpu_plan_program.py FOLDER TOPOLOGY METHOD CONTEXT
@@ -29,6 +30,7 @@ def whole_programs(question: Question) -> dict[str, float]:
     job = Job(config, method, mesh, question.batch, question.context, question.new_tokens)
     decode = job.decode(config.num_layers).compile()
     memory = decode.memory_analysis()
+    line = measure.decode_by_few_layers(job, topology, lambda doing: None, [])
     other = replace(job, context=question.context * 3 // 2)
     read, compress = other.calls[1:3]
     reading, compression = (call.lowered.compile().memory_analysis() for call in (read, compress))
@@ -37,6 +39,8 @@ def whole_programs(question: Question) -> dict[str, float]:
         "arguments": memory.argument_size_in_bytes,
         "cache": memory.alias_size_in_bytes,
         "decode": memory.temp_size_in_bytes,
+        "decode by few layers": line["decode"],
+        "collectives by few layers": sum(one.count for one in line["collectives"]),
         "programs": memory.generated_code_size_in_bytes,
         "collectives": sum(one.count for one in per_step(decode.as_text(), mesh.size)),
         "prefill of a longer context": max(

@@ -1,0 +1,38 @@
+"""Queries, keys and values of few tokens: a norm, products with the weights of all heads, and rotations."""
+
+from jaxtyping import Array, Float
+
+from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.kernels.head_products import pallas_gpu, reference
+
+BACKENDS = {"gpu": pallas_gpu.head_products, "xla": reference.head_products}
+
+
+def head_products(
+    x: Float[Array, "n M"],
+    weights: tuple[Float[Array, "H D M"], Float[Array, "K D M"], Float[Array, "K D M"]],
+    biases: tuple[Float[Array, "H D"], Float[Array, "K D"], Float[Array, "K D"]] | None = None,
+    angles: tuple[Float[Array, "n half"], Float[Array, "n half"]] | None = None,
+    scale: Float[Array, " M"] | None = None,
+    *,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    backend: str | None = None,
+) -> tuple[Float[Array, "n H D"], Float[Array, "n K D"], Float[Array, "n K D"]]:
+    """Queries, keys and values, in the dtype of x.
+
+    With `scale` those of `x / sqrt(mean(x²) + eps) * (offset + scale)`: RMSNorm (Zhang and Sennrich, 2019, equation 4).
+
+    Args:
+        x: what enters the attention of few tokens, of the dtype of the weights.
+        weights, biases: of queries, keys and values.
+        angles: cosines and sines, float32, by which the halves a and b of queries and keys are turned to
+            `a cos - b sin, b cos + a sin`; None leaves them.
+        scale: of a norm before the products; None is no norm. On a GPU of one token: of several XLA has it in a launch.
+        eps, offset: static; of the norm.
+
+    Raises:
+        ValueError: if the backend is unknown.
+        NotImplementedError: if `backend` was named and cannot serve the call.
+    """
+    return dispatch("head_products", BACKENDS, backend, x, weights, biases, angles, scale, eps=eps, offset=offset)

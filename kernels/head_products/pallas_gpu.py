@@ -1,0 +1,143 @@
+"""Queries, keys and values of few tokens on GPU: one launch, where XLA splits the inputs, and turns each in another.
+
+    grid (blocks of the outputs of all three)   a program: all inputs
+
+A block is some columns of a head's first half and those that lie a half further, so that a program turns its pairs. The
+rows of a few pairs fit its registers: with a single token they are all read at once, and the token is normalised by
+every program while they come. That takes less than a launch.
+
+Bytes: the weights, once. Bound: reads.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of_rows
+from clusterkv_jax.kernels.gpu import arange, call, power_of_two
+from clusterkv_jax.kernels.head_products import reference
+
+# Pairs of a program, inputs at a time, warps, and blocks of weights on their way at once.
+SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 4}
+# Of a single token: weights of a side of its pairs, and warps for as many.
+TOKEN_SIZES = {"numbers": 4096, "warps": 4}
+MOST_INPUTS = 2**14
+
+
+def head_products(
+    x, weights, biases=None, angles=None, scale=None, *, eps=0.0, offset=0.0, sizes=None, interpret=False
+):
+    """See `clusterkv_jax.kernels.head_products.head_products`.
+
+    `sizes` go before those of the kernel.
+    """
+    check_rows("head_products", x, *weights)
+    halves, inputs = [w.shape[1] // 2 for w in weights], x.shape[1]
+    if len(x) == 1 and inputs <= MOST_INPUTS and all(half % 2 == 0 for half in halves):
+        options = TOKEN_SIZES | dict(sizes or {})
+        wanted = max(2, options["numbers"] // power_of_two(inputs))
+        options = {**options, "block": min(power_of_two(wanted), *(half & -half for half in halves)), "depth": None}
+    elif scale is not None:
+        raise NotImplementedError(
+            f"The GPU kernel of head_products normalises one token of up to {MOST_INPUTS}, got {x.shape}."
+        )
+    else:
+        options = fitted("head_products", SIZES | dict(sizes or {}), inputs, halves, tiles=2)
+    norm = {"eps": eps, "offset": offset}
+    return _run((tuple(norm.items()), tuple(options.items()), interpret), x, weights, biases, angles, scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(options, x, weights, biases, angles, scale):
+    norm, sizes, interpret = dict(options[0]), dict(options[1]), options[2]
+    pairs = sum(w.shape[0] * w.shape[1] // 2 for w in weights)
+    return call(
+        partial(_kernel, block=sizes["block"], depth=sizes["depth"], **norm),
+        tuple(jax.ShapeDtypeStruct((len(x), *w.shape[:2]), x.dtype) for w in weights),
+        x,
+        weights,
+        biases,
+        angles,
+        scale,
+        grid=(pairs // sizes["block"],),
+        warps=sizes["warps"],
+        stages=sizes.get("stages", 1),
+        interpret=interpret,
+    )
+
+
+@_run.defjvp
+def _run_jvp(options, operands, tangents):
+    """A kernel cannot be differentiated, the reference can."""
+    definition = partial(reference.head_products, **dict(options[0]))
+    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
+
+
+def _kernel(x, weights, biases, angles, scale, *outs, block, depth, eps, offset):
+    program, before = pl.program_id(0), 0
+    for number, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+        half = weight.shape[1] // 2
+        blocks = weight.shape[0] * half // block
+        bias, turned = None if biases is None else biases[number], angles if number < 2 else None
+
+        @pl.when((program >= before) & (program < before + blocks))
+        def _(weight=weight, out=out, bias=bias, turned=turned, half=half, place=program - before):
+            head, pair = place // (half // block), arange(block, place % (half // block) * block)
+            if depth is None:
+                _token(x, weight, bias, turned, scale, out, head, pair, eps, offset)
+            else:
+                _tokens(x, weight, bias, turned, out, head, pair, depth)
+
+        before += blocks
+
+
+def _tokens(x, weight, bias, angles, out, head, pair, depth):
+    """These pairs of a head of a tile of tokens."""
+    sides, (row, there) = (pair, weight.shape[1] // 2 + pair), tile_of_rows(x)
+
+    def tiles(at):
+        return [plgpu.load(weight.at[head, side[:, None], at[None, :]]) for side in sides]
+
+    if angles is not None:  # read first: they come while the weights do
+        angles = [plgpu.load(ref.at[row, pair[None, :]], mask=there, other=0.0) for ref in angles]
+    if bias is not None:
+        bias = [plgpu.load(bias.at[head, side]).astype(jnp.float32)[None, :] for side in sides]
+    y = products(x, tiles, block=len(pair), count=2, depth=depth, contract=(1, 1))
+    for value, side in zip(_turned(y, bias, angles), sides, strict=True):
+        plgpu.store(out.at[row, head, side[None, :]], value.astype(out.dtype), mask=there)
+
+
+def _token(x, weight, bias, angles, scale, out, head, pair, eps, offset):
+    """The same of a single token, whole rows of weights at once."""
+    sides, column = (pair, weight.shape[1] // 2 + pair), arange(power_of_two(x.shape[1]))
+    inside = column < x.shape[1]
+    tiles = [
+        plgpu.load(weight.at[head, side[:, None], column[None, :]], mask=inside[None, :], other=0.0) for side in sides
+    ]
+    if angles is not None:
+        angles = [plgpu.load(ref.at[0, pair]) for ref in angles]
+    if bias is not None:
+        bias = [plgpu.load(bias.at[head, side]).astype(jnp.float32) for side in sides]
+    y = plgpu.load(x.at[0, column], mask=inside, other=0.0)
+    if scale is not None:
+        wide = y.astype(jnp.float32)
+        factor = offset + plgpu.load(scale.at[column], mask=inside, other=0.0).astype(jnp.float32)
+        y = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / x.shape[1] + eps) * factor).astype(y.dtype)
+    y = y.astype(jnp.float32)[None, :]
+    sums = [jnp.sum(tile.astype(jnp.float32) * y, axis=1) for tile in tiles]
+    for value, side in zip(_turned(sums, bias, angles), sides, strict=True):
+        plgpu.store(out.at[0, head, side], value.astype(out.dtype))
+
+
+def _turned(pairs, bias, angles):
+    """Both sides of pairs with their biases, turned."""
+    a, b = pairs
+    if bias is not None:
+        a, b = a + bias[0], b + bias[1]
+    if angles is None:
+        return a, b
+    cos, sin = angles
+    return a * cos - b * sin, b * cos + a * sin

@@ -1,0 +1,78 @@
+"""Products of few rows on GPU: one launch, where XLA splits the inputs, and adds up or gates in another.
+
+    grid (blocks of outputs)   a program: all inputs
+
+Bytes: the weights, once. Bound: reads.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of_rows
+from clusterkv_jax.kernels.gpu import arange, call
+from clusterkv_jax.kernels.row_products import reference
+
+# Outputs of a program, inputs at a time, warps, and blocks of weights on their way at once.
+SIZES = {"block": 32, "depth": 128, "warps": 2, "stages": 6}
+NARROW_SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 6}
+GATE_SIZES = {"block": 64, "depth": 64, "warps": 4, "stages": 4}
+LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work
+
+
+def row_products(x, weights, onto=None, gated=None, *, gate=None, sizes=None, interpret=False):
+    """See `clusterkv_jax.kernels.row_products.row_products`.
+
+    `sizes` go before those of the kernel.
+    """
+    inputs, outputs = weights.shape
+    check_rows("row_products", x, weights, *([] if gated is None else [gated]))
+    narrow = outputs // SIZES["block"] < LEAST_PROGRAMS
+    options = (GATE_SIZES if gate else NARROW_SIZES if narrow else SIZES) | dict(sizes or {})
+    options = fitted("row_products", options, inputs, [outputs], tiles=2 if gate else 1)
+    return _run((gate, tuple(options.items()), interpret), x, weights, onto, gated)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(options, x, weights, onto, gated):
+    gate, sizes, interpret = options
+    sizes, outputs = dict(sizes), weights.shape[1]
+    return call(
+        partial(_kernel, block=sizes["block"], depth=sizes["depth"], gate=gate),
+        jax.ShapeDtypeStruct((len(x), outputs), x.dtype),
+        x,
+        weights,
+        onto,
+        gated,
+        grid=(outputs // sizes["block"],),
+        warps=sizes["warps"],
+        stages=sizes["stages"],
+        interpret=interpret,
+    )
+
+
+@_run.defjvp
+def _run_jvp(options, operands, tangents):
+    """A kernel cannot be differentiated, the reference can."""
+    return _run(options, *operands), jax.jvp(partial(reference.row_products, gate=options[0]), operands, tangents)[1]
+
+
+def _kernel(x, weights, onto, gated, out, *, block, depth, gate):
+    column = arange(block, pl.program_id(0) * block)[None, :]
+    sides = [weights] if gate is None else [weights, gated]
+    row, there = tile_of_rows(x)
+    # Read first: it comes while the weights do.
+    more = None if onto is None else plgpu.load(onto.at[row, column], mask=there, other=0.0).astype(jnp.float32)
+
+    def tiles(at):
+        return [plgpu.load(side.at[at[:, None], column]) for side in sides]
+
+    y, *other = products(x, tiles, block=block, count=len(sides), depth=depth, contract=(1, 0))
+    if gate is not None:
+        y = reference.GATES[gate](y) * other[0]
+    if more is not None:
+        y += more
+    plgpu.store(out.at[row, column], y.astype(out.dtype), mask=there)

@@ -1,0 +1,141 @@
+"""Queries, keys and values of few tokens: checks, backends, broken variants, derivatives."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clusterkv_jax.kernels.head_products import pallas_gpu, reference
+from tests.kernels.base import compiled, near, normal, tolerance
+
+BACKENDS = {
+    "xla": reference.head_products,
+    "gpu": partial(pallas_gpu.head_products, sizes={"block": 16, "depth": 32, "numbers": 512}, interpret=True),
+}
+
+# tokens, inputs, query heads, KV heads, head dim, dtype
+SHAPES = [(1, 96, 4, 2, 64, jnp.bfloat16), (5, 64, 3, 1, 32, jnp.float16), (16, 32, 2, 2, 32, jnp.bfloat16)]
+
+
+OPTIONS = {"eps": 0.25, "offset": 1.0}
+
+
+def operands(seed, tokens, inputs, heads, kv_heads, size, dtype):
+    counts = heads, kv_heads, kv_heads
+    x = jnp.asarray(normal(seed, tokens, inputs), dtype)
+    weights = tuple(jnp.asarray(normal(seed + 10 + i, n, size, inputs), dtype) for i, n in enumerate(counts))
+    biases = tuple(jnp.asarray(5 * normal(seed + 20 + i, n, size), dtype) for i, n in enumerate(counts))
+    angle = normal(seed + 30, tokens, size // 2)
+    return x, weights, biases, tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+
+
+def exact(x, weights, biases, angles, scale=None):
+    wide = lambda y: np.asarray(y, np.float64)  # noqa: E731
+    if scale is not None:
+        norm = np.sqrt(np.mean(wide(x) ** 2, axis=1, keepdims=True) + OPTIONS["eps"])
+        x = wide(x) / norm * (OPTIONS["offset"] + wide(scale))
+    heads = [np.einsum("nm,hdm->nhd", wide(x), wide(w)) for w in weights]
+    if biases is not None:
+        heads = [y + wide(bias) for y, bias in zip(heads, biases, strict=True)]
+    if angles is not None:
+        turn = (wide(angles[0]) + 1j * wide(angles[1]))[:, None]
+        for number in range(2):
+            first, second = np.split(heads[number], 2, axis=-1)
+            turned = (first + 1j * second) * turn
+            heads[number] = np.concatenate([turned.real, turned.imag], axis=-1)
+    return heads
+
+
+def check_heads(implementation, *, examples=2):
+    run = compiled(implementation)
+    for *shape, dtype in SHAPES:
+        for seed in range(examples):
+            x, weights, biases, angles = operands(seed, *shape, dtype)
+            for bias, angle in ((None, angles), (biases, angles), (biases, None)):
+                results = run(x, weights, bias, angle)
+                for result, want in zip(results, exact(x, weights, bias, angle), strict=True):
+                    assert (result.dtype, result.shape) == (dtype, want.shape)
+                    near(result, want, tolerance(dtype), axes=2)
+
+
+def check_norm(implementation, *, examples=2):
+    """Of one token, of several in XLA."""
+    run = compiled(partial(implementation, **OPTIONS))
+    for *shape, dtype in [*SHAPES[:1], (1, 72, 2, 1, 36, jnp.float16)]:
+        for seed in range(examples):
+            x, weights, biases, angles = operands(seed, *shape, dtype)
+            scale = jnp.asarray(0.3 * normal(seed + 40, x.shape[1]), dtype)
+            for bias in (None, biases):
+                results = run(x, weights, bias, angles, scale)
+                for result, want in zip(results, exact(x, weights, bias, angles, scale), strict=True):
+                    near(result, want, 2 * tolerance(dtype), axes=2)
+
+
+def without_eps(*args, eps=0.0, **options):
+    return reference.head_products(*args, **options)
+
+
+def norm_behind(x, weights, biases=None, angles=None, scale=None, **options):
+    heads = reference.head_products(x, weights, biases, angles)
+    return heads if scale is None else tuple(y / jnp.sqrt(jnp.mean(y**2)) for y in heads)
+
+
+def turned_back(x, weights, biases=None, angles=None):
+    return reference.head_products(x, weights, biases, None if angles is None else (angles[0], -angles[1]))
+
+
+def values_turned(x, weights, biases=None, angles=None):
+    q, k, _ = reference.head_products(x, weights, biases, angles)
+    return q, k, reference.head_products(x, weights[::-1], None if biases is None else biases[::-1], angles)[0]
+
+
+def biases_behind(x, weights, biases=None, angles=None):
+    heads = reference.head_products(x, weights, None, angles)
+    return heads if biases is None else tuple(y + bias[None] for y, bias in zip(heads, biases, strict=True))
+
+
+def heads_in_turns(x, weights, biases=None, angles=None):
+    q, k, v = reference.head_products(x, weights, biases, angles)
+    return jnp.roll(q, 1, axis=1), k, v
+
+
+CHECKS = [check_heads, check_norm]
+BROKEN = {
+    check_heads: [turned_back, values_turned, biases_behind, heads_in_turns],
+    check_norm: [without_eps, norm_behind],
+}
+
+
+def test_head_products_have_derivatives():
+    """Those of the definition, also of the kernel."""
+    operand = operands(0, 2, 32, 2, 1, 32, jnp.bfloat16)
+    grads = [
+        jax.grad(lambda *args, op=op: sum(jnp.sum(y.astype(jnp.float32)) for y in op(*args)), argnums=(0, 1, 2))(
+            *operand
+        )
+        for op in BACKENDS.values()
+    ]
+    for one, other in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "size", "dtype", "message"),
+    [
+        (17, 64, 32, jnp.bfloat16, "up to 16 rows"),
+        (2, 64, 32, jnp.float32, "got 2 of float32"),
+        (2, 24, 32, jnp.bfloat16, "blocks of 16, got 24 and 16, 16, 16"),
+        (2, 64, 24, jnp.bfloat16, "blocks of 16, got 64 and 12, 12, 12"),
+    ],
+)
+def test_the_kernel_refuses_what_fills_no_block(tokens, inputs, size, dtype, message):
+    with pytest.raises(NotImplementedError, match=message):
+        pallas_gpu.head_products(*operands(0, tokens, inputs, 2, 1, size, dtype), interpret=True)
+
+
+def test_the_kernel_normalises_one_token():
+    x, weights, *_ = operands(0, 2, 64, 2, 1, 32, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"normalises one token of up to 16384, got \(2, 64\)"):
+        pallas_gpu.head_products(x, weights, scale=jnp.ones(64, jnp.bfloat16), interpret=True)
