@@ -22,9 +22,9 @@ from clusterkv_jax.kernels.head_products import reference
 
 # Pairs of a program, inputs at a time, warps, and blocks of weights on their way at once.
 SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 4}
-# Of a single token: weights of a side of its pairs, and warps for as many.
+# Of a single token: weights of a side of its pairs at least, and warps, for as many as their registers hold.
 TOKEN_SIZES = {"numbers": 4096, "warps": 4}
-MOST_INPUTS = 2**14
+MOST_NUMBERS, MOST_INPUTS = 2**14, 2**14
 
 
 def head_products(
@@ -39,7 +39,9 @@ def head_products(
     if len(x) == 1 and inputs <= MOST_INPUTS and all(half % 2 == 0 for half in halves):
         options = TOKEN_SIZES | dict(sizes or {})
         wanted = max(2, options["numbers"] // power_of_two(inputs))
-        options = {**options, "block": min(power_of_two(wanted), *(half & -half for half in halves)), "depth": None}
+        block = min(power_of_two(wanted), *(half & -half for half in halves))
+        warps = options["warps"] * max(1, block * power_of_two(inputs) // MOST_NUMBERS)
+        options |= {"block": block, "depth": None, "warps": warps}
     elif scale is not None:
         raise NotImplementedError(
             f"The GPU kernel of head_products normalises one token of up to {MOST_INPUTS}, got {x.shape}."
