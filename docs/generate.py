@@ -14,9 +14,10 @@ from typing import Any
 import typer
 
 from clusterkv_jax.cli import app
-from clusterkv_jax.models.registry import FAMILIES
+from clusterkv_jax.models.causal_attention import missing
+from clusterkv_jax.models.registry import FAMILIES, from_hf
 from clusterkv_jax.presets import Preset, list_presets
-from tests.support.families import PARITY, PUBLISHED, SAME_AS
+from tests.support.families import HEAD_DIMS, PARITY, PUBLISHED, SAME_AS
 
 
 def pages() -> dict[str, str]:
@@ -146,16 +147,18 @@ def models() -> str:
         "  to 600 tokens (`make parity`).",
         "- **methods**: a method answers within the budget, and no sequence notices another: every other method with",
         "  one family (`make test-sweeps`), all with every family (`make test-sweeps ARGS='-m exhaustive'`).",
+        "- **kernels**: who reads a prompt in 16 bit on a GPU and on a TPU: cuDNN or splash, or plain XLA, by the",
+        "  sizes of heads that are published. Decoding takes the kernels of this library in every family.",
         "- **mesh**: the logits of one device on a mesh of eight (`make test-mesh`).",
         "- **TPU**: the decode loop compiled for a v5e (`make test-compile`).\n",
     ]
     parts += _table(
-        "model_type", "models", "loads", "as transformers", "methods", "mesh", "TPU", rows=map(_family, FAMILIES)
+        *("model_type", "models", "loads", "as transformers", "methods", "kernels", "mesh", "TPU"),
+        rows=map(_family, FAMILIES),
     )
     parts += [
-        "Reading a prompt on a GPU takes cuDNN in 16 bit. It takes XLA where heads are wider than 128 (Gemma), scores",
-        "have a soft cap (Gemma 2) or heads have sink logits (gpt-oss). Decoding takes the kernels of this library in",
-        "every family. [Sliding layers](../concepts/sliding-layers.md) keep their window and are never compressed.",
+        "cuDNN takes heads of up to 128 without a soft cap of scores, splash those of 128 and 256, neither takes sink",
+        "logits. [Sliding layers](../concepts/sliding-layers.md) keep their window and are never compressed.",
         "[Flax models](../guides/flax.md) are those that are written elsewhere.\n",
     ]
     return "\n".join(parts)
@@ -165,7 +168,20 @@ def _family(name: str) -> list[str]:
     other = SAME_AS.get(name, name)
     cases = [case for case, published in PARITY.items() if published["model_type"] == other]
     tested = "yes" if name in PUBLISHED else f"as `{other}`"
-    return [f"`{name}`", _cell(FAMILIES[name].models), tested, ", ".join(cases), *[tested] * 3]
+    names = f"`{name}`", _cell(FAMILIES[name].models)
+    return [*names, tested, ", ".join(cases), tested, _kernels(other), tested, tested]
+
+
+def _kernels(name: str) -> str:
+    """By whom the prompts of a family are read on a GPU, and on a TPU."""
+    config = from_hf(PUBLISHED[name])
+
+    def of(backend: str, title: str) -> str:
+        taken = [dim for dim in HEAD_DIMS[name] if not missing(backend, dim, config.soft_cap, bool(config.sink_logits))]
+        sizes = "" if len(taken) == len(HEAD_DIMS[name]) else f" of {', '.join(map(str, taken))}, XLA"
+        return f"{title}{sizes}" if taken else "XLA"
+
+    return f"{of('cudnn', 'cuDNN')}; {of('splash', 'splash')}"
 
 
 def _table(*header: str, rows: Iterable[list[str]]) -> list[str]:

@@ -137,6 +137,18 @@ def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | N
     return None
 
 
+def missing(backend: str, dim: int, soft_cap: float | None, sinks: bool) -> str | None:
+    """What a library's kernel, "cudnn" or "splash", lacks for attention with heads of this size, None if nothing."""
+    if sinks:
+        return "it has no gradients of sinks" if backend == "cudnn" else "it is not given sink logits"
+    if backend == "cudnn" and soft_cap is not None:
+        return f"it has no soft cap of scores, got {soft_cap}"
+    if backend == "cudnn":
+        fits = dim % 8 == 0 and dim <= 128
+        return None if fits else f"it needs a head_dim that is a multiple of 8 up to 128, got {dim}"
+    return None if dim % 128 == 0 else f"it needs a head_dim that is a multiple of 128, got {dim}"
+
+
 def _unfit(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
     """`_obstacle` where each device has the query heads of its KV heads."""
     if backend == "xla":
@@ -146,24 +158,18 @@ def _unfit(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None
         return f"it needs a {device}, the device is {platform()}"
     if backend == "tiles":
         return None
-    if sink_logits is not None:
-        return "it has no gradients of sinks" if backend == "cudnn" else "it is not given sink logits"
-    length, dim = q.shape[1], q.shape[-1]
+    if why := missing(backend, q.shape[-1], soft_cap, sink_logits is not None):
+        return why
+    length = q.shape[1]
     if backend == "cudnn":
         if jax.default_backend() != "gpu":
             return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"
-        if soft_cap is not None:
-            return f"it has no soft cap of scores, got {soft_cap}"
-        if q.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it needs bfloat16 or float16, got {q.dtype}"
-        return (
-            None if dim % 8 == 0 and dim <= 128 else f"it needs a head_dim that is a multiple of 8 up to 128, got {dim}"
-        )
+        return None if q.dtype in (jnp.bfloat16, jnp.float16) else f"it needs bfloat16 or float16, got {q.dtype}"
     if ambient_mesh() is None and jax.device_count() > 1:
         return "over several devices it needs a mesh (jax.set_mesh)"
     if length != k.shape[1] or length % 128:
         return f"it needs as many queries as keys and a multiple of 128, got {length} and {k.shape[1]}"
-    return None if dim % 128 == 0 else f"it needs a head_dim that is a multiple of 128, got {dim}"
+    return None
 
 
 def _in_parts(

@@ -253,3 +253,20 @@ def test_the_mask_of_the_tpu_kernel_block_by_block(rows, window):
         for j in range(0, rows, 128):
             block = slice(i, i + 128), slice(j, j + 128)
             np.testing.assert_array_equal(mask.masks[0][block], plain[block])
+
+
+@pytest.mark.parametrize(
+    ("backend", "dim", "soft_cap", "sinks", "why"),
+    [
+        ("cudnn", 96, None, False, None),
+        ("cudnn", 256, None, False, "up to 128, got 256"),
+        ("cudnn", 128, 50.0, False, "no soft cap of scores, got 50.0"),
+        ("cudnn", 64, None, True, "no gradients of sinks"),
+        ("splash", 256, 50.0, False, None),
+        ("splash", 96, None, False, "multiple of 128, got 96"),
+        ("splash", 128, None, True, "not given sink logits"),
+    ],
+)
+def test_what_the_kernels_of_libraries_miss(backend, dim, soft_cap, sinks, why):
+    found = attention.missing(backend, dim, soft_cap, sinks)
+    assert found is None if why is None else why in found

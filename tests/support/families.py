@@ -9,6 +9,24 @@ PUBLISHED = {"llama": LLAMA} | FAMILIES
 # Other layouts of a family's files: what is read from them is tested with the family.
 SAME_AS = {"chatglm": "glm", "gemma3": "gemma3_text"}
 
+# Sizes of a head in what is published of a family: kernels of libraries take some and not others.
+HEAD_DIMS = {
+    "gemma2": (128, 256),
+    "gemma3_text": (128, 256),
+    "glm": (128,),
+    "gpt_oss": (64,),
+    "granite": (64, 128),
+    "llama": (64, 128),
+    "mistral": (128,),
+    "mixtral": (128,),
+    "olmo2": (128,),
+    "opt": (64, 80, 128),
+    "phi3": (96, 128),
+    "qwen2": (64, 128),
+    "qwen3": (128,),
+    "qwen3_moe": (128,),
+}
+
 _SMALL = {
     "vocab_size": 151,
     "hidden_size": 64,
