@@ -49,7 +49,7 @@ from clusterkv_jax.methods.plan import (
     repetition_of,
 )
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import few_tokens, transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
@@ -289,6 +289,8 @@ def _step_layer(
 
 def _scores(weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B K T"]:
     """What a layer's surrogate says of tokens."""
+    if few_tokens.scores(config, weights["surrogate"], hidden):
+        return jnp.swapaxes(few_tokens.scored(weights, config, hidden), 1, 2)
     return predicted_scores(weights["surrogate"], transformer.stored_attention_input(weights, config, hidden))
 
 

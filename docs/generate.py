@@ -147,13 +147,15 @@ def models() -> str:
         "  to 600 tokens (`make parity`).",
         "- **methods**: a method answers within the budget, and no sequence notices another: every other method with",
         "  one family (`make test-sweeps`), all with every family (`make test-sweeps ARGS='-m exhaustive'`).",
+        "- **also has**: what a setting of this table has beside plain causal attention and an MLP.",
         "- **kernels**: who reads a prompt in 16 bit on a GPU and on a TPU: cuDNN or splash, or plain XLA, by the",
-        "  sizes of heads that are published. Decoding takes the kernels of this library in every family.",
+        "  sizes of heads that are published. Decoding takes the attention kernels of this library in every family",
+        "  (`tests/test_model_attention.py`).",
         "- **mesh**: the logits of one device on a mesh of eight (`make test-mesh`).",
         "- **TPU**: the decode loop compiled for a v5e (`make test-compile`).\n",
     ]
     parts += _table(
-        *("model_type", "models", "loads", "as transformers", "methods", "kernels", "mesh", "TPU"),
+        *("model_type", "models", "loads", "as transformers", "methods", "also has", "kernels", "mesh", "TPU"),
         rows=map(_family, FAMILIES),
     )
     parts += [
@@ -169,7 +171,18 @@ def _family(name: str) -> list[str]:
     cases = [case for case, published in PARITY.items() if published["model_type"] == other]
     tested = "yes" if name in PUBLISHED else f"as `{other}`"
     names = f"`{name}`", _cell(FAMILIES[name].models)
-    return [*names, tested, ", ".join(cases), tested, _kernels(other), tested, tested]
+    return [*names, tested, ", ".join(cases), tested, _beside(other), _kernels(other), tested, tested]
+
+
+# What a model may have beside plain attention and an MLP, by the fields of its configuration.
+BESIDE = {"window": "window", "soft_cap": "soft cap", "sink_logits": "sinks", "experts": "experts"}
+
+
+def _beside(name: str) -> str:
+    """What a model of a family has in one of the settings that are tested."""
+    settings = [PUBLISHED[name], *(published for published in PARITY.values() if published["model_type"] == name)]
+    configs = [from_hf(published) for published in settings]
+    return ", ".join(words for field, words in BESIDE.items() if any(getattr(config, field) for config in configs))
 
 
 def _kernels(name: str) -> str:

@@ -51,17 +51,31 @@ def normed(
     hidden: Float[Array, "1 1 M"],
     added: Float[Array, "parts 1 M"] | None,
     router: Float[Array, "E M"] | None = None,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 1 M"], Float[Array, "1 1 E"] | None]:
     """A token's hidden state with the parts that a block adds to it, and the norm of that.
 
-    With a router its logits too, float32; on one device.
+    With a router its logits too, float32, and a bias added to them; on one device.
     """
     run: Any = partial(normed_rows, eps=config.norm_eps, offset=config.norm_offset)
     if not on_one_device():
         whole = PartitionSpec()
         run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
-    total, x, logits = run(hidden[0], added, weights["scale"], router)
+    total, x, logits = run(hidden[0], added, weights["scale"], router, bias)
     return total[None], x[None], None if logits is None else logits[None]
+
+
+def scores(config: ModelConfig, surrogate: Params, hidden: Float[Array, "B T M"]) -> bool:
+    """Whether a kernel says what a layer's surrogate does of a token: a linear one."""
+    return config.decoder is None and "inner_weights" not in surrogate and few(hidden) and normalises(config, hidden)
+
+
+def scored(layer: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"]) -> Float[Array, "1 1 K"]:
+    """What a layer's linear surrogate says of a token, float32."""
+    weights, bias = (layer["surrogate"][name].astype(jnp.float32) for name in ("weights", "bias"))
+    products = normed(layer["attention_norm"], config, hidden, None, weights.T, bias)[2]
+    assert products is not None
+    return products
 
 
 def multiplies(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:

@@ -191,8 +191,6 @@ def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Arr
     """`attention_input`, of few tokens as it lies in memory: whoever reads it besides has none to make."""
     if config.decoder is not None or not few_tokens.few(hidden):
         return attention_input(layer, config, hidden)
-    if few_tokens.normalises(config, hidden):
-        return few_tokens.normed(layer["attention_norm"], config, hidden, None)[1]
     return jax.lax.optimization_barrier(attention_input(layer, config, hidden))
 
 

@@ -105,6 +105,24 @@ def test_the_api_page_has_every_public_name():
     assert names == set(ckv.__all__)
 
 
+def test_the_models_page_says_what_kernels_meet():
+    """A family of each kind, by what its configuration and the sizes of its heads say."""
+    lines = [line for line in TEXTS[DOCS / "reference/models.md"].splitlines() if line.startswith("| ")]
+    header, _, *rows = (line.strip("|").split(" | ") for line in lines)
+    found = {}
+    for row in rows:
+        cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
+        found[cells["model_type"].strip("`")] = cells["also has"], cells["kernels"]
+    expected = {
+        "gemma2": ("window, soft cap", "XLA; splash"),
+        "gemma3": ("window", "cuDNN of 128, XLA; splash"),
+        "gpt_oss": ("window, sinks, experts", "XLA; XLA"),
+        "llama": ("", "cuDNN; splash of 128, XLA"),
+        "mixtral": ("window, experts", "cuDNN; splash"),
+    }
+    assert expected.items() <= found.items()
+
+
 def test_the_glossary_has_every_shape_letter():
     letters = set()
     for folder in ("clusterkv_jax", "kernels", "models"):

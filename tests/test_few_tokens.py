@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clusterkv_jax import decoding
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.models import few_tokens, registry, transformer
@@ -47,6 +48,20 @@ def test_what_lies_in_memory_for_the_projections_is_what_enters_them(batch, monk
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     stored = jax.jit(transformer.stored_attention_input, static_argnums=1)(layer, config, hidden)
     np.testing.assert_allclose(stored, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_has_the_scores_of_its_surrogate_with_the_norm(monkeypatch):
+    layer, config = one_layer("qwen3")
+    hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
+    linear = {"weights": jax.random.normal(jax.random.key(2), (config.hidden_size, 2)), "bias": jnp.arange(2.0)}
+    layer = layer | {"surrogate": linear}
+    assert not few_tokens.scores(config, linear, hidden)
+    expected = decoding._scores(layer, config, hidden)
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    assert few_tokens.scores(config, linear, hidden)
+    assert not few_tokens.scores(config, linear | {"inner_weights": linear["weights"]}, hidden)
+    assert not few_tokens.scores(config, linear, jnp.tile(hidden, (2, 1, 1)))
+    np.testing.assert_allclose(decoding._scores(layer, config, hidden), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [None, "model=2", "data=2,model=2"])
@@ -106,9 +121,9 @@ def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed,
         few_tokens, "split_product", lambda *args, **options: parts.append(1) or split_product(*args, **options)
     )
 
-    def normed(x, added, scale, weights, **options):
+    def normed(x, added, scale, weights, bias, **options):
         routers.extend([] if weights is None else [1])
-        return normed_rows(x, added, scale, weights, **options)
+        return normed_rows(x, added, scale, weights, bias, **options)
 
     monkeypatch.setattr(few_tokens, "normed_rows", normed)
     np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu
 from clusterkv_jax.models import causal_attention as attention
 from clusterkv_jax.models import context_parallel
 from clusterkv_jax.models import tiled_attention as tiles
+from clusterkv_jax.models.registry import from_hf
 from clusterkv_jax.sharding import named_mesh
+from tests.support.families import HEAD_DIMS, PUBLISHED, SAME_AS
 
 
 @pytest.fixture(params=["tiles", "xla"])
@@ -270,3 +273,16 @@ def test_the_mask_of_the_tpu_kernel_block_by_block(rows, window):
 def test_what_the_kernels_of_libraries_miss(backend, dim, soft_cap, sinks, why):
     found = attention.missing(backend, dim, soft_cap, sinks)
     assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize("family", [name for name in PUBLISHED if name not in SAME_AS])
+def test_kernels_take_the_heads_of_every_family_while_it_decodes(family):
+    """Traced, not compiled: a kernel refuses with NotImplementedError what it cannot serve."""
+    soft_cap = from_hf(PUBLISHED[family]).soft_cap
+    options = {"soft_cap": soft_cap, "return_lse": True, "return_probs": False}
+    for dim in HEAD_DIMS[family]:
+        q, rows = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 8, dim), (2, 4, 512, dim)))
+        degree, length = jax.ShapeDtypeStruct((2, 4, 512), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.int32)
+        for kernel in (pallas_gpu.biased_attention, partial(pallas_tpu.biased_attention, block=128)):
+            out, lse = jax.eval_shape(partial(kernel, **options), q, rows, rows, degree, length)
+            assert (out.shape, lse.shape) == (q.shape, q.shape[:3])

@@ -13,6 +13,7 @@ def normed_rows(
     added: Float[Array, "parts n M"] | None,
     scale: Float[Array, " M"],
     weights: Float[Array, "E M"] | None = None,
+    bias: Float[Array, " E"] | None = None,
     *,
     eps: float,
     offset: float,
@@ -20,7 +21,7 @@ def normed_rows(
 ) -> tuple[Float[Array, "n M"], Float[Array, "n M"], Float[Array, "n E"] | None]:
     """x + added, and `y / sqrt(mean(y²) + eps) * (offset + scale)` of its rows y.
 
-    With weights the products of the normalised rows too, such as the logits of a router.
+    With weights the products of the normalised rows too, such as the logits of a router or the scores of tokens.
 
     RMSNorm (Zhang and Sennrich, 2019, equation 4).
 
@@ -28,7 +29,8 @@ def normed_rows(
         x: hidden states of few tokens.
         added: what a block adds to them, in parts to be added up; None is nothing.
         scale: of the norm.
-        weights: of few outputs; None is none, and no products.
+        weights: of few outputs, of the dtype of x or float32; None is none, and no products.
+        bias: what is added to the products, float32; None is nothing.
         eps, offset: static.
 
     Returns:
@@ -38,4 +40,4 @@ def normed_rows(
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, eps=eps, offset=offset)
+    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, bias, eps=eps, offset=offset)
