@@ -18,6 +18,7 @@ from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.row_products import row_products
+from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
@@ -30,7 +31,6 @@ PARTS = 4  # of a token's output projection
 WHOLE, WHOLE_HEAD = 64, 32
 SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 MOST = 16  # tokens: beyond, launches are not what takes time
-GATES = ("silu", "gelu_tanh")
 TOKENS = ("batch", None, None)
 
 
