@@ -8,6 +8,7 @@ One round over the middle rows of a head (sinks and recent rows stay out), chunk
     merged     . 1 . 3 4 5 6 7 | . 1 2 3 4 5 6 7        an a joins its b, which becomes the mean of all that joined
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,8 +24,6 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import row_squares
 from clusterkv_jax.kernels.row_merge import row_merge
-
-UNROLLED = 4  # known rounds that are written out in a row: what stands between their kernels is then fused
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def cluster_in_place(
     chunk: int,
     slots: int | None = None,
     edges: Edges | None = None,
-    expected_rounds: int = 0,
+    expected: tuple[int, ...] = (),
     enough: bool = False,
 ) -> tuple[LayerCache, Int[Array, "B K slots"], Int[Array, " B"]]:
     """Rounds of matching until every head of a sequence holds exactly its `budget` rows.
@@ -111,8 +110,9 @@ def cluster_in_place(
         chunk: rows per chunk.
         slots: slots that the rows are to have, which the caller knows to suffice; by default as many as `layer` has.
         edges: GravityKV's score instead of the cosine of keys.
-        expected_rounds: as many rounds are done without asking the device whether there is more to merge, for a GPU
-            that would idle until the answer is back; `count_rounds` tells. Rounds with nothing to merge change nothing.
+        expected: rows that a head holds at most before each of so many rounds, as `rows_by_round` tells. They are done
+            without asking the device whether there is more to merge, for a GPU that would idle until the answer is
+            back. Rounds with nothing to merge change nothing.
         enough: the caller knows that no more rounds are needed, and the program asks the device nothing.
 
     Returns:
@@ -125,7 +125,7 @@ def cluster_in_place(
         recent=recent,
         chunk=chunk,
         edges=edges,
-        expected_rounds=expected_rounds,
+        expected=expected,
         enough=enough,
     )
     return layer, slots_left(layer, listed, sinks, layer.capacity if slots is None else slots), rounds
@@ -142,9 +142,9 @@ def merge_listed(
     recent: int = 0,
     chunk: int,
     edges: Edges | None = None,
-    expected_rounds: int = 0,
+    expected: tuple[int, ...] = (),
     enough: bool = False,
-) -> tuple[LayerCache, Int[Array, "B K R"], Int[Array, " B"]]:
+) -> tuple[LayerCache, Int[Array, "B K left"], Int[Array, " B"]]:
     """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
 
     Quantised rows are merged in float32 and quantised again; rows that none joins keep their codes. `listed` are the
@@ -171,29 +171,46 @@ def merge_listed(
 
     squares = None if edges is None else row_squares(layer.keys)
     state = (layer, listed, squares, rounds, merges_due(layer, rounds))
-    if expected_rounds:
-        unroll = min(expected_rounds, UNROLLED)
-        state = jax.lax.fori_loop(0, expected_rounds, lambda _, state: one_round(state), state, unroll=unroll)
+    for size, count in _by_size([rows - sinks for rows in expected], listed.shape[2]):
+        layer, listed, *rest = state
+        state = (layer, listed[:, :, :size], *rest)
+        for _ in range(count):
+            state = one_round(state)
     if not enough:
         state = jax.lax.while_loop(lambda state: jnp.any(state[-1] > 0), one_round, state)
     layer, listed, _, rounds, _ = state
     return layer, listed, rounds
 
 
-def count_rounds(
-    lengths: np.ndarray, budget: np.ndarray, schedule: np.ndarray, *, sinks: int, recent: int, chunk: int
-) -> int:
-    """The rounds in which `cluster` brings fresh prompts of these lengths to these budgets, those of the slowest."""
-    rows = np.asarray(lengths)
-    edges = edge_counts(int(rows.max()), chunk)
-    rounds = 0
-    while True:
-        middle = np.maximum(rows - sinks - recent, 0)
-        merges = np.maximum(1, np.minimum(schedule[min(rounds, len(schedule) - 1), middle], rows - budget))
-        merges = np.where(rows > budget, np.minimum(merges, edges[middle]), 0)
-        if not merges.any():
-            return rounds
-        rows, rounds = rows - merges, rounds + 1
+def rows_by_round(
+    slowest: tuple[int, int], largest: tuple[int, int], schedule: np.ndarray, *, sinks: int, recent: int, chunk: int
+) -> tuple[int, ...]:
+    """The rows that any head holds at most before each round of `cluster`, of as many rounds as the slowest takes.
+
+    Both are rows of a fresh prompt and their budget: `slowest` of the head that takes the most rounds, `largest` no less
+    than those of any head. A head of no fewer rows and no smaller budget holds no fewer rows after any round.
+    """
+    edges = edge_counts(max(slowest[0], largest[0]), chunk)
+
+    def after(rows: int, budget: int, done: int) -> int:
+        middle = max(rows - sinks - recent, 0)
+        merges = max(1, min(int(schedule[min(done, len(schedule) - 1), middle]), rows - budget))
+        return rows - min(merges, int(edges[middle])) if rows > budget else rows
+
+    rows, most = slowest[0], [largest[0]]
+    while (left := after(rows, slowest[1], len(most) - 1)) < rows:
+        rows = left
+        most.append(after(most[-1], largest[1], len(most) - 1))
+    return tuple(most[:-1])
+
+
+def _by_size(rows: Sequence[int], slots: int) -> Iterator[tuple[int, int]]:
+    """Slots that lists have, and in how many rounds in a row: half as many as soon as the rows of a round allow it."""
+    while rows:
+        slots = min(slots, rows[0])
+        count = sum(2 * n > slots for n in rows)
+        yield slots, count
+        rows = rows[count:]
 
 
 def merge_schedule(rows: int, chunk: int, ratios: tuple[float, ...], merge_of: str) -> np.ndarray:

@@ -98,8 +98,8 @@ class OrbitKV(Method):
     def compress(self, rows: Rows) -> Compressed:
         """After the prompt as while decoding."""
         cache: Any = rows.cache
-        rounds = self._expected_rounds(cache.capacity, rows.plan)
-        merge = {"expected_rounds": rounds, "enough": rounds > 0 and rows.plan.exact}
+        expected = self._expected(cache.capacity, rows.plan)
+        merge = {"expected": expected, "enough": bool(expected) and rows.plan.exact}
 
         memory = rows.memory
         merged = partial(self._merged, capacity=rows.plan.capacity, **merge)
@@ -155,14 +155,15 @@ class OrbitKV(Method):
         part = share_of(self.merged, free, rows.plan.most_rows)
         return jnp.maximum(1, jnp.where(rows.share >= 1, part, free))
 
-    def _expected_rounds(self, rows: int, plan: GroupPlan) -> int:
+    def _expected(self, rows: int, plan: GroupPlan) -> tuple[int, ...]:
         """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""
         budget = plan.fewest_rows
         if platform() != "gpu" or budget >= rows:
-            return 0
+            return ()
         centroids = max(1, int((self.merged if plan.share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
-        counts = np.asarray([rows - budget + centroids]), np.asarray([centroids])
-        return soft_matching.count_rounds(*counts, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)
+        # Heads of other shares merge everything, into all that is free.
+        slowest, largest = (rows - budget + centroids, centroids), (rows, plan.most_rows)
+        return soft_matching.rows_by_round(slowest, largest, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)
 
 
 def _schedule(rows: int) -> np.ndarray:

@@ -212,7 +212,7 @@ def clustering_time() -> tuple[float, str]:
     keep = tokens // 5
     schedule = soft_matching.merge_schedule(tokens, method.chunk, method.ratios, method.merge_of)
     shape: dict[str, Any] = {"sinks": method.sinks, "recent": method.recent, "chunk": method.chunk}
-    shape["expected_rounds"] = soft_matching.count_rounds(np.asarray([tokens]), np.asarray([keep]), schedule, **shape)
+    shape["expected"] = soft_matching.rows_by_round((tokens, keep), (tokens, keep), schedule, **shape)
     shape |= {"enough": True, "slots": 13184}
 
     def compress(keys, values):

@@ -95,21 +95,24 @@ class Clustering(Method):
         prompt: Any = rows.cache
         target = jnp.where(rows.position >= rows.budget + self.schedule.slack, rows.budget, rows.position)
         slots = min(rows.plan.capacity, prompt.capacity)
-        rounds = self._expected_rounds(rows)
-        options = self._options(prompt) | {"expected_rounds": rounds, "enough": rounds > 0 and rows.plan.exact}
+        expected = self._expected(rows)
+        options = self._options(prompt) | {"expected": expected, "enough": bool(expected) and rows.plan.exact}
         cluster = partial(soft_matching.cluster_in_place, **options, slots=slots)
         group, left, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
         return Compressed(group, {"rounds": rounds}, slots=left)
 
-    def _expected_rounds(self, rows: Rows) -> int:
-        """The rounds of the longest prompt. On a GPU they run without asking the device whether it is done: it would
-        idle until the answer is back.
+    def _expected(self, rows: Rows) -> tuple[int, ...]:
+        """The rows before each round of the longest prompt. On a GPU the rounds run without asking the device whether
+        it is done: it would idle until the answer is back.
         """
         if platform() != "gpu":
-            return 0
-        longest, fewest = np.asarray([rows.cache.degree.shape[2]]), np.asarray([rows.plan.fewest_rows])
+            return ()
+        longest, plan = rows.cache.degree.shape[2], rows.plan
+        # A prompt that exceeds its budget by less than the slack stays as it is.
+        largest = longest, plan.most_rows + self.schedule.slack
         apart = {"sinks": self.sinks, "recent": self.recent, "chunk": self.chunk}
-        return soft_matching.count_rounds(longest, fewest, self._merge_schedule(int(longest[0])), **apart)
+        schedule = self._merge_schedule(longest)
+        return soft_matching.rows_by_round((longest, plan.fewest_rows), largest, schedule, **apart)
 
     def _merge_schedule(self, rows: int) -> np.ndarray:
         return soft_matching.merge_schedule(rows, self.chunk, self.ratios, self.merge_of)
