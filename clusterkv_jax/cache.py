@@ -219,7 +219,9 @@ def take_rows(
 def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slots"]:
     """The numbers of the slots marked in `keep`, in their order, then -1 up to `capacity`."""
     slot = jnp.arange(keep.shape[-1], dtype=jnp.int32)
-    target = jnp.where(keep, jnp.cumsum(keep, axis=-1) - 1, capacity)
+    # Not less 1: XLA would share the array of ones among layers, and by that fuse all of them: a minute of compiling.
+    one = keep.astype(jnp.int32)
+    target = jnp.where(keep, jnp.cumsum(one, axis=-1) - one, capacity)
     put = jax.vmap(jax.vmap(lambda to: jnp.full(capacity, -1, jnp.int32).at[to].set(slot, mode="drop")))
     return put(target)
 
