@@ -217,6 +217,23 @@ def test_rounds_are_known_on_the_host(method):
         jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
+@given(
+    rows=st.tuples(st.integers(1, 400), st.integers(0, 200)),
+    budget=st.tuples(st.integers(1, 200), st.integers(0, 100)),
+    ratios=st.sampled_from([(0.3,), (0.5,), (0.5, 0.25, 0.125, 0.0625)]),
+    merge_of=st.sampled_from(["edges", "middle"]),
+    apart=st.sampled_from([{"sinks": 0, "recent": 0}, {"sinks": 3, "recent": 7}]),
+)
+def test_no_head_holds_more_rows_than_the_largest(rows, budget, ratios, merge_of, apart):
+    """So lists that are as long as its own lose no row of any other."""
+    schedule = merge_schedule(sum(rows), 16, ratios, merge_of)
+    one, largest = (rows[0], budget[0]), (sum(rows), sum(budget))
+    own = rows_by_round(one, one, schedule, **apart, chunk=16)
+    bound = rows_by_round(one, largest, schedule, **apart, chunk=16)
+    assert len(own) == len(bound)
+    assert all(mine <= most for mine, most in zip(own, bound, strict=True))
+
+
 def test_edges_is_the_plain_name_of_a():
     for rows, chunk in ((90, 16), (7, 4)):
         schedules = [merge_schedule(rows, chunk, (0.8,), name) for name in ("edges", "A", "middle")]

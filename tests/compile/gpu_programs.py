@@ -330,6 +330,11 @@ def most_operands(program: str) -> int:
     return max((text.count("%") for text in re.findall(r"gemm_fusion\S* = \S+ fusion\((.*?)\)", program)), default=0)
 
 
+def most_results(program: str) -> int:
+    """Of a launch that XLA fuses."""
+    return max((text.count("[") for text in re.findall(r" = \((.*?)\) fusion\(", program)), default=0)
+
+
 def compile_all() -> dict[str, dict[str, Any]]:
     """Every program compiled for one H100, and what fills shared memory for a GPU with less of it too."""
     target = Path(__file__).with_name("h100.txtpb").read_text()
@@ -365,6 +370,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "waits": bool(re.findall("barrier", compiled.as_text())),
             "launches": launches(compiled.as_text()),
             "operands": most_operands(compiled.as_text()),
+            "results": most_results(compiled.as_text()),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

@@ -110,6 +110,11 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
     assert programs["cluster"]["loops"] == 0
 
 
+def test_layers_are_not_fused_into_each_other(programs):
+    """Two of them are here. A launch of all 32 compiled for a minute, as they shared an array of ones."""
+    assert programs["decode by scores"]["results"] <= 4
+
+
 def test_decoding_holds_one_cache(programs):
     """The cache is changed where it lies: no step copies it, not even for the clustering that is rarely due.
 
