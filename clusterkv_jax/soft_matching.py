@@ -170,7 +170,7 @@ def merge_listed(
         return layer, slots_in_use, squares, rounds, merges_due(layer, rounds)
 
     squares = None if edges is None else row_squares(layer.keys)
-    state = (layer, listed, squares, rounds, merges_due(layer, rounds))
+    state: Any = (layer, listed, squares, rounds, merges_due(layer, rounds))
     for size, count in _by_size([rows - sinks for rows in expected], listed.shape[2]):
         layer, listed, *rest = state
         state = (layer, listed[:, :, :size], *rest)
@@ -187,8 +187,8 @@ def rows_by_round(
 ) -> tuple[int, ...]:
     """The rows that any head holds at most before each round of `cluster`, of as many rounds as the slowest takes.
 
-    Both are rows of a fresh prompt and their budget: `slowest` of the head that takes the most rounds, `largest` no less
-    than those of any head. A head of no fewer rows and no smaller budget holds no fewer rows after any round.
+    Both are rows of a fresh prompt and their budget: `slowest` of the head that takes the most rounds, `largest` no
+    less than those of any head. A head of no fewer rows and no smaller budget holds no fewer rows after any round.
     """
     edges = edge_counts(max(slowest[0], largest[0]), chunk)
 

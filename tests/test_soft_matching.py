@@ -208,7 +208,8 @@ def test_rounds_are_known_on_the_host(method):
     args = (from_tokens(keys, values, jnp.asarray(lengths)), jnp.asarray(target), jnp.zeros(4, jnp.int32), schedule)
     expected, rounds = cluster(*args, **apart)
     largest = 90, int(target.max())
-    each = [rows_by_round(one, largest, schedule, **apart) for one in zip(lengths.tolist(), target.tolist())]
+    heads = zip(lengths.tolist(), target.tolist(), strict=True)
+    each = [rows_by_round(one, largest, schedule, **apart) for one in heads]
     forecast = max(each, key=len)
     assert len(forecast) == int(rounds.max()) > 2
     assert 2 * forecast[-1] < 90
