@@ -51,7 +51,8 @@ class GroupPlan:
     Attributes:
         heads: the KV heads of the group.
         capacity: C, slots of each head; of heads that share pages, the mean.
-        most_rows: the largest budget that may occur, of a prompt and what is appended to it at most.
+        most_rows: the largest budget that may occur, of a prompt and what is appended to it at most. Lists of
+            clustering become no shorter than that.
         fewest_rows: the smallest budget of the longest prompt, by which rounds of clustering are counted.
         keep_all: whether the group keeps every row, so that its method never sees it.
         reserve: tokens that will be appended after the prompt.

@@ -111,7 +111,7 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
 
 
 def test_layers_are_not_fused_into_each_other(programs):
-    """Two of them are here. A launch of all 32 compiled for a minute, as they shared an array of ones."""
+    """Two are here. Of 32, launches that had results of many layers compiled for a minute."""
     assert programs["decode by scores"]["results"] <= 4
 
 
