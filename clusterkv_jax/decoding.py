@@ -45,10 +45,11 @@ from clusterkv_jax.methods.plan import (
     check_prompts,
     needs_of_layer,
     planned_layer,
+    plans_of_width,
     repeats,
     repetition_of,
 )
-from clusterkv_jax.methods.request import LayerPlan, request_of_model
+from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import few_tokens, transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -118,11 +119,11 @@ def prefill(
     check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve)
     check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
-    request = request_of_model(config, params["embed"].dtype, np.arange(1, width + 1), method.cache_dtype, **counts)
+    request, own_plans = plans_of_width(config, method, params["embed"].dtype, width, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     in_host_memory = method.holds == "host"
-    key = jax.random.key(0) if key is None else key
-    position = jnp.array(lengths, jnp.int32)  # a copy, since a cache is donated
+    # A copy, since a cache is donated.
+    position = jnp.array(lengths, jnp.int32) if numbers is None else numbers.astype(np.int32)
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
         hidden, position = run(reading.embed, params, config, tokens, position)
@@ -133,7 +134,8 @@ def prefill(
             args = params, config, repetition_of(method), tokens, prefill_chunk, hidden, position
             rows, logits = _read_and_repeat(*args, on_layer, run)
 
-        planned = cache(partial(planned_layer, config, method, request, lengths if numbers is None else numbers, plans))
+        known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
+        planned = cache(partial(planned_layer, config, method, request, *known))
         following = lambda number: planned(number + 1)[0] if number + 1 < config.num_layers else None  # noqa: E731
         done, waiting, selection, workspace, layers = [], [], None, None, layers_in_a_row(config)
         for number, weights in enumerate(params["layers"]):
@@ -155,6 +157,7 @@ def prefill(
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
             if not awaits(waiting, workspace, following(number)):
+                key = jax.random.key(0) if key is None else key
                 compressed, selection, workspace = compress(run, method, waiting, key, selection, workspace)
                 done.extend(compressed)
                 waiting.clear()

@@ -231,8 +231,11 @@ class Method(Storage):
 
 def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request, fewest: int = 0) -> np.ndarray:
     """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], none below `fewest` (see `Budget`)."""
-    shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
-    first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
+    if budget.shares is None:
+        first, of = [0], None
+    else:
+        shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
+        first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
     columns = [
         rows_for(
             budget,

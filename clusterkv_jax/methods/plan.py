@@ -3,9 +3,9 @@
 All of it is arithmetic on the host, in double precision where a budget is a ratio, as the papers' int() is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,31 @@ from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_apart
-from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request, request_of_model
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.sharding import slot_ways
+from clusterkv_jax.sharding import ambient_mesh, slot_ways
+
+Plans = Callable[[int], LayerPlan]
+
+
+def plans_of_width(
+    config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int
+) -> tuple[Request, Plans]:
+    """The request of prompts of any length up to `width`, and the plan of each of the model's layers.
+
+    They are made once for all prompts that are padded to a width: in a table of 32,768 lengths the plan of a layer
+    takes milliseconds, for which the device would wait. `counts` as in `request_of_model`.
+    """
+    return _plans_of_width(config, method, dtype, width, tuple(counts.items()), (platform(), ambient_mesh()))
+
+
+@lru_cache(maxsize=16)
+def _plans_of_width(
+    config: ModelConfig, method: Method, dtype: Any, width: int, counts: tuple[tuple[str, int], ...], where: Any
+) -> tuple[Request, Plans]:
+    del where  # plans are of the devices that are compiled for
+    request = request_of_model(config, dtype, np.arange(1, width + 1), method.cache_dtype, **dict(counts))
+    return request, cache(lambda layer: plan_of_layer(config, method, layer, request))
 
 
 def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Request) -> LayerPlan:
@@ -162,15 +184,15 @@ def planned_layer(
     method: Method,
     request: Request,
     lengths: Int[Array | np.ndarray, " B"],
-    plans: Sequence[LayerPlan] | None,
+    plans: Plans,
     layer: int,
 ) -> tuple[LayerPlan, Int[Array | np.ndarray, "B groups stages"]]:
-    """The plan of a model's layer, its own unless there are `plans`, and the budgets of these prompts.
+    """The plan of a model's layer, one of `plans`, and the budgets of these prompts.
 
     Its groups are `exact` where the host knows all that the device would have to be asked: prompts as long as the
     longest, each with the budget that its program expects, or of heads that are compressed together no less.
     """
-    plan = plan_of_layer(config, method, layer, request) if plans is None else plans[layer]
+    plan = plans(layer)
     budgets = rows_of_request(method, plan, lengths, config.global_number(layer), request)
     numbers = concrete(lengths)
     if numbers is None or np.any(numbers != np.max(request.lengths)):

@@ -203,46 +203,58 @@ def _move(
     del keys, values, squares  # in place: read and written as the outputs that alias them
     program, head = pl.program_id(0), pl.program_id(1)
     edges = jnp.minimum(length[head] // 2, start.shape[1])
-    for number, x in enumerate((new_keys, new_values)):
+    turns = jnp.maximum(pl.cdiv(pl.cdiv(edges, tile) - program, programs), 0)
 
-        def turn(i, _, number=number, x=x):
-            edge = (i * programs + program) * tile + arange(tile)
-            inside = edge < edges
-            # All at once, so that no load waits for another where rows grow.
-            joins = plgpu.load(count.at[head, edge], mask=inside, other=0)
-            slot = plgpu.load(rows.at[head, 2 * edge + 1], mask=inside, other=0)
-            first = plgpu.load(start.at[head, edge], mask=inside, other=0)
-            whole = plgpu.load(total.at[head, edge], mask=inside, other=1.0)
+    def grown(turn):
+        """The b rows of a turn: how many join each, its slot, the first of these, and the degree that it grows to."""
+        edge = (turn * programs + program) * tile + arange(tile)
+        inside = edge < edges
+        load = lambda ref, at, other: plgpu.load(ref.at[head, at], mask=inside, other=other)  # noqa: E731
+        return load(count, edge, 0), load(rows, 2 * edge + 1, 0), load(start, edge, 0), load(total, edge, 1.0)
+
+    def joining(begin, joins, j):
+        """The slots and the degrees of what joins as number j."""
+        load = lambda ref, other: plgpu.load(ref.at[head, begin + j], mask=j < joins, other=other)  # noqa: E731
+        return load(targets, 0), load(weight, 0.0)
+
+    for number, (x, own) in enumerate(((new_keys, new_squares), (new_values, None))):
+
+        def turn(i, ahead, x=x, own=own):
+            (joins, slot, first, whole), earliest, following = ahead
+            # What the next turns look up is on its way while this one waits for its rows.
+            later = grown(i + 2), joining(following[2], following[0], 0)
 
             @pl.when(jnp.max(joins) > 0)
             def _():
-                own = new_squares if number == 0 else None
-                _move_rows(x, own, head, slot, whole, first, joins, targets, weight)
+                _move_rows(x, own, head, slot, whole, joins, earliest, partial(joining, first, joins))
+
+            return following, later[1], later[0]
 
         @pl.when(pl.program_id(2) == number)
         def _(turn=turn):
-            turns = pl.cdiv(pl.cdiv(edges, tile) - program, programs)
-            jax.lax.fori_loop(0, jnp.maximum(turns, 0), turn, None)
+            now = grown(0)
+            jax.lax.fori_loop(0, turns, turn, (now, joining(now[2], now[0], 0), grown(1)))
 
 
-def _move_rows(x, squares, head, slot, total, begin, joins, targets, weight):
+def _move_rows(x, squares, head, slot, total, joins, earliest, joining):
+    """b rows as the means of themselves and of what joins them: `earliest`, then the others of `joining`."""
     _, slots, width = as_array(x).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
     own = load_numbers(x, head, slot, columns, grows)
 
-    def add(first, at_once, change):
+    def add(numbers, looked_up, change):
         # Loads first, so that none waits for another; sums in the order of the rows.
-        numbers = [first + j for j in range(at_once)]
-        a_slots = [plgpu.load(targets.at[head, begin + j], mask=j < joins, other=0) for j in numbers]
-        counts = [plgpu.load(weight.at[head, begin + j], mask=j < joins, other=0.0) for j in numbers]
-        rows = [load_numbers(x, head, at, columns, j < joins) for j, at in zip(numbers, a_slots, strict=True)]
-        for n, row in zip(counts, rows, strict=True):
+        rows = [load_numbers(x, head, at, columns, j < joins) for j, (at, _) in zip(numbers, looked_up, strict=True)]
+        for (_, n), row in zip(looked_up, rows, strict=True):
             change = [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
         return change
 
-    change = add(0, 1, [jnp.zeros_like(part) for part in own])
-    turns = pl.cdiv(jnp.max(joins) - 1, JOINS)
-    change = jax.lax.fori_loop(0, turns, lambda turn, change: add(1 + turn * JOINS, JOINS, change), change)
+    def several(turn, change):
+        numbers = [1 + turn * JOINS + j for j in range(JOINS)]
+        return add(numbers, [joining(j) for j in numbers], change)
+
+    change = add([0], [earliest], [jnp.zeros_like(part) for part in own])
+    change = jax.lax.fori_loop(0, pl.cdiv(jnp.max(joins) - 1, JOINS), several, change)
     n = jnp.where(grows, total, 1.0)[:, None]
     mean = [part + more / n for part, more in zip(own, change, strict=True)]
     # Masked rows point nowhere: nothing is written twice.
