@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax import reading
-from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed, zeroed
+from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
@@ -39,6 +39,7 @@ from clusterkv_jax.methods.compressing import (
     compress,
     layers_in_a_row,
     prompt_shapes,
+    put_into,
     workspace_for,
 )
 from clusterkv_jax.methods.plan import (
@@ -394,7 +395,7 @@ def next_token_jit(
 def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:
     """What a method is given of a prompt beside keys and values. What recalls rows takes queries if there are any."""
     takes = not method.forgets and plan.window is None and not all(group.keep_all for group in plan.groups)
-    return plan.needs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
+    return plan.needs & {"queries", "hidden", "scores", "squares"} | ({"queries"} if takes else set())
 
 
 @jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden", "workspace"))
@@ -418,6 +419,5 @@ def _read_layer(
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
-    prompt = Prompt(q, zeroed(k, lengths), zeroed(v, lengths), lengths, entering, scores)
-    put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
-    return hidden, jax.tree.map(put, workspace, prompt)
+    assert place is not None
+    return hidden, put_into(workspace, Prompt(q, k, v, lengths, entering, scores), place)

@@ -21,9 +21,10 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import look_up
 from clusterkv_jax.cache import LayerCache, moved_up
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
+from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import row_squares
-from clusterkv_jax.kernels.row_merge import row_merge
+from clusterkv_jax.kernels.row_merge import Squares, row_merge
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def cluster_in_place(
     edges: Edges | None = None,
     expected: tuple[int, ...] = (),
     enough: bool = False,
+    squares: Squares | None = None,
 ) -> tuple[LayerCache, Int[Array, "B K slots"], Int[Array, " B"]]:
     """Rounds of matching until every head of a sequence holds exactly its `budget` rows.
 
@@ -114,6 +116,7 @@ def cluster_in_place(
             without asking the device whether there is more to merge, for a GPU that would idle until the answer is
             back. Rounds with nothing to merge change nothing.
         enough: the caller knows that no more rounds are needed, and the program asks the device nothing.
+        squares: of keys and values, where the caller knows them.
 
     Returns:
         the layer with its budget met, the slots of its rows, in their order and then -1, and the rounds done.
@@ -127,6 +130,7 @@ def cluster_in_place(
         edges=edges,
         expected=expected,
         enough=enough,
+        squares=squares,
     )
     return layer, slots_left(layer, listed, sinks, layer.capacity if slots is None else slots), rounds
 
@@ -144,11 +148,13 @@ def merge_listed(
     edges: Edges | None = None,
     expected: tuple[int, ...] = (),
     enough: bool = False,
+    squares: Squares | None = None,
 ) -> tuple[LayerCache, Int[Array, "B K left"], Int[Array, " B"]]:
     """`cluster` of the listed rows, where they lie: a centroid stays in the slot of its b row, others are not touched.
 
     Quantised rows are merged in float32 and quantised again; rows that none joins keep their codes. `listed` are the
-    slots of the rows behind the sinks, in positional order; `length` counts them and the sinks.
+    slots of the rows behind the sinks, in positional order; `length` counts them and the sinks. `squares` are those of
+    keys and values, where the caller knows them.
 
     Returns:
         the layer, the slots still in use, of which `length` tells the number, and the rounds done.
@@ -169,7 +175,11 @@ def merge_listed(
         rounds = rounds + (merges > 0).astype(jnp.int32)
         return layer, slots_in_use, squares, rounds, merges_due(layer, rounds)
 
-    squares = None if edges is None else row_squares(layer.keys)
+    if edges is None:
+        squares = None, None
+    elif squares is None:
+        # Of values only where matching asks for them.
+        squares = row_squares(layer.keys), row_squares(layer.values) if platform() == "gpu" else None
     state: Any = (layer, listed, squares, rounds, merges_due(layer, rounds))
     for size, count in _by_size([rows - sinks for rows in expected], listed.shape[2]):
         layer, listed, *rest = state
@@ -234,17 +244,17 @@ def merge_best(
     layer: LayerCache,
     slots: Int[Array, "B K R"],
     merges: Int[Array, " B"],
-    squares: Float[Array, "B K C"] | None = None,
+    squares: Squares = (None, None),
     *,
     sinks: int = 0,
     recent: int = 0,
     chunk: int,
     edges: Edges | None = None,
-) -> tuple[LayerCache, Int[Array, "B K R"], Float[Array, "B K C"] | None]:
+) -> tuple[LayerCache, Int[Array, "B K R"], Squares]:
     """Match the middle rows and merge the `merges` best edges of every head, where they lie.
 
     `slots` lists those behind the sinks that are still in use, in positional order; `length` counts them and the sinks.
-    `squares` are the `row_squares` of the layer's keys where there are `edges`.
+    `squares` are the `row_squares` of the layer's keys where there are `edges`, and of its values or None.
 
     Returns the layer, the slots still in use, and the squares.
     """
@@ -257,13 +267,14 @@ def merge_best(
     if edges is None:
         match, score = chunked_matching(layer.keys, **where)
     else:
-        assert squares is not None
+        assert squares[0] is not None
         match, score = chunked_matching(
             layer.keys,
             values=layer.values,
-            key_weight=1 / _mean_of_listed(squares, slots, middle),
+            key_weight=1 / _mean_of_listed(squares[0], slots, middle),
             value_weight=edges.value_weight,
             bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
+            squares=squares,
             **where,
         )
     keys, values, degree, slots, squares = row_merge(

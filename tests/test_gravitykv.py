@@ -32,7 +32,9 @@ def test_a_round_merges_the_edges_of_the_rule():
     layer = type(layer)(layer.keys, layer.values, layer.degree * degree, layer.length, layer.positions)
     behind = jnp.broadcast_to(jnp.arange(3, 66, dtype=jnp.int32), (*layer.length.shape, 63))
     squares = jnp.sum(jnp.square(layer.keys), axis=-1)
-    *result, _ = merge_best(layer, behind, jnp.asarray([9]), squares, sinks=3, recent=5, chunk=16, edges=method.edges)
+    *result, _ = merge_best(
+        layer, behind, jnp.asarray([9]), (squares, None), sinks=3, recent=5, chunk=16, edges=method.edges
+    )
     after = pick(*result, 3, 66)
     for head in range(2):
         middle = (x[0, head, 3:61] for x in (keys, values, degree))

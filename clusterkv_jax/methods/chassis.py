@@ -60,7 +60,7 @@ from clusterkv_jax.windows import ring, step_window
 @dataclass(frozen=True)
 class Prompt:
     """What a layer makes of prompts of unequal length, padded on the right; `hidden` is what enters its attention,
-    `scores` what each row is worth.
+    `scores` what each row is worth, `squares` are those of keys and values.
     """
 
     queries: Float[Array, "B H N D"] | None
@@ -69,6 +69,7 @@ class Prompt:
     lengths: Int[Array, " B"]
     hidden: Float[Array, "B N M"] | None = None
     scores: Float[Array, "B K N"] | None = None
+    squares: tuple[Float[Array, "B K N"], Float[Array, "B K N"]] | None = None
 
 
 @jax.named_scope("compress")
@@ -147,9 +148,9 @@ def compress_heads(
 def heads_alone(prompt: Prompt) -> Prompt:
     """Every KV head as a sequence of its own."""
     heads = prompt.keys.shape[1]
-    every = prompt.queries, prompt.keys, prompt.values, prompt.scores
-    queries, keys, values, scores = jax.tree.map(partial(by_head.alone, kv_heads=heads), every)
-    return Prompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores)
+    every = prompt.queries, prompt.keys, prompt.values, prompt.scores, prompt.squares
+    queries, keys, values, scores, squares = jax.tree.map(partial(by_head.alone, kv_heads=heads), every)
+    return Prompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores, squares=squares)
 
 
 def compress_group(
@@ -171,7 +172,8 @@ def compress_group(
     # A head's rows come together: left to the partitioner, each step of a method would have its own collectives.
     cache, queries, scores = constrain_cache((cache, queries, scores))
     share = jnp.full(prompt.lengths.shape, plan.share) if share is None else share
-    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, queries, hidden, scores, key, selection, share, plan)
+    seen = {"queries": queries, "hidden": hidden, "scores": scores, "squares": prompt.squares}
+    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, **seen, key=key, selection=selection, share=share, plan=plan)
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)
     memory = rows.memory if result.memory is None else result.memory

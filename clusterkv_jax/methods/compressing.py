@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize
+from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize, zeroed
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
+from clusterkv_jax.kernels.place_rows import place_rows
 from clusterkv_jax.methods.base import Compressed, Method
 from clusterkv_jax.methods.by_head import ByHead, grouped, together
 from clusterkv_jax.methods.chassis import (
@@ -65,13 +66,15 @@ def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any,
         return jax.ShapeDtypeStruct((batch, *of), dtype) if part is None or part in parts else None
 
     rows = shape(config.num_kv_heads, width, config.head_dim)
+    number = shape(config.num_kv_heads, width, dtype=jnp.float32)
     return Prompt(
         queries=shape(config.num_heads, width, config.head_dim, part="queries"),
         keys=rows,
         values=rows,
         lengths=shape(dtype=jnp.int32),
         hidden=shape(width, size, part="hidden"),
-        scores=shape(config.num_kv_heads, width, dtype=jnp.float32, part="scores"),
+        scores=number if "scores" in parts else None,
+        squares=(number, number) if "squares" in parts else None,
     )
 
 
@@ -100,6 +103,21 @@ def workspace_for(
         return held
     leaves, tree = jax.tree.flatten(prompt)
     return jax.tree.unflatten(tree, run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves)))
+
+
+def put_into(workspace: Prompt, prompt: Prompt, place: Int[Array | np.ndarray, ""]) -> Prompt:
+    """The workspace with a layer's prompt in its place, rows beyond the lengths zeroed; for use in a jit."""
+    put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
+    if workspace.squares is None:
+        keys, values = (zeroed(x, prompt.lengths) for x in (prompt.keys, prompt.values))
+        return jax.tree.map(put, workspace, replace(prompt, keys=keys, values=values))
+    of_keys, of_values = workspace.squares
+    where = prompt.lengths, jnp.asarray(place)
+    keys, of_keys = place_rows(workspace.keys, of_keys, prompt.keys, *where)
+    values, of_values = place_rows(workspace.values, of_values, prompt.values, *where)
+    rows = {"keys": keys, "values": values, "squares": (of_keys, of_values)}
+    none = dict.fromkeys(rows)
+    return replace(jax.tree.map(put, replace(workspace, **none), replace(prompt, **none)), **rows)
 
 
 def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan | None) -> bool:

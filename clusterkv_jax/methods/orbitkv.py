@@ -22,6 +22,7 @@ from clusterkv_jax.cache import LayerCache, kept_slots
 from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -87,7 +88,7 @@ class OrbitKV(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"scores", "layers"})
+        return frozenset({"scores", "layers", "squares"})
 
     @override
     def remember(self, rows: Rows) -> Memory:
@@ -103,7 +104,8 @@ class OrbitKV(Method):
 
         memory = rows.memory
         merged = partial(self._merged, capacity=rows.plan.capacity, **merge)
-        group, slots, scores = over_heads(merged, cache, memory["scores"], rows.budget, memory["centroids"])
+        args = cache, memory["scores"], rows.budget, memory["centroids"], rows.squares
+        group, slots, scores = over_heads(merged, *args)
         return Compressed(group, memory | {"scores": scores}, slots=slots)
 
     def _merged(
@@ -112,6 +114,7 @@ class OrbitKV(Method):
         scores: Float[Array, "B K C"],
         budget: Int[Array, " B"],
         centroids: Int[Array, " B"],
+        squares: Squares | None,
         *,
         capacity: int,
         **merge: Any,
@@ -126,6 +129,7 @@ class OrbitKV(Method):
             *(apart, listed, centroids, jnp.zeros_like(budget), _schedule(cache.capacity)),
             chunk=CHUNK,
             edges=EDGES,
+            squares=squares,
             **merge,
         )
         scores = jnp.where(apart.degree > cache.degree, -jnp.inf, scores)

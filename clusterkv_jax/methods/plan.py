@@ -23,9 +23,7 @@ from clusterkv_jax.sharding import ambient_mesh, slot_ways
 Plans = Callable[[int], LayerPlan]
 
 
-def plans_of_width(
-    config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int
-) -> tuple[Request, Plans]:
+def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int) -> tuple[Request, Plans]:
     """The request of prompts of any length up to `width`, and the plan of each of the model's layers.
 
     They are made once for all prompts that are padded to a width: in a table of 32,768 lengths the plan of a layer

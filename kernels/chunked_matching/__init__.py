@@ -25,6 +25,7 @@ def chunked_matching(
     values: Rows | None = None,
     key_weight: Float[Array, "B K"] | None = None,
     value_weight: float = 1.0,
+    squares: tuple[Float[Array, "B K N"] | None, Float[Array, "B K N"] | None] = (None, None),
     backend: str | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """Best partner of every A row of `features` [B,K,N,E] within its chunk, and the score of that edge.
@@ -36,6 +37,7 @@ def chunked_matching(
     score(a, b) = f_a . f_b + bias_a + bias_b, in float32, with rows of f scaled to length 1 first if `normalize`.
     With `values` [B,K,N,D] instead, features being keys (GravityKV):
     score(a, b) = -key_weight |f_a - f_b|^2 / 2 + value_weight cos(v_a, v_b) + bias_a + bias_b.
+    `squares` are |f|² and |v|² of each row, for backends that need not sum them then.
 
     Returns:
         match: the row number of A row a's best b (the lowest of equal ones), -1 where its chunk has no B row or where
@@ -65,4 +67,5 @@ def chunked_matching(
         values=values,
         key_weight=key_weight,
         value_weight=value_weight,
+        squares=squares,
     )

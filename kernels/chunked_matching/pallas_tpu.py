@@ -30,9 +30,10 @@ TILE, LANES = 16, 128
 
 def chunked_matching(
     features, *, chunk, bias, normalize, start, length, index=None,
-    values=None, key_weight=None, value_weight=1.0, block=None, interpret=False,
+    values=None, key_weight=None, value_weight=1.0, squares=(None, None), block=None, interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
+    del squares  # it sums them itself
     features = dequantised(features)
     if values is not None and key_weight is not None:
         match = functools.partial(chunked_matching, chunk=chunk, block=block, interpret=interpret)

@@ -12,9 +12,11 @@ from clusterkv_jax.kernels.quantised import dequantised
 
 
 def chunked_matching(
-    features, *, chunk, bias, normalize, start, length, index=None, values=None, key_weight=None, value_weight=1.0
+    features, *, chunk, bias, normalize, start, length, index=None,
+    values=None, key_weight=None, value_weight=1.0, squares=(None, None),
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
+    del squares  # it sums them itself
     features = dequantised(features)
     if values is not None and key_weight is not None:
         match = partial(chunked_matching, chunk=chunk)

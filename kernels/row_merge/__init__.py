@@ -14,6 +14,8 @@ from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Rows
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 
+Squares = tuple[Float[Array, "B K C"] | None, Float[Array, "B K C"] | None]
+
 BACKENDS = {"gpu": pallas_gpu.row_merge, "xla": reference.row_merge}
 
 
@@ -26,11 +28,11 @@ def row_merge(
     match: Int[Array, "B K A"],
     score: Float[Array, "B K A"],
     merges: Int[Array, " B"],
-    squares: Float[Array, "B K C"] | None = None,
+    squares: Squares = (None, None),
     *,
     chunk: int,
     backend: str | None = None,
-) -> tuple[Rows, Rows, Float[Array, "B K C"], Int[Array, "B K R"], Float[Array, "B K C"] | None]:
+) -> tuple[Rows, Rows, Float[Array, "B K C"], Int[Array, "B K R"], Squares]:
     """Merge the `merges` best edges of every head: highest score first, of equal ones the first.
 
     Many a rows may join one b row: keys and values become the degree-weighted mean, taken in float32 as
@@ -44,13 +46,13 @@ def row_merge(
         match: for list position 2a, the list position of its b row, in the same chunk of the list; -1 for none.
         score: of that edge, -inf for none. Both are what `chunked_matching` returns for `rows`.
         merges: edges to merge in every head of a sequence, at most those there are.
-        squares: |k|² of the slots, for whoever wants to know it of the rows that are left.
+        squares: |k|² and |v|² of the slots, for whoever wants to know them of the rows that are left.
         chunk: rows per chunk, as in the matching.
 
     Returns:
         keys, values, degree: changed in the b rows alone; slots that are no longer on the list keep what they held.
         rows: the list without the a rows merged; its first `length - merges` entries are real.
-        squares: changed in the b rows alone; None if there were none.
+        squares: changed in the b rows alone; None where there were none.
 
     Raises:
         ValueError: if the backend is unknown.

@@ -26,13 +26,25 @@ from clusterkv_jax.kernels.quantised import as_array, squares_of
 
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
-SIZES = {"plan_warps": 4, "moved_rows": 2, "move_warps": 1, "move_programs": 2**14}
+SIZES = {"plan_warps": 4, "moved_rows": 1, "move_warps": 1, "move_programs": 2**14}
 # Rows that join the same b row, read at once after the first: most b rows have one, some draw in whatever is near.
-JOINS = 8
+EARLY, JOINS = 2, 8
 
 
 def row_merge(
-    keys, values, degree, rows, length, match, score, merges, squares=None, *, chunk, sizes=None, interpret=False
+    keys,
+    values,
+    degree,
+    rows,
+    length,
+    match,
+    score,
+    merges,
+    squares=(None, None),
+    *,
+    chunk,
+    sizes=None,
+    interpret=False,
 ):
     """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before `SIZES`."""
     check_dtypes("row_merge", keys, values)
@@ -217,12 +229,16 @@ def _move(
         load = lambda ref, other: plgpu.load(ref.at[head, begin + j], mask=j < joins, other=other)  # noqa: E731
         return load(targets, 0), load(weight, 0.0)
 
-    for number, (x, own) in enumerate(((new_keys, new_squares), (new_values, None))):
+    def earliest_of(rows):
+        joins, _, first, _ = rows
+        return [joining(first, joins, j) for j in range(EARLY)]
+
+    for number, (x, own) in enumerate(zip((new_keys, new_values), new_squares, strict=True)):
 
         def turn(i, ahead, x=x, own=own):
             (joins, slot, first, whole), earliest, following = ahead
             # What the next turns look up is on its way while this one waits for its rows.
-            later = grown(i + 2), joining(following[2], following[0], 0)
+            later = grown(i + 2), earliest_of(following)
 
             @pl.when(jnp.max(joins) > 0)
             def _():
@@ -233,7 +249,7 @@ def _move(
         @pl.when(pl.program_id(2) == number)
         def _(turn=turn):
             now = grown(0)
-            jax.lax.fori_loop(0, turns, turn, (now, joining(now[2], now[0], 0), grown(1)))
+            jax.lax.fori_loop(0, turns, turn, (now, earliest_of(now), grown(1)))
 
 
 def _move_rows(x, squares, head, slot, total, joins, earliest, joining):
@@ -250,11 +266,11 @@ def _move_rows(x, squares, head, slot, total, joins, earliest, joining):
         return change
 
     def several(turn, change):
-        numbers = [1 + turn * JOINS + j for j in range(JOINS)]
+        numbers = [EARLY + turn * JOINS + j for j in range(JOINS)]
         return add(numbers, [joining(j) for j in numbers], change)
 
-    change = add([0], [earliest], [jnp.zeros_like(part) for part in own])
-    change = jax.lax.fori_loop(0, pl.cdiv(jnp.max(joins) - 1, JOINS), several, change)
+    change = add(range(EARLY), earliest, [jnp.zeros_like(part) for part in own])
+    change = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(jnp.max(joins) - EARLY, 0), JOINS), several, change)
     n = jnp.where(grows, total, 1.0)[:, None]
     mean = [part + more / n for part, more in zip(own, change, strict=True)]
     # Masked rows point nowhere: nothing is written twice.

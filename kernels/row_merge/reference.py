@@ -9,7 +9,7 @@ from clusterkv_jax.kernels.quantised import Rows, dequantised, row_squares, with
 from clusterkv_jax.kernels.top_rows.reference import top_rows
 
 
-def row_merge(keys, values, degree, rows, length, match, score, merges, squares=None, *, chunk):
+def row_merge(keys, values, degree, rows, length, match, score, merges, squares=(None, None), *, chunk):
     """See `clusterkv_jax.kernels.row_merge.row_merge`."""
     del chunk
     leaves = top_rows(score, merges)
@@ -29,8 +29,8 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, squares=
         return with_changes(stored, mean, degree != before)
 
     keys, values = mean(keys), mean(values)
-    if squares is not None:
-        squares = jnp.where(degree != before, row_squares(keys), squares)
+    now = lambda known, x: None if known is None else jnp.where(degree != before, row_squares(x), known)  # noqa: E731
+    squares = now(squares[0], keys), now(squares[1], values)
     return keys, values, degree, _close_gaps(rows, length, leaves), squares
 
 

@@ -82,7 +82,7 @@ class Clustering(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"layers"})
+        return frozenset({"layers"} if self.edges is None else {"layers", "squares"})
 
     @override
     def remember(self, rows: Rows) -> Memory:
@@ -97,8 +97,12 @@ class Clustering(Method):
         slots = min(rows.plan.capacity, prompt.capacity)
         expected = self._expected(rows)
         options = self._options(prompt) | {"expected": expected, "enough": bool(expected) and rows.plan.exact}
-        cluster = partial(soft_matching.cluster_in_place, **options, slots=slots)
-        group, left, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"])
+
+        def cluster(prompt, target, rounds, squares):
+            given = {"slots": slots, "squares": squares}
+            return soft_matching.cluster_in_place(prompt, target, rounds, **options, **given)
+
+        group, left, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"], rows.squares)
         return Compressed(group, {"rounds": rounds}, slots=left)
 
     def _expected(self, rows: Rows) -> tuple[int, ...]:

@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching, pallas_gpu, pallas_tpu, reference
-from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.kernels.quantised import Quantised, row_squares
 from tests.kernels.base import F32, compiled, drawn, exact, lengths, normal, poisoned, stored
 
 BACKENDS = {
@@ -121,7 +122,7 @@ def check_paired_of(shape, implementation, examples):
     batch, heads, rows, dim, chunk, listed, started, dtype = shape
     run = compiled(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
 
-    def check(seed, length, start):
+    def check(seed, known, length, start):
         keys, values = (stored(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
         bias = np.asarray(normal(seed + 2, batch, heads, rows), np.float32)
         weight = np.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), np.float32)
@@ -131,9 +132,11 @@ def check_paired_of(shape, implementation, examples):
         order = order if listed else np.tile(np.arange(rows), (batch, heads, 1))
         here = np.arange(rows) - start[..., None]
         outside = np.take_along_axis((here < 0) | (here >= length[..., None]), np.argsort(order, axis=-1), axis=-1)
+        dirty = poisoned(keys, outside), poisoned(values, outside)
         match, score = run(
-            poisoned(keys, outside),
-            values=poisoned(values, outside),
+            dirty[0],
+            values=dirty[1],
+            squares=tuple(row_squares(jax.tree.map(jnp.asarray, x)) if known else None for x in dirty),
             bias=poisoned(bias, outside),
             key_weight=weight,
             start=start if started else None,
@@ -152,6 +155,7 @@ def check_paired_of(shape, implementation, examples):
         check,
         examples,
         st.integers(0, 2**16),
+        st.booleans(),
         lengths(batch, heads, rows, chunk, rows),
         lengths(batch, heads, rows - 1, chunk),
     )

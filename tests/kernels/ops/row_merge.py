@@ -55,7 +55,9 @@ def check_row_merge_of(shape, implementation, examples):
         counted = np.where(length == listed, length + lost, length)
         ints = [np.asarray(x, np.int32) for x in (rows, counted, match)]
         operands = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
-        squares = np.asarray(row_squares(jax.tree.map(jnp.asarray, dirty[0]))) if levels else None
+        both = [np.asarray(row_squares(jax.tree.map(jnp.asarray, x))) for x in dirty]
+        # None, one or both.
+        squares = tuple(x if levels > at else None for at, x in enumerate(both))
         keys, values, *rest, new_squares = run(*dirty, *operands, squares)
         assert jax.tree.map(lambda x: x.dtype, [keys, values, *rest]) == jax.tree.map(
             lambda x: x.dtype, [*dirty, operands[0], operands[1]]
@@ -68,11 +70,12 @@ def check_row_merge_of(shape, implementation, examples):
             expected = [np.asarray(x[at], np.float64) for x in (*dirty, degree)]
             remainder, changed = merged(*expected, rows[at][:count], match[at], score[at], merges[b])
             assert results[3][at][: len(remainder)].tolist() == remainder
-            if squares is None:
-                assert new_squares is None
-            else:
-                now = np.where(np.isin(np.arange(slots), changed), np.sum(results[0][at] ** 2, axis=-1), squares[at])
-                np.testing.assert_allclose(new_squares[at], now, rtol=1e-5, equal_nan=True)
+            for known, x, new in zip(squares, results[:2], new_squares, strict=True):
+                if known is None:
+                    assert new is None
+                else:
+                    now = np.where(np.isin(np.arange(slots), changed), np.sum(x[at] ** 2, axis=-1), known[at])
+                    np.testing.assert_allclose(new[at], now, rtol=1e-5, equal_nan=True)
             np.testing.assert_array_equal(results[2][at], expected[2])
             same = np.setdiff1d(np.arange(slots), changed)
             for x, before in zip(codes_after, codes_before, strict=True):
