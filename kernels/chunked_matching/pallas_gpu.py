@@ -117,11 +117,15 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
     weight = optional["key_weight"][head] if "key_weight" in optional else 1.0
     real = (a < half) & (out < edges)
 
-    def of_both(name: str, b_rows: Array, b_inside: Array) -> tuple[Array, Array]:
-        """A number of each A row, down, and of each B row, across."""
-        load = lambda at, inside: plgpu.load(optional[name].at[head, at], mask=inside, other=0.0)  # noqa: E731
-        a, b = (load(*side).astype(jnp.float32) for side in ((a_rows, a_inside), (b_rows, b_inside)))
-        return a[:, None], b[None, :]
+    def number_of(name: str, at: Array, inside: Array) -> Array:
+        return plgpu.load(optional[name].at[head, at], mask=inside, other=0.0).astype(jnp.float32)
+
+    def alone(at: Array, inside: Array) -> Array:
+        """What a row adds to the scores of all its edges, in units of the keys' weight; -inf for none."""
+        number = number_of("bias", at, inside) / weight if "bias" in optional else jnp.zeros(at.shape, jnp.float32)
+        if "values" in optional:
+            number = number - number_of("key_squares", at, inside) / 2
+        return jnp.where(inside, number, -jnp.inf)
 
     @pl.when(number * chunk < n)
     def _():
@@ -131,19 +135,15 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
             if "values" in optional:
                 # Values first, in units of the keys' weight: one tile of sums serves both.
                 value, _ = _products(optional["values"], *sides)
-                a_square, b_square = of_both("value_squares", b_rows, b_inside)
-                value = value * (value_weight / weight * _scale(a_square)) * _scale(b_square)
-                value, _ = _products(features, *sides, value)
-                a_square, b_square = of_both("key_squares", b_rows, b_inside)
-                value = (value - a_square / 2 - b_square / 2) * weight
+                a_scale = _scale(number_of("value_squares", a_rows, a_inside)) * (value_weight / weight)
+                b_scale = _scale(number_of("value_squares", b_rows, b_inside))
+                value, _ = _products(features, *sides, value * a_scale[:, None] * b_scale[None, :])
             else:
                 value, (a_square, b_square) = _products(features, *sides, squared=normalize)
                 if normalize:
                     value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
-            if "bias" in optional:
-                a_bias, b_bias = of_both("bias", b_rows, b_inside)
-                value = value + a_bias + b_bias
-            value = jnp.where(a_inside[:, None] & b_inside[None, :], value, -jnp.inf)
+            # What an A row adds changes nothing about its best B row, so it comes last.
+            value = value + alone(b_rows, b_inside)[None, :]
             top = jnp.max(value, axis=1)
             lowest = jnp.min(jnp.where(value == top[:, None], b[None, :], half), axis=1)
             better = top > best[1]  # an earlier tile's b wins a tie
@@ -151,9 +151,10 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
 
         best = (jnp.zeros((a_tile,), jnp.int32), jnp.full((a_tile,), -jnp.inf, jnp.float32))
         best = best_of(0, best) if blocks == 1 else jax.lax.fori_loop(0, blocks, best_of, best)
-        partner = jnp.where(best[1] > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
+        highest = (best[1] + alone(a_rows, a_inside)) * weight
+        partner = jnp.where(highest > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
         plgpu.store(match.at[head, out], partner, mask=real)
-        plgpu.store(score.at[head, out], best[1], mask=real)
+        plgpu.store(score.at[head, out], highest, mask=real)
 
     @pl.when(number * chunk >= n)
     def _():

@@ -26,9 +26,9 @@ from clusterkv_jax.kernels.quantised import as_array, squares_of
 
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
-SIZES = {"plan_warps": 4, "moved_rows": 1, "move_warps": 1, "move_programs": 2**14}
+SIZES = {"plan_warps": 4, "moved_rows": 1, "move_warps": 1, "move_programs": 2**15}
 # Rows that join the same b row, read at once after the first: most b rows have one, some draw in whatever is near.
-EARLY, JOINS = 2, 8
+EARLY, JOINS = 2, 4
 
 
 def row_merge(
@@ -95,7 +95,7 @@ def row_merge(
         interpret=interpret,
     )
     in_place = jax.tree.map(flat, (keys, values, squares))
-    programs = min(pl.cdiv(chunks * half, sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], 2 * batch * heads))
+    programs = min(pl.cdiv(chunks * half, sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], batch * heads))
     outputs = call(
         partial(_move, tile=sizes["moved_rows"], programs=programs),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place),
@@ -107,7 +107,7 @@ def row_merge(
         weight,
         start,
         count,
-        grid=(programs, batch * heads, 2),
+        grid=(programs, batch * heads),
         warps=sizes["move_warps"],
         aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
         interpret=interpret,
@@ -211,7 +211,7 @@ def _move(
     keys, values, squares, rows, length, total, targets, weight, start, count,
     new_keys, new_values, new_squares, *, tile, programs,
 ):  # fmt: skip
-    """A few b rows of keys or values a turn: the means of themselves and of the a rows that join them."""
+    """A few b rows a turn: the means of themselves and of the a rows that join them."""
     del keys, values, squares  # in place: read and written as the outputs that alias them
     program, head = pl.program_id(0), pl.program_id(1)
     edges = jnp.minimum(length[head] // 2, start.shape[1])
@@ -233,51 +233,56 @@ def _move(
         joins, _, first, _ = rows
         return [joining(first, joins, j) for j in range(EARLY)]
 
-    for number, (x, own) in enumerate(zip((new_keys, new_values), new_squares, strict=True)):
+    def turn(i, ahead):
+        (joins, slot, first, whole), earliest, following = ahead
+        # What the next turns look up is on its way while this one waits for its rows.
+        later = grown(i + 2), earliest_of(following)
 
-        def turn(i, ahead, x=x, own=own):
-            (joins, slot, first, whole), earliest, following = ahead
-            # What the next turns look up is on its way while this one waits for its rows.
-            later = grown(i + 2), earliest_of(following)
+        @pl.when(jnp.max(joins) > 0)
+        def _():
+            both = tuple(zip((new_keys, new_values), new_squares, strict=True))
+            _move_rows(both, head, slot, whole, joins, earliest, partial(joining, first, joins))
 
-            @pl.when(jnp.max(joins) > 0)
-            def _():
-                _move_rows(x, own, head, slot, whole, joins, earliest, partial(joining, first, joins))
+        return following, later[1], later[0]
 
-            return following, later[1], later[0]
-
-        @pl.when(pl.program_id(2) == number)
-        def _(turn=turn):
-            now = grown(0)
-            jax.lax.fori_loop(0, turns, turn, (now, earliest_of(now), grown(1)))
+    now = grown(0)
+    jax.lax.fori_loop(0, turns, turn, (now, earliest_of(now), grown(1)))
 
 
-def _move_rows(x, squares, head, slot, total, joins, earliest, joining):
-    """b rows as the means of themselves and of what joins them: `earliest`, then the others of `joining`."""
-    _, slots, width = as_array(x).shape
+def _move_rows(both, head, slot, total, joins, earliest, joining):
+    """b rows of keys and values as the means of themselves and of what joins them: `earliest`, then the others of
+    `joining`.
+    """
+    _, slots, width = as_array(both[0][0]).shape
     columns, grows = arange(power_of_two(width, 16)), joins > 0
-    own = load_numbers(x, head, slot, columns, grows)
+
+    def load(at, mask):
+        return [load_numbers(x, head, at, columns, mask) for x, _ in both]
+
+    own = load(slot, grows)
 
     def add(numbers, looked_up, change):
         # Loads first, so that none waits for another; sums in the order of the rows.
-        rows = [load_numbers(x, head, at, columns, j < joins) for j, (at, _) in zip(numbers, looked_up, strict=True)]
+        rows = [load(at, j < joins) for j, (at, _) in zip(numbers, looked_up, strict=True)]
         for (_, n), row in zip(looked_up, rows, strict=True):
-            change = [more + n[:, None] * (a - b) for more, a, b in zip(change, row, own, strict=True)]
+            change = jax.tree.map(lambda more, a, b, n=n: more + n[:, None] * (a - b), change, row, own)
         return change
 
     def several(turn, change):
         numbers = [EARLY + turn * JOINS + j for j in range(JOINS)]
         return add(numbers, [joining(j) for j in numbers], change)
 
-    change = add(range(EARLY), earliest, [jnp.zeros_like(part) for part in own])
-    change = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(jnp.max(joins) - EARLY, 0), JOINS), several, change)
+    change = add(range(EARLY), earliest, jax.tree.map(jnp.zeros_like, own))
+    turns = pl.cdiv(jnp.maximum(jnp.max(joins) - EARLY, 0), JOINS)
+    change = jax.lax.fori_loop(0, turns, several, change)
     n = jnp.where(grows, total, 1.0)[:, None]
-    mean = [part + more / n for part, more in zip(own, change, strict=True)]
     # Masked rows point nowhere: nothing is written twice.
     at = jnp.where(grows, slot, slots)
-    stored = store_numbers(x, head, at, columns, mean, grows)
-    if squares is not None:
-        plgpu.store(squares.at[head, at], squares_of(stored), mask=grows)
+    for (x, squares), parts, more in zip(both, own, change, strict=True):
+        mean = [part + added / n for part, added in zip(parts, more, strict=True)]
+        stored = store_numbers(x, head, at, columns, mean, grows)
+        if squares is not None:
+            plgpu.store(squares.at[head, at], squares_of(stored), mask=grows)
 
 
 def _put(ref, head, index, value, mask):
