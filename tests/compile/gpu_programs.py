@@ -48,9 +48,8 @@ from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
-from clusterkv_jax.methods.compressing import _compress_layers
-from clusterkv_jax.methods.plan import planned_layer
-from clusterkv_jax.methods.request import request_of_model
+from clusterkv_jax.methods.compressing import _compress_layers, put_into
+from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.few_tokens import PARTS
@@ -136,8 +135,8 @@ def programs(array):
 
     def first_layer(method):
         counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
-        request = request_of_model(LLAMA, bf16, np.arange(1, PROMPT + 1), None, **counts)
-        return planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), None, 0)
+        request, plans = plans_of_width(LLAMA, method, bf16, PROMPT, **counts)
+        return planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), plans, 0)
 
     def compressing(method):
         plan, budgets = first_layer(method)
@@ -145,11 +144,18 @@ def programs(array):
         key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
         return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
+    def workspace_of(layers):
+        number = array((BATCH, HEADS, PROMPT), jnp.float32)
+        read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=number, squares=(number, number))
+        return read, jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
+
+    def putting(layers):
+        read, workspace = workspace_of(layers)
+        return put_into, (workspace, replace(read, squares=None), array((), i32)), (0,)
+
     def compressing_at_once(method, layers):
         plan, budgets = first_layer(method)
-        scores = array((BATCH, HEADS, PROMPT), jnp.float32)
-        read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=scores)
-        workspace = jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
+        _, workspace = workspace_of(layers)
         run = lambda workspace: _compress_layers(method, plan.groups[0], (budgets,) * layers, workspace)  # noqa: E731
         return run, (workspace,), (0,)
 
@@ -269,6 +275,7 @@ def programs(array):
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
+        "a layer among two": putting(2),
         "cluster two layers": compressing_at_once(ckv.OrbitKV(share), 2),
         "decode": decoding(ckv.CentroidKV(share)),
         "decode a batch": decoding(ckv.CentroidKV(share), batch=24),

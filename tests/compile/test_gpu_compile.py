@@ -105,6 +105,14 @@ def test_clustering_works_in_place(programs):
     assert programs["cluster two layers"]["temporary"] <= 0.1 * programs["cluster two layers"]["arguments"]
 
 
+def test_a_layer_is_put_where_it_is_compressed(programs):
+    """Keys and values are read once, with their squares, and no other layer is copied."""
+    program = programs["a layer among two"]
+    assert program["names"] == ["place_rows_kernel"]
+    assert program["temporary"] <= 2**12
+    assert program["alias"] >= 2 * 2 * 8 * 65536 * 128 * 2
+
+
 def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
     """No loop whose end the host would wait for, where a prompt fills its program."""
     assert programs["cluster"]["loops"] == 0
