@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import soft_matching
 from clusterkv_jax.methods import compressing
 from clusterkv_jax.methods.chassis import Prompt
 from clusterkv_jax.methods.plan import plan_layer
@@ -114,6 +115,21 @@ def test_a_workspace_is_used_again(monkeypatch):
     assert (called["_empty"], called["_compress_layers"]) == (1, LAYERS // 2)
     monkeypatch.setattr(compressing, "platform", lambda: "cpu")
     same(got, prefill(GRAVITY)[0])
+
+
+@pytest.mark.parametrize("name", ["codes", "scores"])
+@pytest.mark.parametrize("shares", [None, UNEQUAL.shares], ids=["equal", "unequal"])
+def test_squares_come_with_the_rows(name, shares, monkeypatch):
+    """They are not summed again. Three sequences are in no other test here, so that programs are traced."""
+
+    def summed(rows):
+        raise AssertionError("Squares are known.")
+
+    monkeypatch.setattr(soft_matching, "row_squares", summed)
+    prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    with pytest.raises(AssertionError, match="Squares are known"):
+        prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
 
 
 @pytest.mark.parametrize("name", ALONE)
