@@ -150,8 +150,15 @@ def programs(array):
         return read, jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
 
     def putting(layers):
+        """As projections make rows: token after token."""
         read, workspace = workspace_of(layers)
-        return put_into, (workspace, replace(read, squares=None), array((), i32)), (0,)
+        rows = array((BATCH, PROMPT, HEADS, DIM), bf16)
+
+        def put(workspace, keys, values, beside, place):
+            keys, values = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
+            return put_into(workspace, replace(beside, keys=keys, values=values), place)
+
+        return put, (workspace, rows, rows, replace(read, keys=None, values=None, squares=None), array((), i32)), (0,)
 
     def compressing_at_once(method, layers):
         plan, budgets = first_layer(method)
