@@ -123,8 +123,9 @@ def prefill(
     request, own_plans = plans_of_width(config, method, params["embed"].dtype, width, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     in_host_memory = method.holds == "host"
-    # A copy, since a cache is donated.
-    position = jnp.array(lengths, jnp.int32) if numbers is None else numbers.astype(np.int32)
+    # A copy, since a cache is donated; of numbers on the host the program itself makes one.
+    copied = jnp.array if numbers is None or isinstance(lengths, jax.Array) else np.array
+    position = copied(lengths, np.int32)
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
         hidden, position = run(reading.embed, params, config, tokens, position)

@@ -39,7 +39,7 @@ def embed(
     """Hidden states, and the lengths on the same devices. What is padding becomes a token, whatever it is."""
     tokens = jnp.where(ordinals(tokens.shape[1], 2) < lengths[:, None], tokens, 0)
     hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
-    return constrain(hidden, "batch", "tokens", None), lengths
+    return constrain(hidden, "batch", "tokens", None), constrain(lengths, None)
 
 
 @jit(static_argnames=("config",))

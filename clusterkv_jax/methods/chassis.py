@@ -172,7 +172,8 @@ def compress_group(
     # A head's rows come together: left to the partitioner, each step of a method would have its own collectives.
     cache, queries, scores = constrain_cache((cache, queries, scores))
     share = jnp.full(prompt.lengths.shape, plan.share) if share is None else share
-    seen = {"queries": queries, "hidden": hidden, "scores": scores, "squares": prompt.squares}
+    squares = prompt.squares if len(plan.heads) == prompt.keys.shape[1] else None  # else those of other heads too
+    seen = {"queries": queries, "hidden": hidden, "scores": scores, "squares": squares}
     rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, **seen, key=key, selection=selection, share=share, plan=plan)
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)

@@ -41,7 +41,7 @@ from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import on_one_device
 
 # Layers that are compressed at once at most, and the bytes of their rows: eight layers of 32,768 tokens in bf16 of 8 KV
-# heads of 128, and their scores.
+# heads of 128, their scores and squares.
 MOST_LAYERS, MOST_BYTES = 16, 9 * 2**27
 
 

@@ -26,8 +26,8 @@ Plans = Callable[[int], LayerPlan]
 def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int) -> tuple[Request, Plans]:
     """The request of prompts of any length up to `width`, and the plan of each of the model's layers.
 
-    They are made once for all prompts that are padded to a width: in a table of 32,768 lengths the plan of a layer
-    takes milliseconds, for which the device would wait. `counts` as in `request_of_model`.
+    They are made once for equal arguments: in a table of 32,768 lengths the plan of a layer takes milliseconds, for
+    which the device would wait. `counts` as in `request_of_model`.
     """
     return _plans_of_width(config, method, dtype, width, tuple(counts.items()), (platform(), ambient_mesh()))
 

@@ -136,6 +136,7 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
                 # Values first, in units of the keys' weight: one tile of sums serves both.
                 value, _ = _products(optional["values"], *sides)
                 a_scale = _scale(number_of("value_squares", a_rows, a_inside)) * (value_weight / weight)
+                a_scale = jnp.minimum(a_scale, jnp.finfo(jnp.float32).max)  # of a row of zeros, beside huge keys
                 b_scale = _scale(number_of("value_squares", b_rows, b_inside))
                 value, _ = _products(features, *sides, value * a_scale[:, None] * b_scale[None, :])
             else:

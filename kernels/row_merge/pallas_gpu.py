@@ -27,7 +27,8 @@ from clusterkv_jax.kernels.quantised import as_array, squares_of
 MOST_CHUNK = 512
 # b rows of a turn of `_move`, and its programs: later rounds have few rows in long lists, so most would only start.
 SIZES = {"plan_warps": 4, "moved_rows": 1, "move_warps": 1, "move_programs": 2**15}
-# Rows that join the same b row, read at once after the first: most b rows have one, some draw in whatever is near.
+# Rows that join the same b row: looked up a turn ahead, then read at once. Most b rows have one or two, some draw in
+# whatever is near.
 EARLY, JOINS = 2, 4
 
 

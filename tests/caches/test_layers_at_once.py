@@ -117,8 +117,7 @@ def test_a_workspace_is_used_again(monkeypatch):
     same(got, prefill(GRAVITY)[0])
 
 
-@pytest.mark.parametrize("name", ["codes", "scores"])
-@pytest.mark.parametrize("shares", [None, UNEQUAL.shares], ids=["equal", "unequal"])
+@pytest.mark.parametrize(("name", "shares"), [("codes", None), ("scores", UNEQUAL.shares)])
 def test_squares_come_with_the_rows(name, shares, monkeypatch):
     """They are not summed again. Three sequences are in no other test here, so that programs are traced."""
 

@@ -217,6 +217,16 @@ def test_what_no_backend_can_serve_is_named():
         chunked_matching(features, chunk=5)
 
 
+def test_rows_of_zero_values_have_edges_beside_huge_keys():
+    keys, values = (jnp.asarray(normal(seed, 1, 1, 16, 8), jnp.float32) for seed in (1, 2))
+    keys, values = 1e12 * keys, values.at[:, :, ::3].set(0.0)
+    weight = 1 / jnp.mean(jnp.sum(keys**2, axis=-1), axis=-1)
+    options = {"chunk": 16, "bias": None, "normalize": False, "start": None, "length": None}
+    want, _ = reference.chunked_matching(keys, values=values, key_weight=weight, **options)
+    match, _ = pallas_gpu.chunked_matching(keys, values=values, key_weight=weight, interpret=True, **options)
+    np.testing.assert_array_equal(match, want)
+
+
 def test_a_backend_of_another_device_says_what_it_needs():
     with pytest.raises(NotImplementedError, match="backend 'tpu' needs a TPU, not a cpu"):
         chunked_matching(jnp.ones((1, 1, 4, 4)), chunk=4, backend="tpu")
