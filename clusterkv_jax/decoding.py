@@ -396,7 +396,7 @@ def next_token_jit(
 def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:
     """What a method is given of a prompt beside keys and values. What recalls rows takes queries if there are any."""
     takes = not method.forgets and plan.window is None and not all(group.keep_all for group in plan.groups)
-    return plan.needs & {"queries", "hidden", "scores", "squares"} | ({"queries"} if takes else set())
+    return plan.needs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
 
 
 @jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden", "workspace"))

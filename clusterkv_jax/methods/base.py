@@ -44,9 +44,7 @@ Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 # layer before it read, what an earlier layer selected, instead of selecting itself, or all heads of equal budgets at
 # once, as what one of them keeps depends on the others. Or a few layers at once, as sequences of one batch: what takes
 # many short launches asks a GPU for that, and gets it unless some part of it asks for a key of each layer's own.
-Need = Literal[
-    "queries", "hidden", "scores", "squares", "repetition", "lookahead", "selection", "heads", "layers", "key"
-]
+Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
@@ -124,7 +122,7 @@ class Rows:
         queries: of the prompt, padded; None while decoding, and for bare tensors without them.
         hidden: what enters the attention of the layer, as `queries`.
         scores: what each row of the prompt is worth, as `queries`; of a row beyond the prompt they mean nothing.
-        squares: of the prompt's keys and values, where whatever wrote them summed them on the way.
+        squares: |k|² and |v|² of the prompt's rows where several layers wait together; None elsewhere.
         key: PRNG key of the layer, after the prompt.
         selection: what an earlier layer selected, for methods that need it.
         share: each sequence's part of the budget in units of the mean over all layers and heads, after the prompt.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize, zeroed
+from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.place_rows import place_rows
@@ -59,7 +59,7 @@ class ReadLayer:
 
 
 def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> Prompt:
-    """What a layer with this configuration makes of such hidden states."""
+    """What a workspace holds of a layer with this configuration, which makes it of such hidden states."""
     batch, width, size = hidden.shape
 
     def shape(*of: int, dtype: Any = hidden.dtype, part: str | None = None) -> Any:
@@ -74,7 +74,7 @@ def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any,
         lengths=shape(dtype=jnp.int32),
         hidden=shape(width, size, part="hidden"),
         scores=number if "scores" in parts else None,
-        squares=(number, number) if "squares" in parts else None,
+        squares=(number, number),
     )
 
 
@@ -107,17 +107,17 @@ def workspace_for(
 
 def put_into(workspace: Prompt, prompt: Prompt, place: Int[Array | np.ndarray, ""]) -> Prompt:
     """The workspace with a layer's prompt in its place, rows beyond the lengths zeroed; for use in a jit."""
+    assert workspace.squares is not None
     put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
-    if workspace.squares is None:
-        keys, values = (zeroed(x, prompt.lengths) for x in (prompt.keys, prompt.values))
-        return jax.tree.map(put, workspace, replace(prompt, keys=keys, values=values))
-    of_keys, of_values = workspace.squares
-    where = prompt.lengths, jnp.asarray(place)
-    keys, of_keys = place_rows(workspace.keys, of_keys, prompt.keys, *where)
-    values, of_values = place_rows(workspace.values, of_values, prompt.values, *where)
-    rows = {"keys": keys, "values": values, "squares": (of_keys, of_values)}
-    none = dict.fromkeys(rows)
-    return replace(jax.tree.map(put, replace(workspace, **none), replace(prompt, **none)), **rows)
+    beside = lambda x: (x.queries, x.lengths, x.hidden, x.scores)  # noqa: E731
+    queries, lengths, hidden, scores = jax.tree.map(put, beside(workspace), beside(prompt))
+    (keys, of_keys), (values, of_values) = (
+        place_rows(held, squares, rows, prompt.lengths, jnp.asarray(place))
+        for held, squares, rows in zip(
+            (workspace.keys, workspace.values), workspace.squares, (prompt.keys, prompt.values), strict=True
+        )
+    )
+    return Prompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
 
 
 def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan | None) -> bool:

@@ -88,7 +88,7 @@ class OrbitKV(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"scores", "layers", "squares"})
+        return frozenset({"scores", "layers"})
 
     @override
     def remember(self, rows: Rows) -> Memory:

@@ -44,10 +44,8 @@ def _kernel(held, squares, rows, lengths, place, new_held, new_squares, *, tile)
     token = pl.program_id(1) * tile + arange(tile)
     tokens, width = rows.shape[1], rows.shape[3]
     columns, inside = arange(power_of_two(width)), token < tokens
-    at = (place[0], sequence, head)
-    real = token < jnp.minimum(lengths[sequence], tokens)
-    mask = real[:, None] & (columns < width)[None, :]
-    row = plgpu.load(rows.at[sequence, token[:, None], head, columns[None, :]], mask=mask, other=0.0)
-    there = inside[:, None] & (columns < width)[None, :]
+    at, there = (place[0], sequence, head), inside[:, None] & (columns < width)[None, :]
+    real = there & (token < lengths[sequence])[:, None]
+    row = plgpu.load(rows.at[sequence, token[:, None], head, columns[None, :]], mask=real, other=0.0)
     plgpu.store(new_held.at[(*at, token[:, None], columns[None, :])], row.astype(new_held.dtype), mask=there)
     plgpu.store(new_squares.at[(*at, token)], squares_of([row.astype(jnp.float32)]), mask=inside)

@@ -33,20 +33,9 @@ EARLY, JOINS = 2, 4
 
 
 def row_merge(
-    keys,
-    values,
-    degree,
-    rows,
-    length,
-    match,
-    score,
-    merges,
-    squares=(None, None),
-    *,
-    chunk,
-    sizes=None,
-    interpret=False,
-):
+    keys, values, degree, rows, length, match, score, merges, squares=(None, None),
+    *, chunk, sizes=None, interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.row_merge.row_merge`. `sizes` go before `SIZES`."""
     check_dtypes("row_merge", keys, values)
     batch, heads = degree.shape[:2]

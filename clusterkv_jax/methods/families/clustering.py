@@ -82,7 +82,7 @@ class Clustering(Method):
 
     @override
     def needs(self, layer: int) -> frozenset[Need]:
-        return frozenset({"layers"} if self.edges is None else {"layers", "squares"})
+        return frozenset({"layers"})
 
     @override
     def remember(self, rows: Rows) -> Memory:
