@@ -311,7 +311,8 @@ def test_other_meshes_hold_the_surrogate_too():
 def test_rows_that_wait_on_a_gpu_are_counted():
     """A GPU compresses the demo model's layers at once, so that all but the last one's rows lie there meanwhile."""
     config, budget = model_config("demo"), ckv.Budget(ratio=0.25)
-    rows = 2 * 512 * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize + 4  # and a length
+    numbers = config.head_dim * jnp.dtype(config.dtype).itemsize + 4  # of a row, and its square
+    rows = 2 * 512 * config.num_kv_heads * numbers + 4  # and a length
 
     def estimated(method, devices):
         mesh = named_mesh(f"model={devices}", jax.devices()[:devices])
