@@ -30,7 +30,7 @@ from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
-from clusterkv_jax.learned.surrogates import predicted_scores
+from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
 from clusterkv_jax.methods.compressing import (
@@ -292,6 +292,17 @@ def _step_layer(
     return transformer.finish(weights, config, hidden, attended), layer, state
 
 
+def _projected(
+    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
+) -> reading.Projected:
+    """Queries, keys and values of tokens, and what a layer's surrogate says of them: both read the same norm."""
+    if not beside_keys(config, weights["surrogate"], hidden):
+        return *transformer.qkv(weights, config, hidden, positions), _scores(weights, config, hidden)
+    entering = transformer.attention_input(weights, config, hidden)
+    keys, scores = keys_and_scores(weights["attention"]["k"], weights["surrogate"], entering)
+    return *transformer.qkv(weights, config, hidden, positions, keys), scores
+
+
 def _scores(weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B K T"]:
     """What a layer's surrogate says of tokens."""
     if few_tokens.scores(config, weights["surrogate"], hidden):
@@ -415,8 +426,8 @@ def _read_layer(
     """
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
     entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
-    scores_of = partial(_scores, weights, config) if "scores" in parts else None
-    hidden, q, k, v, scores = reading.over_prompt(weights, config, chunk, hidden, scores_of)
+    project = partial(_projected, weights, config) if "scores" in parts else None
+    hidden, q, k, v, scores = reading.over_prompt(weights, config, chunk, hidden, project)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)

@@ -17,6 +17,12 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import constrain, constrain_cache, token_ways
 
+# Queries, keys, values and scores, or None for these, of hidden states at positions.
+Projected = tuple[
+    Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B K T"] | None
+]
+Project = Callable[[Float[Array, "B T M"], Int[Array, "B T"]], Projected]
+
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
 # activations of 14,336 columns in bf16 stay below a GB each.
 TOKENS_AT_ONCE = 32768
@@ -65,7 +71,7 @@ def over_prompt(
     config: ModelConfig,
     chunk: int | None,
     hidden: Float[Array, "B N M"],
-    scores_of: Callable[[Float[Array, "B T M"]], Float[Array, "B K T"]] | None = None,
+    project: Project | None = None,
 ) -> tuple[
     Float[Array, "B N M"],
     Float[Array, "B H N D"],
@@ -76,20 +82,27 @@ def over_prompt(
     """One layer over the whole prompt: hidden states, queries, keys and values, and scores; `config` as in
     `read_layer`.
 
-    `scores_of(hidden)` is asked chunk by chunk, beside the projections: both read the same norm.
+    `project` is asked chunk by chunk, and by default makes no scores.
     """
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, tokens_at_once() // batch) if chunk is None else chunk
+    project = partial(_project, weights, config) if project is None else project
     if chunk >= width // token_ways(width):
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
-        q, k, v = _on_heads(*transformer.qkv(weights, config, hidden, positions))
+        *heads, scores = project(hidden, positions)
+        q, k, v = _on_heads(*heads)
         attended = _attended(weights, config, q, k, v)
-        scores = None if scores_of is None else scores_of(hidden)
         hidden = transformer.finish(weights, config, hidden, attended)
     else:
-        hidden, q, k, v, scores = _layer_in_chunks(weights, config, chunk, hidden, positions, scores_of)
+        hidden, q, k, v, scores = _layer_in_chunks(weights, config, chunk, hidden, positions, project)
     return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), scores
+
+
+def _project(
+    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
+) -> Projected:
+    return *transformer.qkv(weights, config, hidden, positions), None
 
 
 def _on_heads(
@@ -117,16 +130,16 @@ def _layer_in_chunks(
     chunk: int,
     hidden: Float[Array, "B N M"],
     positions: Int[Array, "B N"],
-    scores_of: Callable[[Float[Array, "B T M"]], Float[Array, "B K T"]] | None,
+    project: Project,
 ):
     """The same layer, its projections and its MLP `chunk` tokens at a time."""
 
-    def project(hidden: Array, positions: Array) -> Any:
-        scores = None if scores_of is None else jnp.swapaxes(scores_of(hidden), 1, 2)
-        return *transformer.qkv(weights, config, hidden, positions), scores
+    def by_token(hidden: Array, positions: Array) -> Any:
+        *heads, scores = project(hidden, positions)
+        return *heads, None if scores is None else jnp.swapaxes(scores, 1, 2)
 
-    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
-    q, k, v, scores = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
+    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(by_token, hidden, positions))
+    q, k, v, scores = _by_chunks(lambda _, *tokens: by_token(*tokens), chunk, empty, hidden, positions)
     q, k, v = _on_heads(q, k, v)
     attended = _attended(weights, config, q, k, v)
     hidden = _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended)

@@ -197,12 +197,16 @@ def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Arr
 @_or_of_decoder
 @jax.named_scope("attention/project")
 def qkv(
-    layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
+    layer: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "B T M"],
+    positions: Int[Array, "B T"],
+    projected: Float[Array, "B T K D"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """A layer's queries, keys and values: norm, projections, biases, QK norm, RoPE.
 
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
-    by sqrt(D), whatever the model's scale.
+    by sqrt(D), whatever the model's scale. `projected` is the projection of keys, where the caller has made it.
     """
     weights = layer["attention"]
     by_kernel = few_tokens.multiplies(config, hidden)
@@ -212,8 +216,9 @@ def qkv(
         q, k, v = few_tokens.heads(weights, config, x, positions, norm)
     else:
         x = attention_input(layer, config, hidden)
-        product = lambda name: _with_bias(_einsum("btm,hdm->bthd", x, weights[name]), weights, name)  # noqa: E731
-        q, k, v = product("q"), product("k"), product("v")
+        product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])  # noqa: E731
+        products = {"q": product("q"), "k": product("k") if projected is None else projected, "v": product("v")}
+        q, k, v = (_with_bias(y, weights, name) for name, y in products.items())
     if few_tokens.turns(config, q):
         q, k = few_tokens.turned(weights, config, q, k, positions)
     elif not (by_kernel and few_tokens.turns_along(config)):

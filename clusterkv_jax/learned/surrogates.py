@@ -11,9 +11,12 @@ from jaxtyping import Array, Float
 from clusterkv_jax.checks import check_array
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.few_tokens import few
+from clusterkv_jax.sharding import on_one_device
 
 HIGHEST = jax.lax.Precision.HIGHEST
+PARTS = 3  # bfloat16 numbers in a float32 number
 FEW_OUTPUTS = 32  # KV heads: every token reads their weights for itself where one launch takes few tokens
 
 
@@ -87,16 +90,42 @@ def in_one_launch(
 
 
 def in_parts(x: Float[Array, "B N I"], weights: Float[Array, "I O"]) -> Float[Array, "B N O"]:
-    """The product in float32 of bfloat16 numbers and float32 weights, which are the sum of three bfloat16 numbers."""
+    """The product in float32 of bfloat16 numbers and float32 weights."""
+    products = jnp.einsum("bni,pio->bnpo", x, jnp.stack(parts_of(weights)), preferred_element_type=jnp.float32)
+    return jnp.sum(products, axis=2)
+
+
+def parts_of(weights: Float[Array, "I O"]) -> list[Float[Array, "I O"]]:
+    """The three bfloat16 numbers whose sum a float32 weight is."""
     parts, rest = [], weights
-    for _ in range(3):
-        part = jax.lax.reduce_precision(
-            rest, exponent_bits=8, mantissa_bits=7
-        )  # a cast there and back would be dropped
+    for _ in range(PARTS):
+        # A cast there and back would be dropped.
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         rest = rest - part
-    products = jnp.einsum("bni,pio->bnpo", x, jnp.stack(parts), preferred_element_type=jnp.float32)
-    return jnp.sum(products, axis=2)
+    return parts
+
+
+def beside_keys(config: ModelConfig, parameters: dict[str, Array], hidden: Float[Array, "B T M"]) -> bool:
+    """Whether one product makes the keys and the scores of these tokens: of a linear surrogate, on one GPU.
+
+    A product for the scores alone takes as long as the memory that it reads.
+    """
+    plain = config.decoder is None and "inner_weights" not in parameters and hidden.dtype == jnp.bfloat16
+    return plain and platform() == "gpu" and on_one_device() and not few(hidden)
+
+
+def keys_and_scores(
+    keys: Float[Array, "K D M"], parameters: dict[str, Array], entering: Float[Array, "B T M"]
+) -> tuple[Float[Array, "B T K D"], Float[Array, "B K T"]]:
+    """The projection of keys with these weights, and `predicted_scores`, of bfloat16 states as in `in_parts`."""
+    weights, bias = (parameters[name].astype(jnp.float32) for name in ("weights", "bias"))
+    rows = keys.reshape(-1, keys.shape[-1])
+    together = jnp.concatenate([rows, *parts_of(weights.T)])
+    products = jnp.einsum("btm,om->bto", entering, together, preferred_element_type=jnp.float32)
+    projected = products[..., : len(rows)].astype(keys.dtype).reshape(*entering.shape[:2], *keys.shape[:2])
+    scores = jnp.sum(products[..., len(rows) :].reshape(*entering.shape[:2], PARTS, -1), axis=2)
+    return projected, jnp.swapaxes(scores + bias[None, None], 1, 2)
 
 
 def check_layer(name: str, weights: Array, bias_name: str, bias: Array, inputs: int) -> None:

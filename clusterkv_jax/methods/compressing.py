@@ -267,7 +267,8 @@ def _group_heads(method: Method, plan: LayerPlan, heads: LayerCache, memory: ByH
 
 @jit(static_argnames=("shapes",))
 def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> list[Array]:
-    return [jnp.zeros(shape, dtype) for shape, dtype in shapes]
+    # What stands there is written before it is read.
+    return [jax.lax.empty(shape, dtype) for shape, dtype in shapes]
 
 
 @jit()

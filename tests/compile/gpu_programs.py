@@ -27,7 +27,7 @@ from jax.experimental import topologies
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups, take_sequences
-from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding import DecodeState, _read_layer, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
@@ -56,6 +56,7 @@ from clusterkv_jax.models.few_tokens import PARTS
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import SIDE_BY_SIDE
+from clusterkv_jax.reading import TOKENS_AT_ONCE
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
@@ -148,6 +149,15 @@ def programs(array):
         number = array((BATCH, HEADS, PROMPT), jnp.float32)
         read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=number, squares=(number, number))
         return read, jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
+
+    def reading(parts):
+        layer = abstract(LLAMA)["layers"][0]
+        weights = jax.tree.map(lambda spec: array(spec.shape, bf16), layer)
+        shapes = {"weights": (LLAMA.hidden_size, HEADS), "bias": (HEADS,)}
+        weights["surrogate"] = {name: array(shape, jnp.float32) for name, shape in shapes.items()}
+        hidden = array((BATCH, TOKENS_AT_ONCE, LLAMA.hidden_size), bf16)
+        read = lambda *args: _read_layer(args[0], LLAMA, parts, None, *args[1:])  # noqa: E731
+        return read, (weights, hidden, array((BATCH,), i32)), (1,)
 
     def putting(layers):
         """As projections make rows: token after token."""
@@ -282,6 +292,8 @@ def programs(array):
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
+        "a layer": reading(frozenset()),
+        "a layer with its scores": reading(frozenset({"scores"})),
         "a layer among two": putting(2),
         "cluster two layers": compressing_at_once(ckv.OrbitKV(share), 2),
         "decode": decoding(ckv.CentroidKV(share)),
@@ -385,6 +397,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
             "launches": launches(compiled.as_text()),
             "operands": most_operands(compiled.as_text()),
             "results": most_results(compiled.as_text()),
+            "products": len(re.findall(r"gemm_fusion\S* = ", compiled.as_text())),
             "loops": len(re.findall(r" while\(", compiled.as_text())),
             "temporary": memory.temp_size_in_bytes,
             "arguments": memory.argument_size_in_bytes,

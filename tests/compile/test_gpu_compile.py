@@ -105,6 +105,12 @@ def test_clustering_works_in_place(programs):
     assert programs["cluster two layers"]["temporary"] <= 0.1 * programs["cluster two layers"]["arguments"]
 
 
+def test_keys_and_scores_come_of_one_product(programs):
+    """A product for the scores alone would read all hidden states once more."""
+    assert programs["a layer with its scores"]["products"] == programs["a layer"]["products"] > 7
+    assert programs["a layer with its scores"]["temporary"] < 1.01 * programs["a layer"]["temporary"]
+
+
 def test_a_layer_is_put_where_it_is_compressed(programs):
     """Keys and values are read once, with their squares, and no other layer is copied."""
     program = programs["a layer among two"]

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import learned
+from clusterkv_jax import decoding, learned
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation import compile_ahead
+from clusterkv_jax.learned import surrogates as surrogates_room
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import few_tokens, transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.byte_model import byte_tokenizer
-from tests.support.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate
 
 WORDS = ((3, 5), (7, 1, 4), (2,))
 BUDGET = ckv.Budget(tokens=12)
@@ -232,6 +233,44 @@ def test_heads_that_share_a_layer_are_safe_up_to_a_fifth():
     for layer in cache.layers:
         np.testing.assert_array_equal(layer.length.sum(axis=1), 24)
         assert int(layer.length.min()) >= 5
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chunk):
+    config = dataclasses.replace(surrogates().config, **changes)
+    drawn = with_surrogate(dataclasses.replace(surrogates(), params=random_params(config), config=config)).params
+    narrow = lambda layer: jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer) | {"surrogate": layer["surrogate"]}  # noqa: E731
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn) | {"layers": tuple(map(narrow, drawn["layers"]))}
+    texts = padded(PROMPTS, width=48)
+
+    def held_by(config):
+        return ckv.prefill(params, config, ZAP, *texts, prefill_chunk=chunk)
+
+    want, logits = held_by(config)
+    asked = []
+    monkeypatch.setattr(decoding, "beside_keys", lambda *args: asked.append(args) or True)
+    got, same = held_by(dataclasses.replace(config, eos_ids=(VOCAB - 1,)))  # another configuration is traced anew
+    assert asked
+    np.testing.assert_allclose(same, logits, rtol=2e-2, atol=2e-2)
+    for a, b in zip(got.layers, want.layers, strict=True):
+        np.testing.assert_array_equal(a.positions, b.positions)
+        np.testing.assert_allclose(a.keys.astype(jnp.float32), b.keys.astype(jnp.float32), rtol=2e-2, atol=2e-2)
+
+
+def test_one_product_makes_keys_and_scores_of_long_prompts_in_bf16(monkeypatch):
+    """Of a linear surrogate, on one GPU: elsewhere, and of few tokens, the product for scores alone stays."""
+    linear, hidden = {"weights": jnp.ones((8, 2)), "bias": jnp.ones(2)}, jnp.ones((1, 32, 8), jnp.bfloat16)
+    config, beside = tiny().config, surrogates_room.beside_keys
+    assert not beside(config, linear, hidden)
+    monkeypatch.setattr(surrogates_room, "platform", lambda: "gpu")
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    assert beside(config, linear, hidden)
+    assert not beside(config, linear, hidden[:, :16])
+    assert not beside(config, linear, hidden.astype(jnp.float32))
+    assert not beside(config, linear | {"inner_weights": jnp.ones((8, 8))}, hidden)
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):
+        assert not beside(config, linear, hidden)
 
 
 STEP = jax.jit(extend_step, static_argnums=(1, 2))

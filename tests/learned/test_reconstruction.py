@@ -11,7 +11,7 @@ import pytest
 
 from clusterkv_jax import learned, programs
 from clusterkv_jax.learned import repeated_attention, surrogates
-from clusterkv_jax.learned.surrogates import affine, in_one_launch, in_parts
+from clusterkv_jax.learned.surrogates import affine, in_one_launch, in_parts, keys_and_scores
 from tests.support.golden_files import golden
 from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
 from tests.support.tiny import prompt, tiny
@@ -101,6 +101,20 @@ def test_a_product_in_parts_is_one_in_float32():
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
     rounded = np.asarray(x, np.float64) @ np.asarray(weights.astype(jnp.bfloat16), np.float64)
     assert np.linalg.norm(rounded - want) > 1e-3 * np.linalg.norm(want)
+
+
+def test_one_product_makes_keys_and_scores():
+    rng = np.random.default_rng(3)
+    x, keys = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 9, 64), (5, 16, 64)))
+    surrogate = {"weights": rng.normal(size=(64, 5)) * 10.0 ** rng.integers(-6, 3, (64, 5)), "bias": rng.normal(size=5)}
+    surrogate = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), surrogate)
+    projected, scores = jax.jit(keys_and_scores)(keys, surrogate, x)
+    assert (projected.dtype, scores.dtype) == (jnp.bfloat16, jnp.float32)
+    wide = np.asarray(x, np.float64)
+    want = np.einsum("btm,kdm->btkd", wide, np.asarray(keys, np.float64))
+    assert np.linalg.norm(np.asarray(projected, np.float64) - want) < 2**-8 * np.linalg.norm(want)
+    want = np.swapaxes(wide @ np.asarray(surrogate["weights"], np.float64) + np.asarray(surrogate["bias"]), 1, 2)
+    assert np.linalg.norm(scores - want) < 1e-6 * np.linalg.norm(want)
 
 
 def test_few_tokens_in_one_launch_are_multiplied_in_float32():
