@@ -61,7 +61,7 @@ def row_merge(
     weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
     degree_shape, list_shape = ((batch * heads, *x.shape[2:]) for x in (degree, rows))
     new_degree, new_rows, total, targets, weight, start, count = call(
-        partial(_plan, half=half),
+        partial(_plan, half=half, barrier=not interpret),
         (
             jax.ShapeDtypeStruct(degree_shape, jnp.float32),
             jax.ShapeDtypeStruct(list_shape, jnp.int32),
@@ -158,7 +158,7 @@ def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks,
 
 def _plan(
     degree, rows, length, match, score, threshold, last, before,
-    new_degree, new_rows, total, targets, weight, start, count, *, half,
+    new_degree, new_rows, total, targets, weight, start, count, *, half, barrier,
 ):  # fmt: skip
     """One chunk: the new list entries of its rows, and its merged a rows in the order of their b rows."""
     del degree  # in place: read and written as the output that aliases it
@@ -184,15 +184,18 @@ def _plan(
         # b of every merged a, as a number within the chunk; of the others one beyond all.
         b = jnp.where(is_merged, partner // 2 - number * half, half)
         # Sums run down the columns: along the rows they would be shuffles between threads.
-        joins = b[:, None] == i[None, :]
-        grown = b_degree + jnp.sum(jnp.where(joins, a_degree[:, None], 0.0), axis=0)
-        joins = jnp.sum(joins.astype(jnp.int32), axis=0)
+        joins = jnp.sum((b[:, None] == i[None, :]).astype(jnp.int32), axis=0)
         order = b * half + i
         place = jnp.sum((order[:, None] < order[None, :]).astype(jnp.int32), axis=0)
+        first = number * half + jnp.cumsum(joins) - joins
         _put(targets, head, number * half + place, a_slot, is_merged)
         _put(weight, head, number * half + place, a_degree, is_merged)
-        _put(start, head, edge, number * half + jnp.cumsum(joins) - joins, i < half)
+        _put(start, head, edge, first, i < half)
         _put(count, head, edge, joins, i < half)
+        if barrier:  # other threads wrote the degrees that are added up now: few, where a third sum would take all
+            plgpu.debug_barrier()
+        add = lambda j, total: total + plgpu.load(weight.at[head, first + j], mask=j < joins, other=0.0)  # noqa: E731
+        grown = jax.lax.fori_loop(0, jnp.max(joins), add, b_degree)
         _put(total, head, edge, grown, i < half)
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
 
