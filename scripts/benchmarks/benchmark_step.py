@@ -9,21 +9,16 @@ gives. The bandwidth is that of the same run. `--profile` lists launches and mic
 """
 
 import argparse
-import gzip
-import json
-import re
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmark_common import environment, timed
+from benchmark_common import environment, kernel_times, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import device_bytes, random_params, read_bandwidth
@@ -126,30 +121,14 @@ def read_weights(params: Params, config: ModelConfig, batch: int) -> float:
 
 def print_kernels(run: Callable[[], Any]) -> None:
     """Launches and microseconds of a step, by kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        files = list(Path(folder).rglob("*.trace.json.gz"))
-        events = [event for file in files for event in on_streams(json.loads(gzip.decompress(file.read_bytes())))]
-    times: dict[str, list[float]] = {}
-    for event in events:
-        times.setdefault(re.sub(r"[\d_.]+$", "", event["name"]), []).append(event["dur"])
-    total, launches = sum(map(sum, times.values())) / PROFILED, len(events) / PROFILED
+    times = kernel_times(run)
+    total, launches = (sum(map(of, times.values())) / PROFILED for of in (sum, len))
     print(
         f"\n{total:.0f} µs in {launches:.0f} launches a step\n\n| kernel | launches | µs | µs each |\n|---|---|---|---|"
     )
     for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:LISTED]:
         print(f"| {name} | {len(each) / PROFILED:.1f} | {sum(each) / PROFILED:.1f} | {sum(each) / len(each):.2f} |")
     print(flush=True)
-
-
-def on_streams(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ran on the streams of a GPU; nothing of other devices."""
-    named = [event for event in trace["traceEvents"] if event.get("ph") == "M" and "name" in event.get("args", {})]
-    devices = {event["pid"] for event in named if "GPU" in event["args"]["name"]}
-    streams = {(event["pid"], event.get("tid")) for event in named if "Stream" in event["args"]["name"]}
-    ran = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event["pid"] in devices]
-    return [event for event in ran if (event["pid"], event["tid"]) in streams]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""Times prompts with compressed caches and with the full one in turns, and says what a method adds to a prompt.
+
+    python scripts/benchmarks/benchmark_prompt.py                      CentroidKV and auto, 32k tokens, a fifth kept
+    python scripts/benchmarks/benchmark_prompt.py --tokens 16384 --tokens 65536 --repeats 11 --profile
+
+Weights are random, of Llama-3.1-8B's shapes by default. A device's clock drifts, so the methods take turns, and each
+call is also compared with the full cache's call before it. `--profile` lists the kernels in which a method's prompt
+differs from the full cache's, in microseconds a layer.
+"""
+
+import argparse
+import statistics
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from benchmark_common import environment, kernel_times, timed
+
+import clusterkv_jax as ckv
+from clusterkv_jax.benchmark.ours import random_params
+from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.presets import preset
+
+FULL, NEW_TOKENS, LISTED = "full", 128, 24  # room behind a prompt; lines of a profile
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="'demo', a packaged shape, or a folder of config.json")
+    parser.add_argument("--method", action="append", help="a preset; repeat it [centroidkv, auto]", default=None)
+    parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows that is kept")
+    parser.add_argument("--tokens", type=int, action="append", help="of the prompt; repeat it [32768]", default=None)
+    parser.add_argument("--repeats", type=int, default=9, help="calls of each method, beside the first")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that differ")
+    options = parser.parse_args()
+    config = replace(model_config(options.model), eos_ids=())
+    params = random_params(config, jnp.dtype(options.dtype))
+    budget = ckv.Budget(ratio=options.ratio)
+    methods = {name: preset(name, budget) for name in options.method or ["centroidkv", "auto"]}
+    print(f"{environment()}, {options.model}, {options.ratio:.0%} kept, medians of {options.repeats}\n")
+    print("| tokens | method | ms | more than the full cache | the same, call by call |\n|---|---|---|---|---|")
+    for count in options.tokens or [32768]:
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, count)).astype(np.int32)
+        read = partial(ckv.prefill, params, config, max_new_tokens=NEW_TOKENS)
+        runs = {
+            name: partial(read, method, tokens, np.full(1, count))
+            for name, method in {FULL: ckv.Full(), **methods}.items()
+        }
+        print_times(count, in_turns(runs, options.repeats))
+        if options.profile:
+            print_differences(runs, config.num_layers)
+
+
+def in_turns(runs: dict[str, Any], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call after the first, which compiles."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(1 + repeats):
+        for name, run in runs.items():
+            times[name].append(timed(run)[0])
+    return {name: each[1:] for name, each in times.items()}
+
+
+def print_times(tokens: int, times: dict[str, list[float]]) -> None:
+    """A line for each method."""
+    full = times[FULL]
+    for name, each in times.items():
+        more = statistics.median(each) / statistics.median(full) - 1
+        paired = statistics.median(one / other - 1 for one, other in zip(each, full, strict=True))
+        against = "| |" if name == FULL else f"| {more:.2%} | {paired:.2%} |"
+        print(f"| {tokens:,} | {name} | {statistics.median(each) * 1e3:.1f} {against}", flush=True)
+
+
+def print_differences(runs: dict[str, Any], layers: int) -> None:
+    """Microseconds a layer by kernel, beyond those of the full cache."""
+    times = {name: kernel_times(run) for name, run in runs.items()}
+    full = times.pop(FULL)
+    for name, mine in times.items():
+        more = {kernel: (sum(mine.get(kernel, ())) - sum(full.get(kernel, ()))) / layers for kernel in {*mine, *full}}
+        print(f"\n{name}, µs a layer beyond the full cache: {sum(more.values()):.0f}\n\n| kernel | µs |\n|---|---|")
+        for kernel, took in sorted(more.items(), key=lambda item: -abs(item[1]))[:LISTED]:
+            print(f"| {kernel} | {took:.1f} |")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
