@@ -35,6 +35,7 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
 from clusterkv_jax.methods.compressing import (
     ReadLayer,
+    Workspace,
     awaits,
     compress,
     layers_in_a_row,
@@ -148,8 +149,7 @@ def prefill(
                 if not waiting:
                     shapes = prompt_shapes(layer, parts, hidden)
                     workspace = workspace_for(run, workspace, plan, following(number), shapes, layers)
-                place = () if workspace is None else (workspace, np.asarray(len(waiting), np.int32))
-                hidden, prompt = run(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, *place)
+                hidden, prompt = run(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, workspace)
                 if workspace is not None:
                     workspace, prompt = prompt, None
                 if on_layer is not None:
@@ -163,7 +163,7 @@ def prefill(
                 compressed, selection, workspace = compress(run, method, waiting, key, selection, workspace)
                 done.extend(compressed)
                 waiting.clear()
-            place = prompt = None  # a layer's rows go as soon as it is compressed
+            prompt = None  # a layer's rows go as soon as it is compressed
         workspace = None
         if logits is None:
             logits = run(reading.last_logits, params, config, hidden, position)
@@ -418,11 +418,10 @@ def _read_layer(
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
-    workspace: Prompt | None = None,
-    place: Int[Array | np.ndarray, ""] | None = None,
-) -> tuple[Float[Array, "B N M"], Prompt]:
-    """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in a place
-    of it, rows beyond the lengths zeroed.
+    workspace: Workspace | None = None,
+) -> tuple[Float[Array, "B N M"], Prompt | Workspace]:
+    """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in its next
+    place, rows beyond the lengths zeroed.
     """
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
     entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
@@ -431,5 +430,4 @@ def _read_layer(
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
-    assert place is not None
-    return hidden, put_into(workspace, Prompt(q, k, v, lengths, entering, scores), place)
+    return hidden, put_into(workspace, Prompt(q, k, v, lengths, entering, scores))

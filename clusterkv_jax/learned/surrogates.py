@@ -121,7 +121,9 @@ def keys_and_scores(
     """The projection of keys with these weights, and `predicted_scores`, of bfloat16 states as in `in_parts`."""
     weights, bias = (parameters[name].astype(jnp.float32) for name in ("weights", "bias"))
     rows = keys.reshape(-1, keys.shape[-1])
-    together = jnp.concatenate([rows, *parts_of(weights.T)])
+    # Turned by slices, which takes no launch of its own.
+    turned = jnp.concatenate([weights[None, :, head] for head in range(weights.shape[1])])
+    together = jnp.concatenate([rows, *parts_of(turned)])
     products = jnp.einsum("btm,om->bto", entering, together, preferred_element_type=jnp.float32)
     projected = products[..., : len(rows)].astype(keys.dtype).reshape(*entering.shape[:2], *keys.shape[:2])
     scores = jnp.sum(products[..., len(rows) :].reshape(*entering.shape[:2], PARTS, -1), axis=2)

@@ -58,6 +58,23 @@ class ReadLayer:
     budgets: Int[Array | np.ndarray, "B groups stages"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Workspace:
+    """Room for layers that are compressed at once.
+
+    Attributes:
+        rows: of all of them, a leading dimension.
+        place: of the next layer that is read into it. Counted on the device, which would wait for a number of the host.
+    """
+
+    rows: Prompt
+    place: Int[Array | np.ndarray, ""]
+
+    def __len__(self) -> int:
+        return len(self.rows.lengths)
+
+
 def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> Prompt:
     """What a workspace holds of a layer with this configuration, which makes it of such hidden states."""
     batch, width, size = hidden.shape
@@ -85,12 +102,12 @@ def layers_in_a_row(config: ModelConfig) -> int:
 
 def workspace_for(
     run: Callable[..., Any],
-    held: Prompt | None,
+    held: Workspace | None,
     plan: LayerPlan,
     following: LayerPlan | None,
     prompt: Prompt,
     layers: int,
-) -> Prompt | None:
+) -> Workspace | None:
     """Room for as many layers as are compressed at once: what is held, or new. None where this one is compressed alone.
 
     `prompt` has the shapes of one, and `layers` is the number of those in a row.
@@ -99,30 +116,33 @@ def workspace_for(
     at_once = layers_at_once(plan, prompt, layers) if alike else 1
     if at_once == 1:
         return None
-    if held is not None and len(held.lengths) == at_once:
+    if held is not None and len(held) == at_once:
         return held
     leaves, tree = jax.tree.flatten(prompt)
-    return jax.tree.unflatten(tree, run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves)))
+    rows, place = run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves))
+    return Workspace(jax.tree.unflatten(tree, rows), place)
 
 
-def put_into(workspace: Prompt, prompt: Prompt, place: Int[Array | np.ndarray, ""]) -> Prompt:
-    """The workspace with a layer's prompt in its place, rows beyond the lengths zeroed; for use in a jit."""
-    assert workspace.squares is not None
+def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
+    """The workspace with a layer's prompt in its next place, rows beyond the lengths zeroed; for use in a jit."""
+    every, place = workspace.rows, jnp.asarray(workspace.place)
+    assert every.squares is not None
     put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
     beside = lambda x: (x.queries, x.lengths, x.hidden, x.scores)  # noqa: E731
-    queries, lengths, hidden, scores = jax.tree.map(put, beside(workspace), beside(prompt))
+    queries, lengths, hidden, scores = jax.tree.map(put, beside(every), beside(prompt))
     (keys, of_keys), (values, of_values) = (
-        place_rows(held, squares, rows, prompt.lengths, jnp.asarray(place))
+        place_rows(held, squares, rows, prompt.lengths, place)
         for held, squares, rows in zip(
-            (workspace.keys, workspace.values), workspace.squares, (prompt.keys, prompt.values), strict=True
+            (every.keys, every.values), every.squares, (prompt.keys, prompt.values), strict=True
         )
     )
-    return Prompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
+    rows = Prompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
+    return Workspace(rows, (place + 1) % len(workspace))
 
 
-def awaits(read: Sequence[ReadLayer], workspace: Prompt | None, following: LayerPlan | None) -> bool:
+def awaits(read: Sequence[ReadLayer], workspace: Workspace | None, following: LayerPlan | None) -> bool:
     """Whether these layers, alike ones, are to be compressed together with the next one."""
-    room = 1 if workspace is None else len(workspace.lengths)
+    room = 1 if workspace is None else len(workspace)
     return following is not None and len(read) < room and _program(read[0].plan) == _program(following)
 
 
@@ -147,14 +167,14 @@ def compress(
     read: Sequence[ReadLayer],
     key: Key[Array, ""],
     selection: Any,
-    workspace: Prompt | None,
-) -> tuple[list[tuple[Layer, Any]], Any, Prompt | None]:
+    workspace: Workspace | None,
+) -> tuple[list[tuple[Layer, Any]], Any, Workspace | None]:
     """Each layer's cache and the memory of its groups, what the last layer selected, and the workspace.
 
     `run(program, *args)` calls the programs. Layers that do not fill their workspace go one by one, by a program that
     serves any number.
     """
-    if workspace is not None and len(read) == len(workspace.lengths):
+    if workspace is not None and len(read) == len(workspace):
         done, workspace = _together(run, method, read, workspace)
         return done, None, workspace
     done = []
@@ -162,7 +182,9 @@ def compress(
         prompt = run(_taken, workspace, np.asarray(place, np.int32)) if one.prompt is None else one.prompt
         layer, memory, selection = _alone(run, method, replace(one, prompt=prompt), key, selection)
         done.append((layer, memory))
-    return done, selection, workspace
+    # The next layer takes the first place again.
+    again = None if workspace is None else replace(workspace, place=np.zeros((), np.int32))
+    return done, selection, again
 
 
 def _alone(
@@ -179,8 +201,8 @@ def _alone(
 
 
 def _together(
-    run: Callable[..., Any], method: Method, read: Sequence[ReadLayer], workspace: Prompt
-) -> tuple[list[tuple[Layer, Any]], Prompt]:
+    run: Callable[..., Any], method: Method, read: Sequence[ReadLayer], workspace: Workspace
+) -> tuple[list[tuple[Layer, Any]], Workspace]:
     plan = read[0].plan
     if plan.by_head is None:
         return run(_compress_layers, method, plan.groups[0], tuple(one.budgets for one in read), workspace)
@@ -214,10 +236,10 @@ def _compress_layers(
     method: Method,
     plan: GroupPlan,
     budgets: tuple[Int[Array | np.ndarray, "B groups stages"], ...],
-    workspace: Prompt,
-) -> tuple[list[tuple[Layer, tuple[State, ...]]], Prompt]:
+    workspace: Workspace,
+) -> tuple[list[tuple[Layer, tuple[State, ...]]], Workspace]:
     """Layers of one group of heads each."""
-    rows = _as_sequences(workspace)
+    rows = _as_sequences(workspace.rows)
     cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
     result = compress_group(method, cache, rows, jnp.concatenate(budgets)[:, 0], plan, None, None)
     parts = _apart(result, len(budgets))
@@ -246,13 +268,13 @@ def _compress_heads_of_layers(
     plan: GroupPlan,
     budgets: tuple[Int[Array | np.ndarray, "B K stages"], ...],
     shares: tuple[Float[Array | np.ndarray, " K"], ...],
-    workspace: Prompt,
-) -> tuple[list[tuple[LayerCache, ByHead]], Prompt]:
+    workspace: Workspace,
+) -> tuple[list[tuple[LayerCache, ByHead]], Workspace]:
     """Heads as sequences of their own."""
-    layers, batch, kv_heads = workspace.keys.shape[:3]
+    layers, batch, kv_heads = workspace.rows.keys.shape[:3]
     each = jnp.concatenate(budgets).reshape(layers * batch * kv_heads, -1)
     share = jnp.repeat(jnp.stack(shares), batch, axis=0).reshape(-1)
-    rows = heads_alone(_as_sequences(workspace))
+    rows = heads_alone(_as_sequences(workspace.rows))
     cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
     result = compress_group(method, cache, rows, each, plan, None, None, share)
     parts = [together(resize(part.cache, plan.capacity), part.memory, kv_heads) for part in _apart(result, layers)]
@@ -266,20 +288,20 @@ def _group_heads(method: Method, plan: LayerPlan, heads: LayerCache, memory: ByH
 
 
 @jit(static_argnames=("shapes",))
-def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> list[Array]:
+def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[list[Array], Int[Array, ""]]:
     # What stands there is written before it is read.
-    return [jax.lax.empty(shape, dtype) for shape, dtype in shapes]
+    return [jax.lax.empty(shape, dtype) for shape, dtype in shapes], jnp.zeros((), jnp.int32)
 
 
 @jit()
-def _taken(workspace: Prompt, place: Int[Array | np.ndarray, ""]) -> Prompt:
+def _taken(workspace: Workspace, place: Int[Array | np.ndarray, ""]) -> Prompt:
     """One layer of a workspace."""
-    return jax.tree.map(lambda x: x[place], workspace)
+    return jax.tree.map(lambda x: x[place], workspace.rows)
 
 
-def _as_sequences(workspace: Prompt) -> Prompt:
+def _as_sequences(rows: Prompt) -> Prompt:
     """The sequences of one layer after those of another."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), workspace)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
 
 def _apart(result: Compressed, layers: int) -> list[Any]:
@@ -317,10 +339,10 @@ def _moved_out(cache: LayerCache, slots: Int[Array, "B K slots"], layer: int) ->
     return LayerCache(keys, values, degree, cache.length[mine], positions)
 
 
-def _used(workspace: Prompt, result: Compressed) -> Prompt:
+def _used(workspace: Workspace, result: Compressed) -> Workspace:
     """The workspace with rows as they were merged in it, which mean nothing: only its memory is used again."""
     if result.slots is None:
         return workspace
     rows: Any = result.cache
-    keys, values = (x.reshape(workspace.keys.shape) for x in (rows.keys, rows.values))
-    return replace(workspace, keys=keys, values=values)
+    keys, values = (x.reshape(workspace.rows.keys.shape) for x in (rows.keys, rows.values))
+    return replace(workspace, rows=replace(workspace.rows, keys=keys, values=values))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, load_numbers, power_of_two, store_numbers
@@ -52,9 +52,8 @@ def row_merge(
     sizes = SIZES | dict(sizes or {})
     # A head that has overflowed counts rows that are on no list.
     score, match, length = flat(score), flat(match), jnp.minimum(length, entries).reshape(-1)
-    edges_of_head = jnp.broadcast_to(merges[:, None], (batch, heads)).reshape(-1)
     chunks = pl.cdiv(edges, chunk // 2)
-    threshold, last, before = _thresholds(score, edges_of_head, length, chunk, chunks, interpret)
+    threshold, last, before = _thresholds(score, merges, length, chunk, chunks, interpret)
 
     half = chunk // 2
     listed = jax.ShapeDtypeStruct((batch * heads, chunks * half), jnp.int32)
@@ -107,7 +106,7 @@ def row_merge(
 
 
 def _thresholds(
-    score: Array, merges: Array, length: Array, chunk: int, chunks: int, interpret: bool
+    score: Array, merges: Int[Array, " B"], length: Array, chunk: int, chunks: int, interpret: bool
 ) -> tuple[Array, Array, Array]:
     """Per head: the key that a merged edge has at least, the last edge of exactly that key that is merged, and the
     number of edges merged before each chunk.
@@ -115,7 +114,7 @@ def _thresholds(
     heads, edges = score.shape
     one = jax.ShapeDtypeStruct((heads,), jnp.int32)
     return call(
-        partial(_threshold, chunk=chunk, chunks=chunks, edges=edges),
+        partial(_threshold, chunk=chunk, chunks=chunks, edges=edges, heads=heads // len(merges)),
         (one, one, jax.ShapeDtypeStruct((heads, chunks), jnp.int32)),
         score,
         merges,
@@ -126,7 +125,7 @@ def _thresholds(
     )
 
 
-def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges):
+def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges, heads):
     """Threshold of one head; see `_thresholds`."""
     head = pl.program_id(0)
     n = jnp.minimum((length[head] + 1) // 2, edges)
@@ -136,7 +135,7 @@ def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks,
         edge = tile * size + arange(size)
         return edge, plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
 
-    low, last_edge = limit_of(load, size, 1 if edges <= size else pl.cdiv(n, size), n, merges[head])
+    low, last_edge = limit_of(load, size, 1 if edges <= size else pl.cdiv(n, size), n, merges[head // heads])
     threshold[head] = low
     last[head] = last_edge
 

@@ -108,6 +108,18 @@ def test_layers_that_fill_no_workspace_are_taken_out_of_it(monkeypatch):
     same(got, prefill(method)[0])
 
 
+def test_a_workspace_that_was_not_filled_begins_anew(monkeypatch):
+    """Two layers leave it one by one, then three fill it."""
+    monkeypatch.setattr(compressing, "MOST_LAYERS", 3)
+    shares = tuple((share, share) for share in (1.1, 1.1, 0.9, 0.9, 0.9, 1.1))
+    method, model = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=shares)), taught(layers=6)
+    got, called = prefill(method, model)
+    names = "_empty", "_taken", "_compress_layers", "_compress_layer"
+    assert [called[name] for name in names] == [1, 2, 1, 3]
+    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    same(got, prefill(method, model)[0])
+
+
 def test_a_workspace_is_used_again(monkeypatch):
     """By all groups of layers, each of which leaves its rows in it."""
     monkeypatch.setattr(compressing, "MOST_LAYERS", 2)

@@ -48,7 +48,7 @@ from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
-from clusterkv_jax.methods.compressing import _compress_layers, put_into
+from clusterkv_jax.methods.compressing import Workspace, _compress_layers, put_into
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
@@ -148,7 +148,7 @@ def programs(array):
     def workspace_of(layers):
         number = array((BATCH, HEADS, PROMPT), jnp.float32)
         read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=number, squares=(number, number))
-        return read, jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read)
+        return read, Workspace(jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read), array((), i32))
 
     def reading(parts):
         layer = abstract(LLAMA)["layers"][0]
@@ -164,11 +164,11 @@ def programs(array):
         read, workspace = workspace_of(layers)
         rows = array((BATCH, PROMPT, HEADS, DIM), bf16)
 
-        def put(workspace, keys, values, beside, place):
+        def put(workspace, keys, values, beside):
             keys, values = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
-            return put_into(workspace, replace(beside, keys=keys, values=values), place)
+            return put_into(workspace, replace(beside, keys=keys, values=values))
 
-        return put, (workspace, rows, rows, replace(read, keys=None, values=None, squares=None), array((), i32)), (0,)
+        return put, (workspace, rows, rows, replace(read, keys=None, values=None, squares=None)), (0,)
 
     def compressing_at_once(method, layers):
         plan, budgets = first_layer(method)
