@@ -273,9 +273,8 @@ def merge_best(
             values=layer.values,
             key_weight=1 / _mean_of_listed(squares[0], slots, middle),
             value_weight=edges.value_weight,
+            bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
             squares=squares,
-            degree=layer.degree,
-            gravity=edges.gravity,
             **where,
         )
     keys, values, degree, slots, squares = row_merge(

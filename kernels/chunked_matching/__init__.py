@@ -26,8 +26,6 @@ def chunked_matching(
     key_weight: Float[Array, "B K"] | None = None,
     value_weight: float = 1.0,
     squares: tuple[Float[Array, "B K N"] | None, Float[Array, "B K N"] | None] = (None, None),
-    degree: Float[Array, "B K N"] | None = None,
-    gravity: float = 0.0,
     backend: str | None = None,
 ) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
     """Best partner of every A row of `features` [B,K,N,E] within its chunk, and the score of that edge.
@@ -40,7 +38,6 @@ def chunked_matching(
     With `values` [B,K,N,D] instead, features being keys (GravityKV):
     score(a, b) = -key_weight |f_a - f_b|^2 / 2 + value_weight cos(v_a, v_b) + bias_a + bias_b.
     `squares` are |f|² and |v|² of each row, for backends that need not sum them then.
-    With `degree`, the tokens that each row stands for, gravity * log2(degree) is added to the bias.
 
     Returns:
         match: the row number of A row a's best b (the lowest of equal ones), -1 where its chunk has no B row or where
@@ -71,6 +68,4 @@ def chunked_matching(
         key_weight=key_weight,
         value_weight=value_weight,
         squares=squares,
-        degree=degree,
-        gravity=gravity,
     )

@@ -37,7 +37,7 @@ VALUES_SIZES = SIZES | {"a_rows": MOST_ROWS // 2}
 
 def chunked_matching(
     features, *, chunk, bias, normalize, start, length, index=None,
-    values=None, key_weight=None, value_weight=1.0, squares=(None, None), degree=None, gravity=0.0, interpret=False,
+    values=None, key_weight=None, value_weight=1.0, squares=(None, None), interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     check_dtypes("chunked_matching", features, *([] if values is None else [values]))
@@ -48,10 +48,9 @@ def chunked_matching(
     if batch * heads * edges == 0:
         return jnp.zeros((batch, heads, edges), jnp.int32), jnp.zeros((batch, heads, edges), jnp.float32)
     chunk = min(chunk, listed + listed % 2)
-    of_heads = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, heads))  # noqa: E731
-    first = None if start is None else of_heads(start)
-    room = of_heads(listed) if first is None else listed - first
-    count = room if length is None else jnp.minimum(of_heads(length), room)
+    first = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), (batch, heads))
+    count = listed - first if length is None else jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch, heads))
+    count = jnp.minimum(count, listed - first)
 
     # tf32 products keep several copies of a float32 tile in shared memory.
     most = MOST_ROWS // 2 if stored.dtype == jnp.float32 else MOST_ROWS
@@ -62,8 +61,7 @@ def chunked_matching(
     a_tile, tile = (min(tile, sizes[rows]) for rows in ("a_rows", "b_rows"))
     across = pl.cdiv(chunk // 2, a_tile)
     flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
-    optional = {"bias": bias, "degree": degree, "first": first, "index": index}
-    optional |= {"values": values, "key_weight": key_weight}
+    optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
     if values is not None:
         both = [
             row_squares(x) if known is None else known for x, known in zip((features, values), squares, strict=True)
@@ -79,7 +77,6 @@ def chunked_matching(
         edges=edges,
         normalize=normalize,
         value_weight=value_weight,
-        gravity=gravity,
         names=tuple(optional),
     )
     shape = (batch * heads, edges)
@@ -87,6 +84,7 @@ def chunked_matching(
         kernel,
         (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         jax.tree.map(flat, features),
+        first.reshape(-1),
         count.reshape(-1),
         *optional.values(),
         grid=(pl.cdiv(edges, chunk // 2) * across, batch * heads),
@@ -97,12 +95,12 @@ def chunked_matching(
     return match.reshape(batch, heads, edges), score.reshape(batch, heads, edges)
 
 
-def _kernel(features, count, *refs, chunk, tile, a_tile, step, edges, normalize, value_weight, gravity, names):
+def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, normalize, value_weight, names):
     """Edges of one tile of A rows of one chunk of one head."""
     optional, (match, score) = dict(zip(names, refs[:-2], strict=True)), refs[-2:]
     half, blocks, across = chunk // 2, pl.cdiv(chunk // 2, tile), pl.cdiv(chunk // 2, a_tile)
     head, number = pl.program_id(1), pl.program_id(0) // across
-    n, begin = count[head], optional["first"][head] if "first" in optional else 0
+    n, begin = count[head], first[head]
 
     def locate(block: Array | int, parity: int, tile: int) -> tuple[Array, Array, Array]:
         """Of one tile of A or B rows: number within the side, whether there is such a row, and where it lies."""
@@ -124,36 +122,29 @@ def _kernel(features, count, *refs, chunk, tile, a_tile, step, edges, normalize,
 
     def alone(at: Array, inside: Array) -> Array:
         """What a row adds to the scores of all its edges, in units of the keys' weight; -inf for none."""
-        number = number_of("bias", at, inside) if "bias" in optional else jnp.zeros(at.shape, jnp.float32)
-        if "degree" in optional:
-            number += gravity * jnp.log2(jnp.maximum(number_of("degree", at, inside), 1.0))
-        number = number / weight
+        number = number_of("bias", at, inside) / weight if "bias" in optional else jnp.zeros(at.shape, jnp.float32)
         if "values" in optional:
             number = number - number_of("key_squares", at, inside) / 2
         return jnp.where(inside, number, -jnp.inf)
 
     @pl.when(number * chunk < n)
     def _():
-        # Numbers of rows are asked for before the rows, so that none waits for them.
-        from_a = alone(a_rows, a_inside)
-
         def best_of(block, best):
             b, b_inside, b_rows = locate(block, 1, tile)
-            from_b = alone(b_rows, b_inside)
             sides = (head, a_rows, a_inside, b_rows, b_inside, step)
             if "values" in optional:
+                # Values first, in units of the keys' weight: one tile of sums serves both.
+                value, _ = _products(optional["values"], *sides)
                 a_scale = _scale(number_of("value_squares", a_rows, a_inside)) * (value_weight / weight)
                 a_scale = jnp.minimum(a_scale, jnp.finfo(jnp.float32).max)  # of a row of zeros, beside huge keys
                 b_scale = _scale(number_of("value_squares", b_rows, b_inside))
-                # Values first, in units of the keys' weight: one tile of sums serves both.
-                value, _ = _products(optional["values"], *sides)
                 value, _ = _products(features, *sides, value * a_scale[:, None] * b_scale[None, :])
             else:
                 value, (a_square, b_square) = _products(features, *sides, squared=normalize)
                 if normalize:
                     value = value * _scale(a_square)[:, None] * _scale(b_square)[None, :]
             # What an A row adds changes nothing about its best B row, so it comes last.
-            value = value + from_b[None, :]
+            value = value + alone(b_rows, b_inside)[None, :]
             top = jnp.max(value, axis=1)
             lowest = jnp.min(jnp.where(value == top[:, None], b[None, :], half), axis=1)
             better = top > best[1]  # an earlier tile's b wins a tie
@@ -161,7 +152,7 @@ def _kernel(features, count, *refs, chunk, tile, a_tile, step, edges, normalize,
 
         best = (jnp.zeros((a_tile,), jnp.int32), jnp.full((a_tile,), -jnp.inf, jnp.float32))
         best = best_of(0, best) if blocks == 1 else jax.lax.fori_loop(0, blocks, best_of, best)
-        highest = (best[1] + from_a) * weight
+        highest = (best[1] + alone(a_rows, a_inside)) * weight
         partner = jnp.where(highest > -jnp.inf, begin + number * chunk + 2 * best[0] + 1, -1)
         plgpu.store(match.at[head, out], partner, mask=real)
         plgpu.store(score.at[head, out], highest, mask=real)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from, with_gravity
+from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from
 from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.quantised import dequantised
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
@@ -30,12 +30,11 @@ TILE, LANES = 16, 128
 
 def chunked_matching(
     features, *, chunk, bias, normalize, start, length, index=None,
-    values=None, key_weight=None, value_weight=1.0, squares=(None, None), degree=None, gravity=0.0,
-    block=None, interpret=False,
+    values=None, key_weight=None, value_weight=1.0, squares=(None, None), block=None, interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`; about `block` rows are read at a time."""
     del squares  # it sums them itself
-    features, bias = dequantised(features), with_gravity(bias, degree, gravity)
+    features = dequantised(features)
     if values is not None and key_weight is not None:
         match = functools.partial(chunked_matching, chunk=chunk, block=block, interpret=interpret)
         return as_product(match, features, dequantised(values), key_weight, value_weight, bias, start, length, index)

@@ -13,11 +13,11 @@ from clusterkv_jax.kernels.quantised import dequantised
 
 def chunked_matching(
     features, *, chunk, bias, normalize, start, length, index=None,
-    values=None, key_weight=None, value_weight=1.0, squares=(None, None), degree=None, gravity=0.0,
+    values=None, key_weight=None, value_weight=1.0, squares=(None, None),
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.chunked_matching.chunked_matching`."""
     del squares  # it sums them itself
-    features, bias = dequantised(features), with_gravity(bias, degree, gravity)
+    features = dequantised(features)
     if values is not None and key_weight is not None:
         match = partial(chunked_matching, chunk=chunk)
         return as_product(match, features, dequantised(values), key_weight, value_weight, bias, start, length, index)
@@ -64,16 +64,6 @@ def chunked_matching(
     chunk_start = jnp.arange(0, padded, chunk, dtype=jnp.int32)[None, None, :, None]
     match = (chunk_start + 2 * best + 1).reshape(batch, heads, -1)[..., :edges] + first[..., None]
     return jnp.where(score > -jnp.inf, match, -1), score
-
-
-def with_gravity(
-    bias: Float[Array, "B K N"] | None, degree: Float[Array, "B K N"] | None, gravity: float
-) -> Float[Array, "B K N"] | None:
-    """The bias, with what the degrees add to it."""
-    if degree is None:
-        return bias
-    own = gravity * jnp.log2(jnp.maximum(degree, 1.0))
-    return own if bias is None else bias + own
 
 
 def as_product(match, keys, values, key_weight, value_weight, bias, start, length, index):

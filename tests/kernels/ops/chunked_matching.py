@@ -120,12 +120,11 @@ def check_paired(implementation, *, shapes=PAIRED_SHAPES, examples=4):
 
 def check_paired_of(shape, implementation, examples):
     batch, heads, rows, dim, chunk, listed, started, dtype = shape
-    run = compiled(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7, gravity=0.3))
+    run = compiled(partial(implementation, chunk=chunk, normalize=False, value_weight=0.7))
 
-    def check(seed, known, biased, length, start):
+    def check(seed, known, length, start):
         keys, values = (stored(normal(seed + i, batch, heads, rows, dim), dtype) for i in (0, 1))
         bias = np.asarray(normal(seed + 2, batch, heads, rows), np.float32)
-        degree = np.random.default_rng(seed).integers(0, 9, (batch, heads, rows)).astype(np.float32)
         weight = np.asarray(1 / (1 + np.abs(normal(seed + 3, batch, heads))), np.float32)
         start = start if started else np.zeros_like(start)
         length = np.minimum(length, rows - start)
@@ -138,8 +137,7 @@ def check_paired_of(shape, implementation, examples):
             dirty[0],
             values=dirty[1],
             squares=tuple(row_squares(jax.tree.map(jnp.asarray, x)) if known else None for x in dirty),
-            bias=poisoned(bias, outside) if biased else None,
-            degree=poisoned(degree, outside),
+            bias=poisoned(bias, outside),
             key_weight=weight,
             start=start if started else None,
             length=length,
@@ -147,8 +145,7 @@ def check_paired_of(shape, implementation, examples):
         )
         match, score, keys, values = np.asarray(match), np.asarray(score), exact(keys), exact(values)
         for at in np.ndindex(batch, heads):
-            alone = biased * bias[at] + 0.3 * np.log2(np.maximum(degree[at], 1))
-            tensors = (np.asarray(x, np.float64)[order[at]] for x in (keys[at], values[at], alone))
+            tensors = (np.asarray(x[at], np.float64)[order[at]] for x in (keys, values, bias))
             expected = paired_oracle(*tensors, float(weight[at]), 0.7, chunk, start[at], length[at])
             full = np.full(((rows + 1) // 2, max(1, expected.shape[1])), -np.inf)
             full[: len(expected), : expected.shape[1]] = expected
@@ -158,7 +155,6 @@ def check_paired_of(shape, implementation, examples):
         check,
         examples,
         st.integers(0, 2**16),
-        st.booleans(),
         st.booleans(),
         lengths(batch, heads, rows, chunk, rows),
         lengths(batch, heads, rows - 1, chunk),
@@ -202,10 +198,6 @@ def matching_by_codes_alone(features, *, values, **options):
     return reference.chunked_matching(features, values=values, **options)
 
 
-def matching_without_gravity(features, *, gravity, **options):
-    return reference.chunked_matching(features, gravity=0.0, **options)
-
-
 def matching_without_bias(features, *, bias, **options):
     return reference.chunked_matching(features, bias=None, **options)
 
@@ -213,12 +205,7 @@ def matching_without_bias(features, *, bias, **options):
 CHECKS = [check_matching, check_paired]
 BROKEN = {
     check_matching: [matching_without_tail_mask, matching_of_longer_chunks, matching_without_bias],
-    check_paired: [
-        matching_of_one_value_weight,
-        matching_without_distance,
-        matching_by_codes_alone,
-        matching_without_gravity,
-    ],
+    check_paired: [matching_of_one_value_weight, matching_without_distance, matching_by_codes_alone],
 }
 
 
