@@ -27,7 +27,7 @@ from jax.experimental import topologies
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import groups, take_sequences
-from clusterkv_jax.decoding import DecodeState, _read_layer, decode_loop
+from clusterkv_jax.decoding import DecodeState, _projected, decode_loop
 from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
@@ -56,7 +56,6 @@ from clusterkv_jax.models.few_tokens import PARTS
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import SIDE_BY_SIDE
-from clusterkv_jax.reading import TOKENS_AT_ONCE
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
@@ -150,14 +149,13 @@ def programs(array):
         read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=number, squares=(number, number))
         return read, Workspace(jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read), array((), i32))
 
-    def reading(parts):
+    def projecting():
         layer = abstract(LLAMA)["layers"][0]
         weights = jax.tree.map(lambda spec: array(spec.shape, bf16), layer)
         shapes = {"weights": (LLAMA.hidden_size, HEADS), "bias": (HEADS,)}
         weights["surrogate"] = {name: array(shape, jnp.float32) for name, shape in shapes.items()}
-        hidden = array((BATCH, TOKENS_AT_ONCE, LLAMA.hidden_size), bf16)
-        read = lambda *args: _read_layer(args[0], LLAMA, parts, None, *args[1:])  # noqa: E731
-        return read, (weights, hidden, array((BATCH,), i32)), (1,)
+        hidden, positions = array((BATCH, 32768, LLAMA.hidden_size), bf16), array((BATCH, 32768), i32)
+        return lambda *args: _projected(args[0], LLAMA, *args[1:]), (weights, hidden, positions), ()
 
     def putting(layers):
         """As projections make rows: token after token."""
@@ -292,8 +290,7 @@ def programs(array):
         "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
         "cluster": compressing(ckv.CentroidKV(share)),
         "cluster by gravity": compressing(ckv.GravityKV(share)),
-        "a layer": reading(frozenset()),
-        "a layer with its scores": reading(frozenset({"scores"})),
+        "project and score": projecting(),
         "a layer among two": putting(2),
         "cluster two layers": compressing_at_once(ckv.OrbitKV(share), 2),
         "decode": decoding(ckv.CentroidKV(share)),

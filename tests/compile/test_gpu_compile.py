@@ -107,8 +107,7 @@ def test_clustering_works_in_place(programs):
 
 def test_keys_and_scores_come_of_one_product(programs):
     """A product for the scores alone would read all hidden states once more."""
-    assert programs["a layer with its scores"]["products"] == programs["a layer"]["products"] > 7
-    assert programs["a layer with its scores"]["temporary"] < 1.01 * programs["a layer"]["temporary"]
+    assert programs["project and score"]["products"] == 3
 
 
 def test_a_layer_is_put_where_it_is_compressed(programs):

@@ -235,8 +235,7 @@ def test_heads_that_share_a_layer_are_safe_up_to_a_fifth():
         assert int(layer.length.min()) >= 5
 
 
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
-@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(("changes", "chunk"), [({}, 16), ({"qkv_bias": True}, None), ({"qk_norm": True}, 16)], ids=str)
 def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chunk):
     config = dataclasses.replace(surrogates().config, **changes)
     drawn = with_surrogate(dataclasses.replace(surrogates(), params=random_params(config), config=config)).params
