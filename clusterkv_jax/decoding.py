@@ -186,7 +186,7 @@ def _read_and_repeat(
     assert how.words is not None
     read: list[Prompt] = []
     for number, weights in enumerate(params["layers"]):
-        hidden, prompt = run(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths)
+        hidden, prompt = run(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths, None)
         read.append(prompt)
         if on_layer is not None:
             on_layer(number, hidden)

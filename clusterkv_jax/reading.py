@@ -17,7 +17,7 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import constrain, constrain_cache, token_ways
 
-# Queries, keys, values and scores, or None for these, of hidden states at positions.
+# Queries, keys, values, and scores or None, of hidden states at positions.
 Projected = tuple[
     Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B K T"] | None
 ]

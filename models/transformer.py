@@ -158,10 +158,10 @@ def _or_of_decoder(function: Function) -> Function:
     """The function, or the method of its name where the configuration has a decoder that was written elsewhere."""
 
     @wraps(function)
-    def call(weights: Params, config: ModelConfig, *args: Array) -> Any:
+    def call(weights: Params, config: ModelConfig, *args: Any, **options: Any) -> Any:
         if config.decoder is None:
-            return function(weights, config, *args)
-        return getattr(config.decoder, function.__name__)(weights, *args)
+            return function(weights, config, *args, **options)
+        return getattr(config.decoder, function.__name__)(weights, *args, **options)
 
     result: Any = call
     return result

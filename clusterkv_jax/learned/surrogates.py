@@ -16,7 +16,8 @@ from clusterkv_jax.models.few_tokens import few
 from clusterkv_jax.sharding import on_one_device
 
 HIGHEST = jax.lax.Precision.HIGHEST
-PARTS = 3  # bfloat16 numbers in a float32 number
+IN_FLOAT32 = 3  # bfloat16 numbers whose sum is a float32 number
+MANY = 8192  # tokens: of fewer, a launch for their scores takes no longer than weights that are put side by side
 FEW_OUTPUTS = 32  # KV heads: every token reads their weights for itself where one launch takes few tokens
 
 
@@ -98,7 +99,7 @@ def in_parts(x: Float[Array, "B N I"], weights: Float[Array, "I O"]) -> Float[Ar
 def parts_of(weights: Float[Array, "I O"]) -> list[Float[Array, "I O"]]:
     """The three bfloat16 numbers whose sum a float32 weight is."""
     parts, rest = [], weights
-    for _ in range(PARTS):
+    for _ in range(IN_FLOAT32):
         # A cast there and back would be dropped.
         part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
@@ -107,12 +108,17 @@ def parts_of(weights: Float[Array, "I O"]) -> list[Float[Array, "I O"]]:
 
 
 def beside_keys(config: ModelConfig, parameters: dict[str, Array], hidden: Float[Array, "B T M"]) -> bool:
-    """Whether one product makes the keys and the scores of these tokens: of a linear surrogate, on one GPU.
+    """Whether one product makes the keys and the scores of these tokens: of many in bfloat16, on one GPU, by a linear
+    surrogate, in a model without a decoder of its own.
 
-    A product for the scores alone takes as long as the memory that it reads.
+    A product for the scores alone reads all hidden states. One for both writes and reads its keys in float32, which
+    takes as many bytes if the keys are half as wide as the states.
     """
     plain = config.decoder is None and "inner_weights" not in parameters and hidden.dtype == jnp.bfloat16
-    return plain and platform() == "gpu" and on_one_device() and not few(hidden)
+    many = platform() == "gpu" and on_one_device() and hidden.shape[0] * hidden.shape[1] >= MANY
+    narrow = 2 * config.num_kv_heads * config.head_dim <= config.hidden_size
+    aligned = config.num_kv_heads % 4 == 0  # rows of whole 16 bytes
+    return plain and many and narrow and aligned
 
 
 def keys_and_scores(
@@ -120,13 +126,14 @@ def keys_and_scores(
 ) -> tuple[Float[Array, "B T K D"], Float[Array, "B K T"]]:
     """The projection of keys with these weights, and `predicted_scores`, of bfloat16 states as in `in_parts`."""
     weights, bias = (parameters[name].astype(jnp.float32) for name in ("weights", "bias"))
+    check_layer("weights", weights, "bias", bias, entering.shape[-1])
     rows = keys.reshape(-1, keys.shape[-1])
-    # Turned by slices, which takes no launch of its own.
-    turned = jnp.concatenate([weights[None, :, head] for head in range(weights.shape[1])])
-    together = jnp.concatenate([rows, *parts_of(turned)])
+    # Transposed by slices, which takes no launch of its own.
+    transposed = jnp.concatenate([weights[None, :, head] for head in range(weights.shape[1])])
+    together = jnp.concatenate([rows, *parts_of(transposed)])
     products = jnp.einsum("btm,om->bto", entering, together, preferred_element_type=jnp.float32)
     projected = products[..., : len(rows)].astype(keys.dtype).reshape(*entering.shape[:2], *keys.shape[:2])
-    scores = jnp.sum(products[..., len(rows) :].reshape(*entering.shape[:2], PARTS, -1), axis=2)
+    scores = jnp.sum(products[..., len(rows) :].reshape(*entering.shape[:2], IN_FLOAT32, -1), axis=2)
     return projected, jnp.swapaxes(scores + bias[None, None], 1, 2)
 
 

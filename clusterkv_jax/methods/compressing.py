@@ -64,8 +64,8 @@ class Workspace:
     """Room for layers that are compressed at once.
 
     Attributes:
-        rows: of all of them, a leading dimension.
-        place: of the next layer that is read into it. Counted on the device, which would wait for a number of the host.
+        rows: what each layer's prompt has, stacked along a leading dimension.
+        place: of the next layer that is read into it. The device counts: it would wait for a number from the host.
     """
 
     rows: Prompt
@@ -119,22 +119,22 @@ def workspace_for(
     if held is not None and len(held) == at_once:
         return held
     leaves, tree = jax.tree.flatten(prompt)
-    rows, place = run(_empty, tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves))
+    shapes = tuple(((at_once, *x.shape), str(x.dtype)) for x in leaves)
+    watched = bool(jax.config.jax_debug_nans)  # pyright: ignore[reportAttributeAccessIssue]
+    rows, place = run(_empty, shapes, watched)
     return Workspace(jax.tree.unflatten(tree, rows), place)
 
 
 def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
     """The workspace with a layer's prompt in its next place, rows beyond the lengths zeroed; for use in a jit."""
-    every, place = workspace.rows, jnp.asarray(workspace.place)
-    assert every.squares is not None
-    put = lambda held, new: jax.lax.dynamic_update_index_in_dim(held, new, place, 0)  # noqa: E731
+    held, place = workspace.rows, jnp.asarray(workspace.place)
+    assert held.squares is not None
+    put = lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, place, 0)  # noqa: E731
     beside = lambda x: (x.queries, x.lengths, x.hidden, x.scores)  # noqa: E731
-    queries, lengths, hidden, scores = jax.tree.map(put, beside(every), beside(prompt))
+    queries, lengths, hidden, scores = jax.tree.map(put, beside(held), beside(prompt))
     (keys, of_keys), (values, of_values) = (
-        place_rows(held, squares, rows, prompt.lengths, place)
-        for held, squares, rows in zip(
-            (every.keys, every.values), every.squares, (prompt.keys, prompt.values), strict=True
-        )
+        place_rows(old, squares, rows, prompt.lengths, place)
+        for old, squares, rows in zip((held.keys, held.values), held.squares, (prompt.keys, prompt.values), strict=True)
     )
     rows = Prompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
     return Workspace(rows, (place + 1) % len(workspace))
@@ -287,10 +287,11 @@ def _group_heads(method: Method, plan: LayerPlan, heads: LayerCache, memory: ByH
     return placed(method, layer), placed_state(method, state)
 
 
-@jit(static_argnames=("shapes",))
-def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[list[Array], Int[Array, ""]]:
-    # What stands there is written before it is read.
-    return [jax.lax.empty(shape, dtype) for shape, dtype in shapes], jnp.zeros((), jnp.int32)
+@jit(static_argnames=("shapes", "zeroed"))
+def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...], zeroed: bool) -> tuple[list[Array], Int[Array, ""]]:
+    # Whatever stands there is overwritten before it is read; who debugs NaNs finds none.
+    make = jnp.zeros if zeroed else jax.lax.empty
+    return [make(shape, dtype) for shape, dtype in shapes], jnp.zeros((), jnp.int32)
 
 
 @jit()

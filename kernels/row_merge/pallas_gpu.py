@@ -114,7 +114,7 @@ def _thresholds(
     heads, edges = score.shape
     one = jax.ShapeDtypeStruct((heads,), jnp.int32)
     return call(
-        partial(_threshold, chunk=chunk, chunks=chunks, edges=edges, heads=heads // len(merges)),
+        partial(_threshold, chunk=chunk, chunks=chunks, edges=edges, per_sequence=heads // len(merges)),
         (one, one, jax.ShapeDtypeStruct((heads, chunks), jnp.int32)),
         score,
         merges,
@@ -125,7 +125,7 @@ def _thresholds(
     )
 
 
-def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges, heads):
+def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks, edges, per_sequence):
     """Threshold of one head; see `_thresholds`."""
     head = pl.program_id(0)
     n = jnp.minimum((length[head] + 1) // 2, edges)
@@ -135,7 +135,7 @@ def _threshold(score, merges, length, threshold, last, before, *, chunk, chunks,
         edge = tile * size + arange(size)
         return edge, plgpu.load(score.at[head, edge], mask=edge < n, other=-jnp.inf)
 
-    low, last_edge = limit_of(load, size, 1 if edges <= size else pl.cdiv(n, size), n, merges[head // heads])
+    low, last_edge = limit_of(load, size, 1 if edges <= size else pl.cdiv(n, size), n, merges[head // per_sequence])
     threshold[head] = low
     last[head] = last_edge
 
@@ -183,7 +183,7 @@ def _plan(
         # b of every merged a, as a number within the chunk; of the others one beyond all.
         b = jnp.where(is_merged, partner // 2 - number * half, half)
         # Sums run down the columns: along the rows they would be shuffles between threads.
-        joins = jnp.sum((b[:, None] == i[None, :]).astype(jnp.int32), axis=0)
+        joins = jnp.where(i < half, jnp.sum((b[:, None] == i[None, :]).astype(jnp.int32), axis=0), 0)
         order = b * half + i
         place = jnp.sum((order[:, None] < order[None, :]).astype(jnp.int32), axis=0)
         first = number * half + jnp.cumsum(joins) - joins
@@ -191,7 +191,7 @@ def _plan(
         _put(weight, head, number * half + place, a_degree, is_merged)
         _put(start, head, edge, first, i < half)
         _put(count, head, edge, joins, i < half)
-        if barrier:  # other threads wrote the degrees that are added up now: few, where a third sum would take all
+        if barrier:  # other threads wrote the degrees; a third sum over all pairs took longer than these reads
             plgpu.debug_barrier()
         add = lambda j, total: total + plgpu.load(weight.at[head, first + j], mask=j < joins, other=0.0)  # noqa: E731
         grown = jax.lax.fori_loop(0, jnp.max(joins), add, b_degree)

@@ -4,8 +4,8 @@
     python scripts/benchmarks/benchmark_prompt.py --tokens 16384 --tokens 65536 --repeats 11 --profile
 
 Weights are random, of Llama-3.1-8B's shapes by default. A device's clock drifts, so the methods take turns, and each
-call is also compared with the full cache's call before it. `--profile` lists the kernels in which a method's prompt
-differs from the full cache's, in microseconds a layer.
+call is also compared with the full cache's call of its turn. On a GPU `--profile` lists the kernels in which a
+method's prompt differs from the full cache's, in microseconds a layer.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_common import environment, kernel_times, timed
@@ -34,9 +35,13 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows that is kept")
     parser.add_argument("--tokens", type=int, action="append", help="of the prompt; repeat it [32768]", default=None)
     parser.add_argument("--repeats", type=int, default=9, help="calls of each method, beside the first")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--profile", action="store_true", help="list the kernels that differ")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    if options.profile and jax.default_backend() != "gpu":
+        parser.error(f"--profile needs a GPU, not a {jax.default_backend()}")
     config = replace(model_config(options.model), eos_ids=())
     params = random_params(config, jnp.dtype(options.dtype))
     budget = ckv.Budget(ratio=options.ratio)

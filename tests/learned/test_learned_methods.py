@@ -16,7 +16,7 @@ from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation import compile_ahead
 from clusterkv_jax.learned import surrogates as surrogates_room
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
-from clusterkv_jax.models import few_tokens, transformer
+from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate
@@ -259,13 +259,15 @@ def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chun
 
 def test_one_product_makes_keys_and_scores_of_long_prompts_in_bf16(monkeypatch):
     """Of a linear surrogate, on one GPU: elsewhere, and of few tokens, the product for scores alone stays."""
-    linear, hidden = {"weights": jnp.ones((8, 2)), "bias": jnp.ones(2)}, jnp.ones((1, 32, 8), jnp.bfloat16)
-    config, beside = tiny().config, surrogates_room.beside_keys
+    linear, hidden = {"weights": jnp.ones((32, 4)), "bias": jnp.ones(4)}, jnp.ones((1, 9000, 64), jnp.bfloat16)
+    config = dataclasses.replace(tiny(kv_heads=4).config, hidden_size=64)
+    beside = surrogates_room.beside_keys
     assert not beside(config, linear, hidden)
     monkeypatch.setattr(surrogates_room, "platform", lambda: "gpu")
-    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     assert beside(config, linear, hidden)
-    assert not beside(config, linear, hidden[:, :16])
+    assert not beside(config, linear, hidden[:, :8000])
+    assert not beside(dataclasses.replace(config, hidden_size=32), linear, hidden[:, :, :32])
+    assert not beside(dataclasses.replace(config, num_kv_heads=2), linear, hidden)
     assert not beside(config, linear, hidden.astype(jnp.float32))
     assert not beside(config, linear | {"inner_weights": jnp.ones((8, 8))}, hidden)
     with jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):

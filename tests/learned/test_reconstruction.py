@@ -115,6 +115,8 @@ def test_one_product_makes_keys_and_scores():
     assert np.linalg.norm(np.asarray(projected, np.float64) - want) < 2**-8 * np.linalg.norm(want)
     want = np.swapaxes(wide @ np.asarray(surrogate["weights"], np.float64) + np.asarray(surrogate["bias"]), 1, 2)
     assert np.linalg.norm(scores - want) < 1e-6 * np.linalg.norm(want)
+    with pytest.raises(ValueError, match=r"weights must be \[64, outputs\] with as many outputs as bias"):
+        keys_and_scores(keys, {"weights": jnp.ones((64, 5)), "bias": jnp.ones(1)}, x)
 
 
 def test_few_tokens_in_one_launch_are_multiplied_in_float32():
