@@ -26,7 +26,8 @@ def _missing() -> list[str]:
 def programs():
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
-    process = python(Path(__file__).with_name("gpu_programs.py"))
+    # Some minutes on two cores; a slow machine that runs other tests beside needs more than ten.
+    process = python(Path(__file__).with_name("gpu_programs.py"), timeout=1800)
     return json.loads(process.stdout.splitlines()[-1])
 
 
