@@ -418,7 +418,7 @@ def _read_layer(
     chunk: int | None,
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
-    workspace: Workspace | None = None,
+    workspace: Workspace | None,
 ) -> tuple[Float[Array, "B N M"], Prompt | Workspace]:
     """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in its next
     place, rows beyond the lengths zeroed.

@@ -206,10 +206,12 @@ def qkv(
     """A layer's queries, keys and values: norm, projections, biases, QK norm, RoPE.
 
     Keys come out rotated: that is what a cache stores. Queries are such that attention divides their products with keys
-    by sqrt(D), whatever the model's scale. `projected` is the projection of keys, where the caller has made it.
+    by sqrt(D), whatever the model's scale. `projected` is the projection of keys without their biases, where the caller
+    has made it: of more tokens than kernels take.
     """
     weights = layer["attention"]
     by_kernel = few_tokens.multiplies(config, hidden)
+    assert projected is None or not by_kernel
     if by_kernel:
         norm = layer["attention_norm"] if few_tokens.normalises(config, hidden) else None
         x = attention_input(layer, config, hidden) if norm is None else hidden
@@ -217,8 +219,8 @@ def qkv(
     else:
         x = attention_input(layer, config, hidden)
         product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])  # noqa: E731
-        products = {"q": product("q"), "k": product("k") if projected is None else projected, "v": product("v")}
-        q, k, v = (_with_bias(y, weights, name) for name, y in products.items())
+        q, k, v = product("q"), product("k") if projected is None else projected, product("v")
+        q, k, v = (_with_bias(y, weights, name) for name, y in zip("qkv", (q, k, v), strict=True))
     if few_tokens.turns(config, q):
         q, k = few_tokens.turned(weights, config, q, k, positions)
     elif not (by_kernel and few_tokens.turns_along(config)):

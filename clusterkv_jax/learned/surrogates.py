@@ -17,7 +17,7 @@ from clusterkv_jax.sharding import on_one_device
 
 HIGHEST = jax.lax.Precision.HIGHEST
 IN_FLOAT32 = 3  # bfloat16 numbers whose sum is a float32 number
-MANY = 8192  # tokens: of fewer, a launch for their scores takes no longer than weights that are put side by side
+MANY = 8192  # tokens, by estimate: of fewer, a product for their scores takes no longer than weights put side by side
 FEW_OUTPUTS = 32  # KV heads: every token reads their weights for itself where one launch takes few tokens
 
 
