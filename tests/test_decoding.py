@@ -104,7 +104,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     def inner(tokens):
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
         lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths)
+        lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths, None)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
     most = reading.tokens_at_once() // batch
