@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from clusterkv_jax.presets import completed
     from clusterkv_jax.results import Result, Stats
     from clusterkv_jax.sampling import Sampling
     from clusterkv_jax.saving import load as load_cache
@@ -91,6 +92,7 @@ __all__ = [
     "WindowCache",
     "attend",
     "build_index",
+    "completed",
     "compress",
     "decode_step",
     "generate",
@@ -125,6 +127,7 @@ _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "WindowCache": "cache.WindowCache",
     "attend": "attention.attend",
     "build_index": "tensors.build_index",
+    "completed": "presets.completed",
     "compress": "tensors.compress",
     "decode_step": "decoding.decode_step",
     "generate": "generation.generate",

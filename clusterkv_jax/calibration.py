@@ -10,6 +10,7 @@ All come from plain text, and are written as one file: `.yaml` to read and edit,
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import tempfile
@@ -49,6 +50,9 @@ LEAST_SHARE = 1 / 16
 NEARLY_WHOLE = 0.9
 # The weight of a head whose keys all have a similar neighbour. A head without any such key weighs 1 more.
 CLUSTER_FLOOR = 0.1
+
+# Bytes of a file's numbers as YAML, 160 for each head: that of OPT-66B has 740 KiB, which are read in some 3 s.
+MOST_NUMBERS = 2 * schema.MIB
 
 # Arrays of a layer's surrogate, in the order in which they are applied.
 SURROGATES = {"linear": ("weights", "bias"), "mlp": ("inner_weights", "inner_bias", "weights", "bias")}
@@ -249,11 +253,26 @@ def to_yaml(calibration: Calibration) -> str:
     return yaml.safe_dump(_lists(content), sort_keys=False, default_flow_style=None, width=10**6)
 
 
+def fingerprint(calibration: Calibration) -> str:
+    """Tells a calibration from every other one, its surrogate included."""
+    arrays = [x for layer in calibration.surrogate or () for x in layer.values()]
+    parts = [to_yaml(calibration), *(digest(np.ascontiguousarray(x, np.float32)) for x in arrays)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 def write(file: str | Path, calibration: Calibration) -> None:
-    """A `.yaml` file of everything but the surrogate, or a `.safetensors` file of everything."""
-    file = Path(file)
+    """A `.yaml` file of everything but the surrogate, or a `.safetensors` file of everything.
+
+    Raises ValueError, and writes nothing, for what `read` would not take.
+    """
+    file, numbers = Path(file), to_yaml(calibration)
+    if len(numbers) > MOST_NUMBERS:
+        raise ValueError(
+            f"The calibration of {calibration.model} has {len(numbers):,} bytes of numbers, and at most "
+            f"{MOST_NUMBERS:,} are read; nothing was written to {file}."
+        )
     if file.suffix != ".safetensors":
-        write_whole(file, to_yaml(calibration))
+        write_whole(file, numbers)
         return
     if calibration.surrogate is None:
         raise ValueError(
@@ -262,7 +281,7 @@ def write(file: str | Path, calibration: Calibration) -> None:
     arrays = {f"{i}.{name}": x for i, layer in enumerate(calibration.surrogate) for name, x in layer.items()}
     arrays = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
     # One entry: the library writes several in any order, and the same calibration is the same file.
-    about = {"numbers": to_yaml(calibration), "checksums": {name: digest(x) for name, x in arrays.items()}}
+    about = {"numbers": numbers, "checksums": {name: digest(x) for name, x in arrays.items()}}
     with replacing(file) as temporary:
         save_file(arrays, temporary, metadata={_ENTRY: json.dumps(about)})
 
@@ -324,13 +343,13 @@ def read(file: str | os.PathLike[str]) -> Calibration:
     """
     file = _located(file)
     if file.suffix != ".safetensors":
-        return _parsed(schema.read_text(file, most=schema.MOST_YAML), str(file))
+        return _parsed(schema.read_text(file, most=MOST_NUMBERS), str(file))
     entries, metadata = header(file)
     if _ENTRY not in metadata:
         raise ValueError(f"{file} is no calibration: its metadata lack {_ENTRY!r}.")
     about = schema.checked(schema.from_json(metadata[_ENTRY], str(file)), _About, str(file))
-    if len(about.numbers) > schema.MOST_YAML:
-        raise ValueError(f"{file} is no calibration: its numbers are larger than {schema.size(schema.MOST_YAML)}.")
+    if len(about.numbers) > MOST_NUMBERS:
+        raise ValueError(f"{file} is no calibration: its numbers are larger than {schema.size(MOST_NUMBERS)}.")
     calibration, checksums = _parsed(about.numbers, str(file)), about.checksums
     arrays = {name: np.array(entry.map()) for name, entry in entries.items()}
     for name, x in arrays.items():

@@ -213,7 +213,7 @@ def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype)
     arrays = {each.name: _array(each, kind) for each in part}
     digests = {each.name: to_builtins(describe(arrays[each.name], each.axis)) for each in part}
     with naming(folder), _settings(orbax):
-        orbax.partial.save(folder / WEIGHTS, arrays)
+        orbax.partial.save((folder / WEIGHTS).absolute(), arrays)  # it takes no other path
     write_whole(folder / _DONE, json.dumps(digests))
 
 
@@ -256,7 +256,7 @@ def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manife
             for session in part.glob(f"{WEIGHTS}.*"):
                 shutil.copytree(session, new / session.name, copy_function=_link, dirs_exist_ok=True)
         with _settings(orbax):
-            orbax.partial.finalize(new / WEIGHTS)
+            orbax.partial.finalize((new / WEIGHTS).absolute())
         files = files_beside(checkpoint.folder)
         extra = [CALIBRATION] if (checkpoint.folder / CALIBRATION).is_file() else []
         with nearby(checkpoint.folder, files + extra) as folder:

@@ -73,7 +73,7 @@ def generate(
             method sees the question before it decides what to keep. Equal prompts are read once.
         max_new_tokens: most tokens generated per prompt.
         sampling: greedy by default.
-        seed: of the sampling, and of methods that draw.
+        seed: of the sampling, whose draws depend on a sequence's place in the batch, and of methods that draw.
         stop: a sequence ends when its text contains one of these; the text is cut before it.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
         on_text: called as on_text(sequence, text) with each new piece of text.
@@ -123,7 +123,7 @@ def generate(
         window_bytes=in_windows,
         host_bytes=host_bytes(cache),
         **traffic(cache),
-        full_cache_bytes=full_bytes(model, batch),
+        full_cache_bytes=full_bytes(model, batch.width + batch.reserve, len(batch.texts)),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
         new_tokens=[len(sequence) for sequence in tokens],

@@ -95,6 +95,9 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
 def completed(model: Model, method: methods.Method) -> methods.Method:
     """The method with what only a model knows: its calibration's shares, and words of its tokenizer.
 
+    `generate` and `Engine` do this themselves. `prefill`, `decode_step` and `load_cache` take a method as it is, and
+    get the same cache for the completed one. A method that needs nothing of a model is returned as it is.
+
     Raises ValueError for anything but a model.
     """
     if not isinstance(model, Model):
@@ -103,6 +106,11 @@ def completed(model: Model, method: methods.Method) -> methods.Method:
     if model.tokenizer is None or "repetition" not in method.needs(0):
         return result
     return result.with_words(instruction(model.tokenizer))
+
+
+def asks_calibration(model: Model, method: methods.Method) -> bool:
+    """Whether answers depend on the model's calibration: on its scores, or on shares that the method does not name."""
+    return "scores" in method.needs(0) or with_shares(model.calibration, method) != method
 
 
 def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):

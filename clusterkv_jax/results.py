@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from clusterkv_jax.batch import Batch
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.methods.request import row_bytes
 from clusterkv_jax.texts import Tokens
@@ -22,13 +21,14 @@ class Stats:
         recalled_rows: rows that the last step chose to attend to `[layer][sequence][query head]`, of methods that keep
             more than they attend to; a layer that attends to everything, and any other method, has none.
         union_rows: how many different ones the query heads of a KV head chose together `[layer][sequence][KV head]`.
-        cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it.
+        cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it; in an engine
+            those of a slot.
         window_bytes: those of them that are in windows.
         host_bytes: those of them in the host store of a method that has one.
         moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
         cluster_hit_rate: share of the clusters recalled in these steps that the device held in whole.
         row_hit_rate: the same of rows, other than sinks and those not clustered yet, which are always on the device.
-        full_cache_bytes: bytes of the same batch's cache without compression, windows as windows.
+        full_cache_bytes: bytes of the same batch's cache, or slot, without compression, windows as windows.
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
         new_tokens: tokens generated for each prompt.
@@ -62,8 +62,8 @@ class Result:
     stats: Stats
 
 
-def full_bytes(model: Model, batch: Batch) -> int:
-    """Bytes of the same batch's cache without compression, windows as windows."""
-    config, dtype, rows = model.config, model.params["embed"].dtype, batch.width + batch.reserve
+def full_bytes(model: Model, rows: int, sequences: int = 1) -> int:
+    """Bytes of a cache without compression that has room for so many rows of each head, windows as windows."""
+    config, dtype = model.config, model.params["embed"].dtype
     of_layers = rows * len(config.global_layers) + min(rows, config.window or 0) * len(config.sliding_layers)
-    return row_bytes(config.head_dim, dtype, dtype) * of_layers * config.num_kv_heads * len(batch.texts)
+    return row_bytes(config.head_dim, dtype, dtype) * of_layers * config.num_kv_heads * sequences

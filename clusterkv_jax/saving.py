@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> K
 
     Raises:
         ValueError: one sentence, if the file is missing, damaged or no cache, or was made by another version, model or
-            method, or with other weights.
+            method, or with other weights; those of a Flax model, which training may change, are not looked at.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
     path = _checked_path(path, config, method)
@@ -104,6 +104,18 @@ def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> K
             return _read(path, config, method)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Tells a cache file from every other one; `load` checks that it is true.
+
+    Raises ValueError, one sentence, if there is no such file, or it is no cache.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            return (file.metadata() or {}).get("checksum", "")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
 
 
 def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
@@ -233,7 +245,10 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
                 f"this one has {ours[name]!r}."
             )
     if about.method != repr(method):
-        raise ValueError(f"The cache {path} was made by {shown(about.method)}, not by {method!r}.")
+        raise ValueError(
+            f"The cache {path} was made by {shown(about.method)}, not by {method!r}; where the two differ by what a "
+            "calibration says, give clusterkv_jax.completed(model, method)."
+        )
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:

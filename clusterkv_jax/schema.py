@@ -28,7 +28,7 @@ T = TypeVar("T")
 KIB, MIB = 2**10, 2**20
 # Configurations of models need four levels. What is deeper is an accident or an attack.
 MOST_LEVELS = 32
-# Outlier heads and shares of a large model take 80 KiB of YAML, which PyYAML reads in a second.
+# PyYAML reads so much in a second.
 MOST_YAML = 256 * KIB
 _SHOWN = 80
 

@@ -16,7 +16,7 @@ from clusterkv_jax.cli.process import RESTART
 from clusterkv_jax.cli.terminal import one_sentence_errors
 from clusterkv_jax.folders import files_beside, locate, nearby
 from clusterkv_jax.models.registry import FAMILIES
-from clusterkv_jax.presets import completed, find_preset, preset
+from clusterkv_jax.presets import completed, preset
 from clusterkv_jax.training.examples import read_examples, sizes_of
 from clusterkv_jax.training.loop import asked_to_end, progress
 from clusterkv_jax.training.trainees import Trainee, of_flax, of_model
@@ -77,8 +77,7 @@ def method_of(name: str | None, budget: str | None, own: Any) -> Any:
         if budget is not None:
             raise ValueError(f"--budget {budget} needs a --method.")
         return own or ckv.Full()
-    takes = find_preset(name).takes_budget
-    return preset(name, parse_budget(budget) if budget is not None and takes else None)
+    return preset(name, None if budget is None else parse_budget(budget))
 
 
 def export(trainee: Trainee, weights: Any, source: str, out: Path) -> None:

@@ -70,6 +70,29 @@ def test_the_file_says_what_was_measured(file):
     assert profile.settings["tokens"] == 256
 
 
+def test_what_could_not_be_read_is_not_written(file, tmp_path, monkeypatch):
+    """Heads of the largest models fit: OPT-66B has 4,608, Qwen1.5-72B 5,120."""
+    assert calibration.MOST_NUMBERS > 1.5 * 160 * 5120
+    profile = calibration.read(file)
+    surrogate = tuple({"weights": np.ones((64, 2), np.float32), "bias": np.ones(2, np.float32)} for _ in range(6))
+    monkeypatch.setattr(calibration, "MOST_NUMBERS", len(file.read_text()) - 1)
+    for name in ("new.yaml", "new.safetensors"):
+        with pytest.raises(ValueError, match=r"of demo has [\d,]+ bytes of numbers, .* nothing was written to .*new\."):
+            calibration.write(tmp_path / name, replace(profile, surrogate=surrogate))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(calibration, "MOST_NUMBERS", len(file.read_text()))
+    calibration.write(tmp_path / "new.yaml", profile)
+    assert calibration.read(tmp_path / "new.yaml") == profile
+
+
+def test_a_fingerprint_tells_surrogates_apart(file):
+    profile = calibration.read(file)
+    one, other = (({"weights": np.full((64, 2), x, np.float32)},) * 6 for x in (1, 2))
+    marks = [calibration.fingerprint(replace(profile, surrogate=x)) for x in (None, one, other, one)]
+    assert len(set(marks)) == 3
+    assert marks[1] == marks[3]
+
+
 def test_presets_take_it(file):
     profile = calibration.read(file)
     outliers = profile.outlier_heads

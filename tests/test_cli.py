@@ -55,6 +55,7 @@ def test_help_shows_examples():
     result = _run("generate", "--help")
     assert result.exit_code == 0
     assert "clusterkv generate --prompt-file book.txt" in result.stdout
+    assert "--prompt-file two.txt \\ --prompt-file three.txt" in " ".join(result.stdout.split())
 
 
 def test_help_needs_nothing_heavy():
@@ -116,6 +117,8 @@ def test_several_texts_are_answered_by_an_engine(model, text, tmp_path):
     assert run["texts"] == alone
     assert [stats["prompt_tokens"] for stats in run["stats"]] == [[300], [300], [200], [200]]
     assert (run["engine"]["finished"], run["engine"]["slots"]) == (4, 2)
+    whole = json.loads(_generate(model, text, "--prompt-file", other, "--json").stdout)["runs"][0]["stats"]
+    assert {stats["cache_bytes"] / stats["full_cache_bytes"] for stats in whole} == {1}
     shown = _generate(model, text, "--prompt-file", other, *ways, env={"COLUMNS": "100"})
     assert shown.exit_code == 0, shown.stderr
     for part in ("other.txt", "100-150 of 200-300", "tokens/s"):

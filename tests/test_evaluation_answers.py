@@ -1,5 +1,6 @@
 """How suites are answered, and the command that asks for it."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import cli
-from clusterkv_jax.cli.options import parse_entries
+from clusterkv_jax import calibration, cli
+from clusterkv_jax.cli.options import check_taken, parse_entries
 from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.models import transformer
@@ -77,6 +78,30 @@ def test_methods_and_budgets_become_rows():
     ):
         with pytest.raises(ValueError, match=said):
             parse_entries(names, budgets)
+
+
+def test_a_budget_that_nobody_takes_is_refused():
+    for names, budgets in ((("full",), ("1.0",)), (("full", "snapkv"), ("64",))):
+        check_taken(parse_entries(names, budgets), budgets)
+    with pytest.raises(ValueError, match=r"--budgets 0\.5 needs a method that takes a budget; full keeps everything\."):
+        check_taken(parse_entries(("full",), ("0.5",)), ("0.5",))
+
+
+def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
+    """Another surrogate scores other rows: its answers are those of another run."""
+    own = ckv.load("demo").calibration
+    other = [{name: -x for name, x in layer.items()} for layer in own.surrogate]
+    calibration.write(tmp_path / "other.safetensors", dataclasses.replace(own, surrogate=tuple(other)))
+    options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "1", "--budgets", "0.25"]
+    run = lambda method, folder, *more: CliRunner().invoke(  # noqa: E731
+        cli.app, ["evaluate", *options, "--methods", method, "--output", str(tmp_path / folder), *more]
+    )
+    with_other = ("--calibration", str(tmp_path / "other.safetensors"))
+    assert run("kvzap", "[/learned]").exit_code == 0
+    assert run("kvzap", "[/learned]").exit_code == 0
+    refused = run("kvzap", "[/learned]", *with_other)
+    assert refused.exit_code == 2
+    assert "holds a run with calibration = " in refused.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -265,10 +265,20 @@ def test_what_does_not_fit_is_named_in_a_sentence(toy):
         layer.attn = Unknown()
     with pytest.raises(ValueError, match=r"Unknown is attention of an unknown kind, without qkv, output, v_proj, o_"):
         ckv.nnx.compressed(model, ckv.Full())
-    for layer in model.layers:
-        del layer.attn
+    model.layers[0].attn = toy.layers[0].attn
+    with pytest.raises(ValueError, match="attention of several kinds: Unknown is attention of an unknown kind"):
+        ckv.nnx.compressed(model, ckv.Full())
+    del model.layers[1].attn
+    with pytest.raises(ValueError, match=r"Layer has no attention under the name 'attn'\."):
+        ckv.nnx.compressed(model, ckv.Full())
+    del model.layers[0].attn
     with pytest.raises(ValueError, match="has no attention under the names attn, attention, self_attn"):
         ckv.nnx.compressed(model, ckv.Full())
+    unlike = nnx.clone(toy)
+    attention = unlike.layers[1].attn
+    attention.k = attention.v = nnx.LinearGeneral(32, (1, 8), use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"as many heads .* \(1, 2, 2, 8\) in layer 0, .* \(1, 2, 1, 8\) in layer 1"):
+        ckv.nnx.compressed(unlike, ckv.Full())
     with pytest.raises(ValueError, match="Embed has no list of layers under the name 'layers'"):
         ckv.nnx.compressed(model.embed, ckv.Full())
     flat = ckv.nnx.Layout(project=lambda attention, hidden, positions: (hidden, hidden, hidden))

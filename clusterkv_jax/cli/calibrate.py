@@ -126,7 +126,7 @@ def calibrate(
         calibration.write(output, measures)
         _report(measures, output, plot)
         if push is not None:
-            Console().print(f"Uploaded: {calibration.push(measures, push)}", highlight=False, soft_wrap=True)
+            Console().print(f"Uploaded: {calibration.push(measures, push)}", markup=False, soft_wrap=True)
 
 
 def _check_push(push: str | None) -> None:
@@ -224,7 +224,8 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
         highlight=False,
     )
     files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
-    console.print(f"Written to {files}", highlight=False, soft_wrap=True)
+    console.print(f"Written to {files}", markup=False, highlight=False, soft_wrap=True)
     if measures.surrogate is not None and output.suffix != ".safetensors":
         advice = f"auto, orbitkv and kvzap need it: name {output.with_suffix('.safetensors')}"
-        console.print(f"The surrogate of scores is not in a {output.suffix} file; {advice}.", soft_wrap=True)
+        line = f"The surrogate of scores is not in a {output.suffix} file; {advice}."
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ Orbax's format (OCDBT) is made for that:
 The model passes through memory in parts of half a gigabyte. One for a bucket is made on this machine first, and takes
 its size on the disk. Killed, the same command goes on where it was; the folder gets its name when it is whole. Weights
 in fp8, int8 or int4 are written as the numbers that they stand for. Needs the extra pods:
-pip install 'clusterkv-jax[pods]'.
+pip install 'clusterkv-jax\\[pods]'.
 """
 
 
@@ -47,4 +47,4 @@ def convert(
                 source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
             )
         text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."
-        Console().print(text, highlight=False, soft_wrap=True)
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from clusterkv_jax.cli.options import (
     ProcessId,
     budgets_option,
     cache_dtype_option,
+    check_taken,
     methods_option,
     parse_count,
     parse_entries,
@@ -47,7 +48,10 @@ def evaluate(
     ] = "results",
     tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
-    limit: Annotated[int | None, _what(help="Most examples of each task.", min=1, show_default="the suite's")] = None,
+    limit: Annotated[
+        int | None,
+        _what(help="Most examples of each task, and of each length, depth or book.", min=1, show_default="the suite's"),
+    ] = None,
     query_aware: Annotated[
         bool, _what("--query-aware", help="Let methods see the question before they compress.")
     ] = False,
@@ -79,12 +83,13 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
-        from clusterkv_jax.calibration import read
+        from clusterkv_jax.calibration import fingerprint, read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
+        from clusterkv_jax.presets import asks_calibration
 
         results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
@@ -94,6 +99,7 @@ def evaluate(
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
         entries = parse_entries(split(methods), split(budgets), measured, cache_dtype)
+        check_taken(entries, split(budgets))
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)
         process = 0 if others is None else others.index
@@ -124,6 +130,8 @@ def evaluate(
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
+        if network.calibration is not None and any(asks_calibration(network, entry.method) for entry in entries):
+            config["calibration"] = fingerprint(network.calibration)
         config = runner.settings(config, jobs, entries)
         batches = batching.plan(jobs, entries, batch_size, partial(responses.possible, network))
         serving: dict[int, Any] = {}
@@ -230,8 +238,9 @@ def _show(summary: Any, output: str | Path) -> None:
     console = console if console.is_terminal else Console(width=240)
     console.print(_screen(summary))
     for note in table.notes(summary):
-        console.print(note, style="dim")
-    console.print(f"Written to {output}: results.jsonl, run.json, table.md, report.html", highlight=False)
+        console.print(note, style="dim", markup=False)
+    written = f"Written to {output}: results.jsonl, run.json, table.md, report.html"
+    console.print(written, markup=False, highlight=False)
 
 
 def _screen(summary: Any) -> Table:

@@ -43,7 +43,7 @@ Compare two methods on two questions, with 1,024 rows kept:
 
 Answer about many texts, eight at a time:
 
-  clusterkv generate --prompt-file one.txt --prompt-file two.txt \
+  clusterkv generate --prompt-file one.txt --prompt-file two.txt \\
     --prompt-file three.txt --question "Who?" --method centroidkv --cache-ratio .25
 
 From a pipe to a program, with a model of your own:
@@ -53,7 +53,7 @@ From a pipe to a program, with a model of your own:
 
 A model of the hub at a tag, drawing as its authors say, with a calibration of the hub:
 
-  clusterkv generate --model owner/name@v1.0 --sampling model --prompt-file book.txt \
+  clusterkv generate --model owner/name@v1.0 --sampling model --prompt-file book.txt \\
     --method auto --cache-ratio .125 --calibration owner/name-calibration
 
 Models come from the hub's cache where they are in it; HF_HUB_OFFLINE=1 asks for nothing

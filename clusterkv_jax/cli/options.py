@@ -97,6 +97,13 @@ def parse_entries(
     return entries
 
 
+def check_taken(entries: Sequence[Any], budgets: Sequence[str]) -> None:
+    """Raise ValueError if all methods keep everything, and a budget says otherwise."""
+    smaller = [text for text in budgets if (parse_budget(text).ratio or 0) < 1]
+    if smaller and all(entry.name == "full" for entry in entries):
+        raise ValueError(f"--budgets {','.join(smaller)} needs a method that takes a budget; full keeps everything.")
+
+
 def _check_twins(option: str, texts: Sequence[str], values: Sequence[Any]) -> None:
     """Raise ValueError where two texts mean the same."""
     for place, value in enumerate(values):

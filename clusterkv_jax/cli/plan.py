@@ -77,7 +77,7 @@ def plan(
             return
         show(found, Console())
         if plot is not None:
-            Console().print(f"Drawn in {plot}", highlight=False, soft_wrap=True)
+            Console().print(f"Drawn in {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check(question: Any) -> Any:

@@ -34,6 +34,7 @@ class Context:
         tokens: of the prompt; of a saved cache they are not known.
         length: how many there are.
         file: the saved cache that it is, or None.
+        fingerprint: of that file as it was read.
         seed: of methods that draw.
         max_new_tokens: what budgets of base "prompt+new" count.
         shelf: of the engine that read it.
@@ -43,6 +44,7 @@ class Context:
     tokens: tuple[int, ...] = field(repr=False)
     length: int
     file: Path | None
+    fingerprint: str | None = field(repr=False)
     seed: int
     max_new_tokens: int
     shelf: Any = field(repr=False)

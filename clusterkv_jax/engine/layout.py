@@ -37,6 +37,7 @@ class Layout:
     Attributes:
         slots: sequences that are decoded together.
         limits: of a slot.
+        rows: of a slot, for each head, where nothing is compressed.
         plans: of the layers, for prompts of every length.
         one: shapes of the cache of one slot.
         logits: shape of its logits.
@@ -47,6 +48,7 @@ class Layout:
 
     slots: int
     limits: Limits
+    rows: int
     plans: tuple[LayerPlan, ...] = field(repr=False)
     one: KVCache = field(repr=False)
     logits: Any
@@ -91,4 +93,4 @@ def make_layout(
     contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
     memory = memory_plan(params, config, (one, logits), slots, width, contexts)
     check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
-    return Layout(slots, limits, plans, one, logits, contexts, memory, prefill_chunk)
+    return Layout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, prefill_chunk)

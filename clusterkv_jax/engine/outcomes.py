@@ -4,6 +4,7 @@ from clusterkv_jax.cache import KVCache, nbytes
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.diagnosis import check_finite
 from clusterkv_jax.engine.board import Order, Seat
+from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -13,11 +14,12 @@ from clusterkv_jax.texts import Tokens, cut, decode
 from clusterkv_jax.windows import window_bytes
 
 
-def result_of(model: Model, seat: Seat, one: KVCache, now: KVCache | None, end_s: float, compile_s: float) -> Result:
+def result_of(model: Model, seat: Seat, layout: Layout, now: KVCache | None, end_s: float, compile_s: float) -> Result:
     """What `generate` returns of a request, as far as it has come.
 
-    `one` are the shapes of a slot's cache, `now` is what statistics look at in the slot, where the method recalls.
+    `now` is what statistics look at in its slot, where the method recalls.
     """
+    one = layout.one
     order, tokens = seat.order, list(seat.tokens)
     recalled, union = ([], []) if now is None else recalled_rows(now)
     moved = {"moved_bytes": 0, "cluster_hit_rate": 0.0, "row_hit_rate": 0.0} if now is None else traffic(now)
@@ -33,7 +35,7 @@ def result_of(model: Model, seat: Seat, one: KVCache, now: KVCache | None, end_s
         window_bytes=window_bytes(one),
         host_bytes=host_bytes(one),
         **moved,
-        full_cache_bytes=full_bytes(model, order.batch),
+        full_cache_bytes=full_bytes(model, layout.rows),
         prompt_tokens=[order.prompt_tokens],
         question_tokens=[len(order.question)],
         new_tokens=[len(tokens)],

@@ -40,14 +40,14 @@ class Reader:
         """A new context on the shelf: of a text, token ids, or the path of a saved cache."""
         limits = self.layout.limits
         if is_file(text):
-            length, reading = read_file(text, self.model, self.method, self.layout)
+            length, mark, reading = read_file(text, self.model, self.method, self.layout)
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
-            context = Context(number, (), length, Path(text), 0, new, self._shelf)
+            context = Context(number, (), length, Path(text), mark, 0, new, self._shelf)
         else:
             tokens = encode(self.model, [text], "prompt", special=True)[0]
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
             batch = self.batch(tokens, None, new, ())
-            context = Context(number, tuple(tokens), len(tokens), None, seed, new, self._shelf)
+            context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf)
             reading = read_batch(self.model, self.method, self.layout, batch, seed)
         self._shelf.put(number, reading)
         return context
@@ -57,7 +57,9 @@ class Reader:
         if (reading := self._shelf.get(context.number)) is not None:
             return reading
         if context.file is not None:
-            reading = read_file(context.file, self.model, self.method, self.layout)[1]
+            _, mark, reading = read_file(context.file, self.model, self.method, self.layout)
+            if mark != context.fingerprint:
+                raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
         else:
             batch = self.batch(list(context.tokens), None, context.max_new_tokens, ())
             reading = read_batch(self.model, self.method, self.layout, batch, context.seed)
@@ -106,10 +108,14 @@ def is_file(prompt: Any) -> bool:
     return isinstance(prompt, os.PathLike)
 
 
-def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, Reading]:
-    """How many tokens a saved cache has read, and the cache. Raises ValueError if it does not fit the slots."""
+def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, str, Reading]:
+    """How many tokens a saved cache has read, its fingerprint, and the cache.
+
+    Raises ValueError if it does not fit the slots.
+    """
     limits = layout.limits
     cache = saving.load(path, model.config, method)
+    mark = saving.fingerprint(path)
     length = int(np.asarray(cache.position)[0])
     if cache.position.shape[0] != 1:
         raise ValueError(f"The saved cache {path} must hold one sequence, got {cache.position.shape[0]}.")
@@ -121,7 +127,7 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
             "a reserve for which nothing is compressed later; save one with Engine.save."
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
-    return length, Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
+    return length, mark, Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 
 def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:

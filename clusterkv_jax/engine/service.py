@@ -370,7 +370,7 @@ class Engine:
         if slot is not None and not self.method.forgets:
             with self._on_mesh():
                 looked_at = programs.of_slot(self._slots.cache, slot)
-        return result_of(self.model, seat, self._layout.one, looked_at, now, self._tally.compile_s)
+        return result_of(self.model, seat, self._layout, looked_at, now, self._tally.compile_s)
 
     # --- small parts ---
 

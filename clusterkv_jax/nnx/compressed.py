@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
-from clusterkv_jax.nnx.layouts import Layout, layers_of, layout_of
+from clusterkv_jax.nnx.layouts import Layout, attentions, layers_of, layout_of
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import auto_mesh
 from clusterkv_jax.texts import Texts, is_list
@@ -75,9 +76,6 @@ def compressed(
     if not is_list(eos_ids) or not all(isinstance(end, int | np.integer) for end in eos_ids):
         raise ValueError(f"eos_ids must be a list of token ids, got {shown(eos_ids)}.")
     layout = layout_of(model) if attention is None else attention
-    for layer in layers_of(model, layout.layers):
-        if not hasattr(layer, layout.attention):
-            raise ValueError(f"{type(layer).__name__} has no attention under the name {layout.attention!r}.")
     config = _config(model, layout, max_positions, tuple(eos_ids))
     found = None if calibration is None else read_calibration(calibration)
     if found is not None:
@@ -172,11 +170,19 @@ def _variables(arrays: Mapping[str, Any]) -> Any:
 
 def _config(model: nnx.Module, layout: Layout, max_positions: int, eos_ids: tuple[int, ...]) -> ModelConfig:
     """Sizes of a model, from shapes that go through it. Raises ValueError if they do not fit each other."""
-    parts, ids = in_parts(model, layout), jnp.zeros((1, 2), jnp.int32)
-    plain, layer = FlaxDecoder(layout), parts["layers"][0]
+    attentions(layers_of(model, layout.layers), layout.attention)
+    parts, ids, name = in_parts(model, layout), jnp.zeros((1, 2), jnp.int32), type(model).__name__
+    plain = FlaxDecoder(layout)
     hidden = jax.eval_shape(plain.embed, parts, ids, ids)
-    (q, k, _), result = jax.eval_shape(lambda *args: _first_layer(plain, *args), layer, hidden, ids)
-    name = type(model).__name__
+    through = partial(jax.eval_shape, lambda *args: _through_layer(plain, *args))
+    (q, k, _), result = through(parts["layers"][0], hidden, ids)
+    for number, layer in enumerate(parts["layers"][1:], start=1):
+        (other_q, other_k, _), _ = through(layer, hidden, ids)
+        if (other_q.shape, other_k.shape) != (q.shape, k.shape):
+            raise ValueError(
+                f"{name}: all layers need as many heads of the same size, got queries {q.shape} and keys {k.shape} in "
+                f"layer 0, {other_q.shape} and {other_k.shape} in layer {number}."
+            )
     decoder = FlaxDecoder(layout, _place(result, hidden, name))
     logits = jax.eval_shape(decoder.unembed, parts, hidden)
     return ModelConfig(
@@ -199,7 +205,7 @@ def _config(model: nnx.Module, layout: Layout, max_positions: int, eos_ids: tupl
 
 def _reach(model: nnx.Module, layout: Layout) -> dict[str, Any]:
     """Which layers have a window, and the cap of scores. Raises ValueError where layers differ otherwise."""
-    every = [getattr(layer, layout.attention) for layer in layers_of(model, layout.layers)]
+    every = attentions(layers_of(model, layout.layers), layout.attention)
     windows, caps = [layout.window(one) for one in every], {layout.soft_cap(one) for one in every}
     sizes = {window for window in windows if window is not None}
     for what, found in (("window", sizes), ("cap of scores", caps)):
@@ -209,7 +215,7 @@ def _reach(model: nnx.Module, layout: Layout) -> dict[str, Any]:
     return {"window": next(iter(sizes), None), "sliding_layers": sliding, "soft_cap": next(iter(caps))}
 
 
-def _first_layer(decoder: FlaxDecoder, layer: Params, hidden: Array, positions: Array) -> tuple[Any, Any]:
+def _through_layer(decoder: FlaxDecoder, layer: Params, hidden: Array, positions: Array) -> tuple[Any, Any]:
     result, place = decoder.run(layer, hidden, positions)
     if place.qkv is None:
         raise ValueError(f"A layer does not call its attention {decoder.layout.attention!r}.")

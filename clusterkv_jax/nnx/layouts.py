@@ -85,17 +85,27 @@ def layout_of(model: Any) -> Layout:
             f"A layer of {type(model).__name__}, {type(layers[0]).__name__}, has no attention under the names "
             f"{', '.join(_ATTENTIONS)}: give compressed attention=nnx.Layout(attention=...)."
         )
-    every = [getattr(layer, name) for layer in layers]
+    every = attentions(layers, name)
     attention = every[0]
     beside = sys.modules.get(type(attention).__module__)
-    kinds = (make for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
-    make = next(kinds, None)
+    kinds = ((names, make) for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
+    names, make = next(kinds, ((), None))
     if make is None:
         raise ValueError(_missing(attention))
+    if (other := next((one for one in every if not _has(one, names)), None)) is not None:
+        raise ValueError(f"{type(model).__name__} has attention of several kinds: {_missing(other)}")
     # The rotations of a model are those of a layer that sees every token.
     layout = make(attention)
     whole = next((one for one in every if layout.window(one) is None), attention)
     return replace(make(whole), attention=name)
+
+
+def attentions(layers: list[Any], name: str) -> list[Any]:
+    """The attention of each layer under this attribute. Raises ValueError if one has none."""
+    for layer in layers:
+        if getattr(layer, name, None) is None:
+            raise ValueError(f"{type(layer).__name__} has no attention under the name {name!r}.")
+    return [getattr(layer, name) for layer in layers]
 
 
 def layers_of(model: Any, path: str) -> list[Any]:

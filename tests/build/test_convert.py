@@ -318,11 +318,20 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, ["convert", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
-def test_the_command(tmp_path, whole):
+def test_the_command(tmp_path, whole, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(whole / "source", "./here")
+    assert (result.exit_code, result.stdout) == (0, "Written to ./here\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert same(load("./here").params, load(whole / "target").params)
     result = run(whole / "source", tmp_path / "new", "--dtype", "bfloat16")
     assert (result.exit_code, result.stdout) == (0, f"Written to {tmp_path / 'new'}\n")
     result = run(whole / "source", tmp_path / "new", "--dtype", "bfloat16")
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'new'} is whole already; nothing was done.\n")
+
+
+def test_help_says_what_to_install():
+    assert "pip install 'clusterkv-jax[pods]'" in run("--help").stdout
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,14 @@ def test_plain_text_is_cut_into_contexts_and_what_follows(tmp_path):
         examples.read_examples(file, model, context_tokens=1024, answer_tokens=64)
 
 
+def test_the_script_refuses_a_budget_that_is_not_taken():
+    method_of = script("train.py").method_of
+    assert method_of("snapkv", "0.5", None).budget == ckv.Budget(ratio=0.5)
+    assert method_of("full", None, None) == ckv.Full()
+    with pytest.raises(ValueError, match="Full keeps everything and takes no budget"):
+        method_of("full", "0.125", None)
+
+
 def test_the_script_warms_up_in_fewer_steps_than_there_are(monkeypatch, data, tmp_path):
     """Nobody who takes few steps need say so."""
     program, settings = script("train.py"), []

@@ -7,6 +7,7 @@ import string
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,9 +16,10 @@ from typing_extensions import override
 
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
+from clusterkv_jax.calibration import PARTS, Calibration
 from clusterkv_jax.engine import readings
 from tests.support.byte_model import byte_tokenizer
-from tests.support.tiny import prompt, random_params, tiny
+from tests.support.tiny import prompt, random_params, tiny, with_surrogate
 
 METHOD = ckv.CentroidKV(ckv.Budget(ratio=0.5), sinks=2, recent=4, chunk=16, interval=4)
 SIZES = {"slots": 3, "max_tokens": 128, "reserve": 64}
@@ -170,6 +172,45 @@ def test_a_saved_context_is_asked_by_another_engine(tmp_path):
         served.add(tmp_path / "nothing", **EIGHT)
     with pytest.raises(ValueError, match="does not fit the engine's slots"):
         engine(max_tokens=64, reserve=16).add(file, prompt(904, 4), **EIGHT)
+
+
+def test_a_file_that_has_become_another_is_refused(tmp_path):
+    first, file, other = engine(), tmp_path / "context.safetensors", tmp_path / "other.safetensors"
+    first.save(first.read(prompt(3, 50)), file)
+    first.save(first.read(prompt(4, 60)), other)
+    served = engine(context_bytes=0, context_host_bytes=0)
+    context = served.read(file)
+    assert tuple(served.add(context, prompt(904, 4), **EIGHT).result().tokens[0]) == alone(3, 50, 4)
+    other.replace(file)
+    with pytest.raises(ValueError, match=r"The saved cache .* is another one than this engine has read\."):
+        served.add(context, prompt(904, 4), **EIGHT).result()
+    assert tuple(served.add(file, prompt(904, 4), **EIGHT).result().tokens[0]) == alone(4, 60, 4)
+
+
+def test_a_slot_of_the_full_cache_is_all_of_it():
+    served = engine(method=ckv.Full())
+    for length in (20, 90):
+        stats = served.add(prompt(1, length), **EIGHT).result().stats
+        assert stats.cache_bytes == stats.full_cache_bytes
+
+
+def test_a_completed_method_reads_what_an_engine_writes(tmp_path):
+    """Shares of a calibration are the method's own for an engine; `load_cache` knows no model."""
+    rising = np.linspace(-3, 0, len(PARTS))
+    scores = ((tuple(rising.tolist()), tuple((rising + 0.5).tolist())),) * 2
+    heads = ((0.5, 0.5),) * 2
+    model = dataclasses.replace(
+        with_surrogate(tiny()), calibration=Calibration("tiny", heads, (), heads, {}, scores, heads)
+    )
+    method = ckv.OrbitKV(ckv.Budget(ratio=0.5), sinks=2, recent=4)
+    served, file = engine(model, method=method), tmp_path / "context.safetensors"
+    served.save(served.read(prompt(3, 50)), file)
+    with pytest.raises(ValueError, match=r"give clusterkv_jax\.completed\(model, method\)"):
+        ckv.load_cache(file, model.config, method)
+    completed = ckv.completed(model, method)
+    assert completed.budget.shares is not None
+    assert ckv.completed(model, completed) == completed
+    ckv.load_cache(file, model.config, completed)
 
 
 def test_a_cache_that_prefill_made_is_asked(tmp_path):
