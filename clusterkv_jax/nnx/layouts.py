@@ -93,7 +93,10 @@ def layout_of(model: Any) -> Layout:
     if make is None:
         raise ValueError(_missing(attention))
     if (other := next((one for one in every if not _has(one, names)), None)) is not None:
-        raise ValueError(f"{type(model).__name__} has attention of several kinds: {_missing(other)}")
+        both = f"{type(attention).__name__} and with {type(other).__name__}"
+        raise ValueError(
+            f"{type(model).__name__} has layers with {both}: all need attention of one kind, with {', '.join(names)}."
+        )
     # The rotations of a model are those of a layer that sees every token.
     layout = make(attention)
     whole = next((one for one in every if layout.window(one) is None), attention)
