@@ -108,13 +108,16 @@ def load(
 
 
 def calibrated(model: Model, calibration: Calibration) -> Model:
-    """The model with a calibration, and its surrogate in float32 among the parameters.
+    """The model with a calibration, and its surrogate in float32 among the parameters; one that has none leaves the
+    surrogate that the model has.
 
     Raises ValueError if the calibration is of another model.
     """
     calibration.check(model.config)
     layers = model.params["layers"]
-    if calibration.surrogate is not None:
+    if calibration.surrogate is None:
+        calibration = replace(calibration, surrogate=model.calibration and model.calibration.surrogate)
+    else:
 
         def place(x: Any) -> jax.Array:
             if model.mesh is None:

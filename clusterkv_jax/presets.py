@@ -24,7 +24,7 @@ import msgspec
 from clusterkv_jax import methods, schema
 from clusterkv_jax.buckets import place
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.calibration import Calibration, with_shares
+from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.errors import shown
@@ -108,9 +108,12 @@ def completed(model: Model, method: methods.Method) -> methods.Method:
     return result.with_words(instruction(model.tokenizer))
 
 
-def asks_calibration(model: Model, method: methods.Method) -> bool:
-    """Whether answers depend on the model's calibration: on its scores, or on shares that the method does not name."""
-    return "scores" in method.needs(0) or with_shares(model.calibration, method) != method
+def described(model: Model, method: methods.Method) -> str:
+    """What answers depend on: the method, and the model's calibration where it takes scores or shares from there."""
+    takes_it = "scores" in method.needs(0) or with_shares(model.calibration, method) != method
+    if model.calibration is None or not takes_it:
+        return repr(method)
+    return f"{method!r} with calibration {fingerprint(model.calibration)}"
 
 
 def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):

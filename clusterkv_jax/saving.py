@@ -96,6 +96,11 @@ def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> K
             method, or with other weights; those of a Flax model, which training may change, are not looked at.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
+    return read(path, config, method)[0]
+
+
+def read(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> tuple[KVCache, str]:
+    """What `load` reads, and a fingerprint that tells the file from every other one. Raises as `load`."""
     path = _checked_path(path, config, method)
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
@@ -106,21 +111,10 @@ def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> K
             raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
 
 
-def fingerprint(path: str | os.PathLike[str]) -> str:
-    """Tells a cache file from every other one; `load` checks that it is true.
-
-    Raises ValueError, one sentence, if there is no such file, or it is no cache.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            return (file.metadata() or {}).get("checksum", "")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
-
-
-def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
+def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str]:
     with safe_open(path, framework="np") as file:
-        about = _about(path, file.metadata() or {})
+        metadata = file.metadata() or {}
+        about = _about(path, metadata)
         _check_origin(path, about, config, method)
         if different := sorted(set(file.keys()) ^ about.checksums.keys()):
             raise ValueError(f"{path} is damaged: {different[0]} is not among its arrays, or not among its checksums.")
@@ -147,7 +141,7 @@ def _read(path: Path, config: ModelConfig, method: Method) -> KVCache:
         for layer, keeps in zip(layers, state, strict=True)
     )
     cache = dataclasses.replace(cache, layers=layers)
-    return commit(cache) if method.holds == "host" else cache
+    return commit(cache) if method.holds == "host" else cache, metadata["checksum"]
 
 
 # --- arrays by their place ---

@@ -137,7 +137,7 @@ def main(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Fine-tune a model through a compressed cache."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(markup=False, soft_wrap=True, highlight=False)
     with one_sentence_errors(debug), asked_to_end() as asked:
         check_one_of("gradient", gradient, "answers", "rows")
         check_one_of("dtype", dtype, "float32", "bfloat16")

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, cli, observation
-from clusterkv_jax.presets import preset
+from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.presets import described, preset
 from tests.support.tiny import prompt, tiny
 
 TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
@@ -91,6 +92,22 @@ def test_a_fingerprint_tells_surrogates_apart(file):
     marks = [calibration.fingerprint(replace(profile, surrogate=x)) for x in (None, one, other, one)]
     assert len(set(marks)) == 3
     assert marks[1] == marks[3]
+
+
+def test_a_method_is_described_with_the_calibration_that_its_answers_depend_on(file):
+    """A file without a surrogate leaves the model the one that it has, which is told apart too."""
+    rows = ckv.Budget(ratio=0.5)
+    profile = replace(calibration.read(file), surrogate=None)
+    demo = ckv.load("demo")
+    other = [{name: -x for name, x in layer.items()} for layer in demo.calibration.surrogate]
+    models = [
+        demo,
+        calibrated(demo, profile),
+        calibrated(calibrated(demo, replace(demo.calibration, surrogate=tuple(other))), profile),
+    ]
+    assert len({described(model, ckv.KVzap(rows)) for model in models}) == 3
+    assert {described(model, ckv.SnapKV(rows)) for model in models} == {repr(ckv.SnapKV(rows))}
+    assert described(replace(demo, calibration=None), ckv.KVzap(rows)) == repr(ckv.KVzap(rows))
 
 
 def test_presets_take_it(file):

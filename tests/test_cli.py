@@ -180,6 +180,18 @@ def test_methods_and_budgets_are_repeated_or_stand_between_commas(model, text):
         assert np.unique(runs[2]["stats"]["kept_rows"]).tolist() == [100]
 
 
+def test_brackets_of_a_name_are_no_markup(model, text, tmp_path):
+    """A terminal's library takes [/b] for the end of something, and [b] for bold."""
+    file = tmp_path / "[/b]" / "[b].yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("method: SnapKV\ndescription: Some rows\nsource: a test\nsettings: {window: 8}")
+    both = ("--method", file, "--method", "full", "--cache-ratio", 0.5)
+    result = _generate(model, text, *both, "--prompt-file", text, env={"COLUMNS": "1000"})
+    assert result.exit_code == 0, result.stderr
+    assert str(file) in result.stdout
+    assert f"{file}: " in result.stderr
+
+
 def test_a_model_is_named_once(model, text):
     command = ["inspect", "keys", "--text", str(text), "--tokens", "256"]
     for names in ([], [str(model), "--model", str(model)]):

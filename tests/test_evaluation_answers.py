@@ -92,16 +92,20 @@ def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
     own = ckv.load("demo").calibration
     other = [{name: -x for name, x in layer.items()} for layer in own.surrogate]
     calibration.write(tmp_path / "other.safetensors", dataclasses.replace(own, surrogate=tuple(other)))
-    options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "1", "--budgets", "0.25"]
+    options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "1"]
     run = lambda method, folder, *more: CliRunner().invoke(  # noqa: E731
-        cli.app, ["evaluate", *options, "--methods", method, "--output", str(tmp_path / folder), *more]
+        cli.app, ["evaluate", *options, *method.split(), "--output", str(tmp_path / folder), *more]
     )
+    kvzap = "--methods kvzap --budgets 0.25"
     with_other = ("--calibration", str(tmp_path / "other.safetensors"))
-    assert run("kvzap", "[/learned]").exit_code == 0
-    assert run("kvzap", "[/learned]").exit_code == 0
-    refused = run("kvzap", "[/learned]", *with_other)
+    assert run(kvzap, "[/learned]").exit_code == 0
+    assert run(kvzap, "[/learned]").exit_code == 0
+    refused = run(kvzap, "[/learned]", *with_other)
     assert refused.exit_code == 2
-    assert "holds a run with calibration = " in refused.output.replace("\n", " ")
+    assert "holds a run with methods kvzap@0.25 = " in " ".join(refused.output.split())
+    assert run("--methods full", "full").exit_code == 0
+    joint = ["join", str(tmp_path / "[/learned]"), str(tmp_path / "full"), "--output", str(tmp_path / "joint")]
+    assert CliRunner().invoke(cli.app, joint).exit_code == 0
 
 
 @pytest.mark.parametrize(

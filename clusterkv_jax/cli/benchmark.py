@@ -96,7 +96,7 @@ def benchmark(
             return
         print(text)
         for note in notes:
-            Console(stderr=True).print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+            Console(markup=False, stderr=True).print(note, style="dim", highlight=False, soft_wrap=True)
 
 
 def the_question(
@@ -170,7 +170,7 @@ def _write(output: Path, results: Any, text: str, found: dict[str, Any]) -> list
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[Any], None]]:
     """A line on standard error for each timing, and what is left."""
-    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status("Starting ...") as spinner:
 
         def show(step: Any) -> None:
@@ -182,7 +182,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[Any], None]]:
                 what = f"TTFT {step.line['ttft_s']:.3f} s, TPOT {1e3 * step.line['tpot_s']:.2f} ms"
             left = f"{step.left_s:,.0f} s left"
             repeat = f"repeat {step.repeat}" if step.repeat else "first call"
-            console.print(f"[{step.number}/{step.total}] {name(step.cell)}, {repeat}: {what}; {left}", markup=False)
+            console.print(f"[{step.number}/{step.total}] {name(step.cell)}, {repeat}: {what}; {left}")
             spinner.update(f"{step.number} of {step.total} timings, {left} ...")
 
         yield show

@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from clusterkv_jax.cli.options import CompilationCache, ModelArgument, ModelOption, one_model
 from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
@@ -126,7 +127,7 @@ def calibrate(
         calibration.write(output, measures)
         _report(measures, output, plot)
         if push is not None:
-            Console().print(f"Uploaded: {calibration.push(measures, push)}", markup=False, soft_wrap=True)
+            Console(markup=False).print(f"Uploaded: {calibration.push(measures, push)}", soft_wrap=True)
 
 
 def _check_push(push: str | None) -> None:
@@ -209,12 +210,10 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
     for name in columns:
         table.add_column(name, justify="right" if name == "layer" else "left")
     for layer, (shares, *others) in enumerate(zip(measures.outlier_share, *tables, strict=True)):
-        cells = (
-            f"[red]{share:.0%}[/]" if (layer, head) in measures.outlier_heads else f"{share:.0%}"
-            for head, share in enumerate(shares)
-        )
-        table.add_row(str(layer), " ".join(cells), *(" ".join(f"{row:.2g}" for row in rows) for rows in others))
-    console = Console()
+        style = lambda head: "red" if (layer, head) in measures.outlier_heads else ""  # noqa: B023, E731
+        cells = Text(" ").join(Text(f"{share:.0%}", style(head)) for head, share in enumerate(shares))
+        table.add_row(str(layer), cells, *(" ".join(f"{row:.2g}" for row in rows) for rows in others))
+    console = Console(markup=False)
     console.print(table)
     sizes = measures.settings
     heads = sum(map(len, measures.outlier_share))
@@ -224,8 +223,8 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
         highlight=False,
     )
     files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
-    console.print(f"Written to {files}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Written to {files}", highlight=False, soft_wrap=True)
     if measures.surrogate is not None and output.suffix != ".safetensors":
         advice = f"auto, orbitkv and kvzap need it: name {output.with_suffix('.safetensors')}"
         line = f"The surrogate of scores is not in a {output.suffix} file; {advice}."
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)

@@ -47,4 +47,4 @@ def convert(
                 source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
             )
         text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+        Console(markup=False).print(text, highlight=False, soft_wrap=True)

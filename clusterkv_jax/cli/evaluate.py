@@ -12,6 +12,7 @@ import typer.core
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from clusterkv_jax.cli.options import (
     CALIBRATION,
@@ -83,13 +84,13 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
-        from clusterkv_jax.calibration import fingerprint, read
+        from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
-        from clusterkv_jax.presets import asks_calibration
+        from clusterkv_jax.presets import described
 
         results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
@@ -114,8 +115,8 @@ def evaluate(
         positions = network.config.max_positions
         if without := suites.left_out(suite, options):
             note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."
-            Console(stderr=True, highlight=False).print(note, style="dim")
-        with Console(stderr=True).status(f"Building the cases of {suite} ..."):
+            Console(markup=False, stderr=True, highlight=False).print(note, style="dim")
+        with Console(markup=False, stderr=True).status(Text(f"Building the cases of {suite} ...")):
             examples = suites.cases(suite, options, network.tokenizer, positions)
             examples = [building.query_aware(case) for case in examples] if query_aware else examples
             jobs = [
@@ -130,9 +131,7 @@ def evaluate(
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
-        if network.calibration is not None and any(asks_calibration(network, entry.method) for entry in entries):
-            config["calibration"] = fingerprint(network.calibration)
-        config = runner.settings(config, jobs, entries)
+        config = runner.settings(config, jobs, entries, partial(described, network))
         batches = batching.plan(jobs, entries, batch_size, partial(responses.possible, network))
         serving: dict[int, Any] = {}
         answers = [
@@ -234,13 +233,13 @@ def _show(summary: Any, output: str | Path) -> None:
     """The table on the screen, and where the files are."""
     from clusterkv_jax.evaluation.report import table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=240)
+    console = Console(markup=False)
+    console = console if console.is_terminal else Console(markup=False, width=240)
     console.print(_screen(summary))
     for note in table.notes(summary):
-        console.print(note, style="dim", markup=False)
+        console.print(note, style="dim")
     written = f"Written to {output}: results.jsonl, run.json, table.md, report.html"
-    console.print(written, markup=False, highlight=False)
+    console.print(written, highlight=False)
 
 
 def _screen(summary: Any) -> Table:
@@ -271,4 +270,4 @@ def _list_suites() -> None:
         listed.add_column(name)
     for name, suite in SUITES.items():
         listed.add_row(name, suite.description, ", ".join(suite.tasks) or "a book each")
-    Console().print(listed)
+    Console(markup=False).print(listed)

@@ -154,7 +154,7 @@ def generate(
         if as_json:
             print(json.dumps(_as_json(model, files, question or [], runs), indent=2, ensure_ascii=False))
             return
-        console = Console()
+        console = Console(markup=False)
         console.print()
         if not stream:
             console.print(_answers(files, question or [], runs))
@@ -265,9 +265,9 @@ def _served(
         context_bytes=0,
         prefill_chunk=sizes["prefill_chunk"],
     )
-    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-    with console.status(name) as line:
-        show = lambda stats: line.update(f"{name}: {stats.finished} of {len(prompts)} · {in_a_line([stats])}")  # noqa: E731
+    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    with console.status(Text(name)) as line:
+        show = lambda stats: line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {in_a_line([stats])}"))  # noqa: E731
         results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
     stats = engine.stats()
     console.print(f"{name}: {in_a_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
@@ -277,11 +277,11 @@ def _served(
 @contextmanager
 def _progress(name: str, quiet: bool) -> Iterator[tuple[Callable[[str, int, int], None] | None, Callable[[], None]]]:
     """Bars on standard error, gone when done; also how to clear them before text is streamed."""
-    console = Console(stderr=True)
+    console = Console(markup=False, stderr=True)
     if quiet or not console.is_terminal:
         yield None, lambda: None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bars = Progress(*columns, console=console, transient=True)
     tasks: dict[str, Any] = {}
 

@@ -62,7 +62,7 @@ def inspect_keys(
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
         by_name = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
         write_whole(output, inspection_page.page_of(network, ids, by_name))
-        Console().print(f"Written to {output}", markup=False, highlight=False)
+        Console(markup=False).print(f"Written to {output}", highlight=False)
 
 
 @inspect.command("recall")
@@ -112,8 +112,8 @@ def inspect_recall(
             table.add_column(f"B = {budget:,}", justify="right")
         for name in dict.fromkeys(name for name, _ in rates):
             table.add_row(name, *(f"{recall_rates.mean_rate(rates[name, budget]):.3f}" for budget in rows))
-        Console().print(table)
-        Console().print(f"Written to {output}", markup=False, highlight=False)
+        Console(markup=False).print(table)
+        Console(markup=False).print(f"Written to {output}", highlight=False)
 
 
 def _tokens_of(network: Any, text: str, tokens: int) -> list[int]:

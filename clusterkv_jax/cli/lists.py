@@ -37,4 +37,4 @@ def _print(header: Sequence[str], entries: Sequence[tuple[str, ...]]) -> None:
     for entry in entries:
         table.add_row(*entry)
     # A line each: cut at the edge of a terminal, whole in a file or a pipe.
-    Console(width=None if Console().is_terminal else 1000).print(table)
+    Console(markup=False, width=None if Console().is_terminal else 1000).print(table)

@@ -13,6 +13,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from clusterkv_jax.cli.terminal import one_sentence_errors
 
@@ -75,9 +76,9 @@ def plan(
         if as_json:
             print(json.dumps(found, indent=2))
             return
-        show(found, Console())
+        show(found, Console(markup=False))
         if plot is not None:
-            Console().print(f"Drawn in {plot}", markup=False, highlight=False, soft_wrap=True)
+            Console(markup=False).print(f"Drawn in {plot}", highlight=False, soft_wrap=True)
 
 
 def check(question: Any) -> Any:
@@ -102,9 +103,9 @@ def check(question: Any) -> Any:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is compiled; gone when done."""
-    console = Console(stderr=True, quiet=quiet)
+    console = Console(markup=False, stderr=True, quiet=quiet)
     with console.status("Starting ...") as spinner:
-        yield lambda doing: spinner.update(f"{doing[:1].upper()}{doing[1:]} ...")
+        yield lambda doing: spinner.update(Text(f"{doing[:1].upper()}{doing[1:]} ..."))
 
 
 def show(found: dict[str, Any], console: Console) -> None:

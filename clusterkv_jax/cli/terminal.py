@@ -10,6 +10,7 @@ import platformdirs
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from clusterkv_jax.cli.process import ERROR, INTERRUPTED
 
@@ -25,7 +26,7 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        Console(stderr=True).print("Interrupted.")
+        Console(markup=False, stderr=True).print("Interrupted.")
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError:
         raise
@@ -35,7 +36,7 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
-        Console(stderr=True, soft_wrap=True).print(sentence(error), markup=False, highlight=False)
+        Console(markup=False, stderr=True, soft_wrap=True).print(sentence(error), highlight=False)
         raise typer.Exit(ERROR) from error
 
 
@@ -60,7 +61,7 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
     Where no terminal is, a line is printed every half minute instead.
     """
-    console = Console(stderr=True)
+    console = Console(markup=False, stderr=True)
     if not console.is_terminal:
         yield _lines(console, total, unit)
         return
@@ -107,7 +108,7 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
     """
     from clusterkv_jax.engine.tally import in_a_line
 
-    console, begin, first = Console(stderr=True), 0.0, (0, 0)
+    console, begin, first = Console(markup=False, stderr=True), 0.0, (0, 0)
     show_line = _seldom(console)
 
     def text(lines: int, tokens: int) -> str:
@@ -152,9 +153,9 @@ def compiling(name: str, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A spinner while programs are compiled, then one line that says what that took; called with each one's name."""
     from clusterkv_jax.programs import compilation
 
-    console = Console(stderr=True, quiet=quiet, highlight=False)
-    with console.status(f"Compiling {name} ...") as spinner, compilation() as total:
-        yield lambda program: spinner.update(f"Compiling {name}: {program} ...")
+    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False)
+    with console.status(Text(f"Compiling {name} ...")) as spinner, compilation() as total:
+        yield lambda program: spinner.update(Text(f"Compiling {name}: {program} ..."))
     by_origin = {"compiled": total.programs - total.cached, "found in the cache": total.cached}
     counts = " and ".join(f"{count} programs {how}" for how, count in by_origin.items() if count)
     if counts:

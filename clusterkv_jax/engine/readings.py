@@ -114,8 +114,7 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
     Raises ValueError if it does not fit the slots.
     """
     limits = layout.limits
-    cache = saving.load(path, model.config, method)
-    mark = saving.fingerprint(path)
+    cache, mark = saving.read(path, model.config, method)
     length = int(np.asarray(cache.position)[0])
     if cache.position.shape[0] != 1:
         raise ValueError(f"The saved cache {path} must hold one sequence, got {cache.position.shape[0]}.")

@@ -89,9 +89,17 @@ def in_turn(respond: Respond) -> Answers:
     return answers
 
 
-def settings(config: Mapping[str, Any], jobs: Sequence[Job], entries: Sequence[Entry]) -> Record:
-    """The configuration with its methods, and a digest of all cases and their tokens."""
-    methods = {f"{entry.name}@{entry.budget}": repr(entry.method) for entry in entries}
+def settings(
+    config: Mapping[str, Any],
+    jobs: Sequence[Job],
+    entries: Sequence[Entry],
+    described: Callable[[Any], str] = repr,
+) -> Record:
+    """The configuration with its methods, and a digest of all cases and their tokens.
+
+    `described` says what answers of a method depend on.
+    """
+    methods = {f"{entry.name}@{entry.budget}": described(entry.method) for entry in entries}
     return {**config, "methods": methods, "cases": _digest(jobs)}
 
 

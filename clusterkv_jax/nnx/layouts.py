@@ -87,16 +87,15 @@ def layout_of(model: Any) -> Layout:
         )
     every = attentions(layers, name)
     attention = every[0]
-    beside = sys.modules.get(type(attention).__module__)
-    kinds = ((names, make) for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near))
-    names, make = next(kinds, ((), None))
+    make = _kind(attention)
     if make is None:
         raise ValueError(_missing(attention))
-    if (other := next((one for one in every if not _has(one, names)), None)) is not None:
-        both = f"{type(attention).__name__} and with {type(other).__name__}"
-        raise ValueError(
-            f"{type(model).__name__} has layers with {both}: all need attention of one kind, with {', '.join(names)}."
-        )
+    for number, other in enumerate(every):
+        if _kind(other) is not make:
+            raise ValueError(
+                f"{type(model).__name__}: all layers need attention of one kind, got {type(attention).__name__} in "
+                f"layer 0 and {type(other).__name__} in layer {number}."
+            )
     # The rotations of a model are those of a layer that sees every token.
     layout = make(attention)
     whole = next((one for one in every if layout.window(one) is None), attention)
@@ -123,6 +122,12 @@ def layers_of(model: Any, path: str) -> list[Any]:
             "give compressed attention=nnx.Layout(layers=...)."
         )
     return layers
+
+
+def _kind(attention: Any) -> Callable[[Any], Layout] | None:
+    """What makes the layout of attention of this kind."""
+    beside = sys.modules.get(type(attention).__module__)
+    return next((make for names, near, make in _KNOWN if _has(attention, names) and _has(beside, near)), None)
 
 
 def _has(module: Any, names: tuple[str, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Fine-tuning a model through a compressed cache."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from clusterkv_jax.training.trainees import Trainee
 
 @dataclass(frozen=True)
 class Tuning:
-    """What determines a run beside its data: the file `run.json` beside the checkpoints."""
+    """What determines a run beside its examples and weights: of the file `run.json` beside the checkpoints."""
 
     model: str
     method: str
@@ -57,8 +58,9 @@ def tune(
     Raises ValueError if `work` holds another run's checkpoints, or the method cannot compress one of the contexts.
     """
     check_contexts(trainee, method, examples, sizes)
-    loop.claim(work / "run.json", json.dumps(vars(tuning), indent=2))
     config, through_rows = trainee.model.config, tuning.gradient == "rows"
+    determined = vars(tuning) | {"parameters": config.weights, "examples": _digest(examples)}
+    loop.claim(work / "run.json", json.dumps(determined, indent=2))
 
     def new_state() -> loop.State:
         return {"params": trainee.weights, "opt_state": tuning.optimizer.init(trainee.weights)}
@@ -75,6 +77,13 @@ def tune(
         return batches(examples, sizes, tuning.rows, tuning.seed, start)
 
     return loop.run(work, new_state, step, data, steps=tuning.steps, **options)
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    found = hashlib.sha256()
+    for example in examples:
+        found.update(repr(example).encode())
+    return found.hexdigest()
 
 
 def measured(

@@ -102,7 +102,7 @@ def train(
     ValueError if `work` holds checkpoints of another recipe.
     """
     loop.claim(work / "recipe.json", json.dumps(asdict(recipe), indent=2))
-    with loop.progress(console or Console(quiet=True), recipe.steps, every=LOG_EVERY) as report:
+    with loop.progress(console or Console(markup=False, quiet=True), recipe.steps, every=LOG_EVERY) as report:
         return loop.run(
             work,
             partial(new_state, recipe),
@@ -183,7 +183,7 @@ def main(
         raise typer.BadParameter(f"{recipe!r} is no recipe; allowed: {', '.join(RECIPES)}", param_hint="--recipe")
     work = work or Path("runs") / recipe
     out = out or (Path("models/demo") if recipe == "demo" else work / "model")
-    console = Console()
+    console = Console(markup=False)
     if evaluate:
         demo_evaluation.run(out, data, cases, console)
         return
