@@ -115,9 +115,9 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
     """
     calibration.check(model.config)
     layers = model.params["layers"]
-    if calibration.surrogate is None:
-        calibration = replace(calibration, surrogate=model.calibration and model.calibration.surrogate)
-    else:
+    if calibration.surrogate is None and model.calibration is not None:
+        calibration = replace(calibration, surrogate=model.calibration.surrogate)
+    if calibration.surrogate is not None:
 
         def place(x: Any) -> jax.Array:
             if model.mesh is None:
