@@ -249,15 +249,18 @@ _KEYS = [field.name for field in dataclasses.fields(Calibration) if field.name !
 
 def to_yaml(calibration: Calibration) -> str:
     """The text of a calibration file, a line per layer."""
-    content = {name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)}
-    return yaml.safe_dump(_lists(content), sort_keys=False, default_flow_style=None, width=10**6)
+    return yaml.safe_dump(_numbers(calibration), sort_keys=False, default_flow_style=None, width=10**6)
+
+
+def _numbers(calibration: Calibration) -> dict[str, Any]:
+    """Everything but the surrogate, as a file has it."""
+    return _lists({name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)})
 
 
 def fingerprint(calibration: Calibration) -> str:
     """Tells a calibration from every other one, its surrogate included."""
-    arrays = [x for layer in calibration.surrogate or () for x in layer.values()]
-    parts = [to_yaml(calibration), *(digest(np.ascontiguousarray(x, np.float32)) for x in arrays)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    arrays = [digest(np.asarray(x, np.float32)) for layer in calibration.surrogate or () for x in layer.values()]
+    return hashlib.sha256(json.dumps([_numbers(calibration), arrays]).encode()).hexdigest()
 
 
 def write(file: str | Path, calibration: Calibration) -> None:

@@ -95,8 +95,8 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
 def completed(model: Model, method: methods.Method) -> methods.Method:
     """The method with what only a model knows: its calibration's shares, and words of its tokenizer.
 
-    `generate` and `Engine` do this themselves. `prefill`, `decode_step` and `load_cache` take a method as it is, and
-    get the same cache for the completed one. A method that needs nothing of a model is returned as it is.
+    `generate` and `Engine` complete a method themselves. `prefill`, `decode_step` and `load_cache` see no model: with
+    the completed method their caches are those of `generate`. A method that needs nothing of a model stays as it is.
 
     Raises ValueError for anything but a model.
     """

@@ -239,10 +239,9 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
                 f"this one has {ours[name]!r}."
             )
     if about.method != repr(method):
-        raise ValueError(
-            f"The cache {path} was made by {shown(about.method)}, not by {method!r}; where the two differ by what a "
-            "calibration says, give clusterkv_jax.completed(model, method)."
-        )
+        alike = about.method.startswith(f"{type(method).__name__}(")
+        hint = "; clusterkv_jax.completed(model, method) has what a calibration says" if alike else ""
+        raise ValueError(f"The cache {path} was made by {shown(about.method)}, not by {method!r}{hint}.")
 
 
 def _check_numbers(name: str, x: np.ndarray) -> None:

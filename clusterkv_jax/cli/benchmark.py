@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from clusterkv_jax.cli.options import budgets_option, cache_dtype_option, methods_option, parse_entries, split
-from clusterkv_jax.cli.terminal import one_sentence_errors
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -96,7 +95,7 @@ def benchmark(
             return
         print(text)
         for note in notes:
-            Console(markup=False, stderr=True).print(note, style="dim", highlight=False, soft_wrap=True)
+            plain_console(stderr=True).print(note, style="dim", highlight=False, soft_wrap=True)
 
 
 def the_question(
@@ -170,7 +169,7 @@ def _write(output: Path, results: Any, text: str, found: dict[str, Any]) -> list
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[Any], None]]:
     """A line on standard error for each timing, and what is left."""
-    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status("Starting ...") as spinner:
 
         def show(step: Any) -> None:

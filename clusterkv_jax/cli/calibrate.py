@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.cli.options import CompilationCache, ModelArgument, ModelOption, one_model
-from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar, use_compilation_cache
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, progress_bar, use_compilation_cache
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -127,7 +126,7 @@ def calibrate(
         calibration.write(output, measures)
         _report(measures, output, plot)
         if push is not None:
-            Console(markup=False).print(f"Uploaded: {calibration.push(measures, push)}", soft_wrap=True)
+            plain_console().print(f"Uploaded: {calibration.push(measures, push)}", soft_wrap=True)
 
 
 def _check_push(push: str | None) -> None:
@@ -213,7 +212,7 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
         style = lambda head: "red" if (layer, head) in measures.outlier_heads else ""  # noqa: B023, E731
         cells = Text(" ").join(Text(f"{share:.0%}", style(head)) for head, share in enumerate(shares))
         table.add_row(str(layer), cells, *(" ".join(f"{row:.2g}" for row in rows) for rows in others))
-    console = Console(markup=False)
+    console = plain_console()
     console.print(table)
     sizes = measures.settings
     heads = sum(map(len, measures.outlier_share))

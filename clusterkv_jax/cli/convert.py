@@ -3,9 +3,8 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from clusterkv_jax.cli.terminal import one_sentence_errors, progress_bar
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, progress_bar
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -47,4 +46,4 @@ def convert(
                 source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
             )
         text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."
-        Console(markup=False).print(text, highlight=False, soft_wrap=True)
+        plain_console().print(text, highlight=False, soft_wrap=True)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 import typer.core
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +32,7 @@ from clusterkv_jax.cli.options import (
     parse_entries,
     split,
 )
-from clusterkv_jax.cli.terminal import one_sentence_errors, pace, use_compilation_cache
+from clusterkv_jax.cli.terminal import one_sentence_errors, pace, plain_console, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
 
@@ -115,8 +114,8 @@ def evaluate(
         positions = network.config.max_positions
         if without := suites.left_out(suite, options):
             note = f"{', '.join(without)} left out: they ask about a data set; add --data FOLDER or --data hub."
-            Console(markup=False, stderr=True, highlight=False).print(note, style="dim")
-        with Console(markup=False, stderr=True).status(Text(f"Building the cases of {suite} ...")):
+            plain_console(stderr=True, highlight=False).print(note, style="dim")
+        with plain_console(stderr=True).status(Text(f"Building the cases of {suite} ...")):
             examples = suites.cases(suite, options, network.tokenizer, positions)
             examples = [building.query_aware(case) for case in examples] if query_aware else examples
             jobs = [
@@ -233,8 +232,8 @@ def _show(summary: Any, output: str | Path) -> None:
     """The table on the screen, and where the files are."""
     from clusterkv_jax.evaluation.report import table
 
-    console = Console(markup=False)
-    console = console if console.is_terminal else Console(markup=False, width=240)
+    console = plain_console()
+    console = console if console.is_terminal else plain_console(width=240)
     console.print(_screen(summary))
     for note in table.notes(summary):
         console.print(note, style="dim")
@@ -270,4 +269,4 @@ def _list_suites() -> None:
         listed.add_column(name)
     for name, suite in SUITES.items():
         listed.add_row(name, suite.description, ", ".join(suite.tasks) or "a book each")
-    Console(markup=False).print(listed)
+    plain_console().print(listed)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +26,7 @@ from clusterkv_jax.cli.options import (
     split,
     stored_as,
 )
-from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, use_compilation_cache
+from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, plain_console, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -154,7 +153,7 @@ def generate(
         if as_json:
             print(json.dumps(_as_json(model, files, question or [], runs), indent=2, ensure_ascii=False))
             return
-        console = Console(markup=False)
+        console = plain_console()
         console.print()
         if not stream:
             console.print(_answers(files, question or [], runs))
@@ -265,7 +264,7 @@ def _served(
         context_bytes=0,
         prefill_chunk=sizes["prefill_chunk"],
     )
-    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status(Text(name)) as line:
         show = lambda stats: line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {in_a_line([stats])}"))  # noqa: E731
         results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
@@ -277,7 +276,7 @@ def _served(
 @contextmanager
 def _progress(name: str, quiet: bool) -> Iterator[tuple[Callable[[str, int, int], None] | None, Callable[[], None]]]:
     """Bars on standard error, gone when done; also how to clear them before text is streamed."""
-    console = Console(markup=False, stderr=True)
+    console = plain_console(stderr=True)
     if quiet or not console.is_terminal:
         yield None, lambda: None
         return

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 import typer.core
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from clusterkv_jax.cli.options import (
     parse_entries,
     split,
 )
-from clusterkv_jax.cli.terminal import one_sentence_errors, use_compilation_cache
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
 
 
 class KeysByDefault(typer.core.TyperGroup):
@@ -62,7 +61,7 @@ def inspect_keys(
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
         by_name = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
         write_whole(output, inspection_page.page_of(network, ids, by_name))
-        Console(markup=False).print(f"Written to {output}", highlight=False)
+        plain_console().print(f"Written to {output}", highlight=False)
 
 
 @inspect.command("recall")
@@ -112,8 +111,8 @@ def inspect_recall(
             table.add_column(f"B = {budget:,}", justify="right")
         for name in dict.fromkeys(name for name, _ in rates):
             table.add_row(name, *(f"{recall_rates.mean_rate(rates[name, budget]):.3f}" for budget in rows))
-        Console(markup=False).print(table)
-        Console(markup=False).print(f"Written to {output}", highlight=False)
+        plain_console().print(table)
+        plain_console().print(f"Written to {output}", highlight=False)
 
 
 def _tokens_of(network: Any, text: str, tokens: int) -> list[int]:

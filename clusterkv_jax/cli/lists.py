@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.cli.terminal import one_sentence_errors
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
@@ -37,4 +37,4 @@ def _print(header: Sequence[str], entries: Sequence[tuple[str, ...]]) -> None:
     for entry in entries:
         table.add_row(*entry)
     # A line each: cut at the edge of a terminal, whole in a file or a pipe.
-    Console(markup=False, width=None if Console().is_terminal else 1000).print(table)
+    plain_console(width=None if Console().is_terminal else 1000).print(table)

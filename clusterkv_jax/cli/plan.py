@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.terminal import one_sentence_errors
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -76,9 +76,9 @@ def plan(
         if as_json:
             print(json.dumps(found, indent=2))
             return
-        show(found, Console(markup=False))
+        show(found, plain_console())
         if plot is not None:
-            Console(markup=False).print(f"Drawn in {plot}", highlight=False, soft_wrap=True)
+            plain_console().print(f"Drawn in {plot}", highlight=False, soft_wrap=True)
 
 
 def check(question: Any) -> Any:
@@ -103,7 +103,7 @@ def check(question: Any) -> Any:
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is compiled; gone when done."""
-    console = Console(markup=False, stderr=True, quiet=quiet)
+    console = plain_console(stderr=True, quiet=quiet)
     with console.status("Starting ...") as spinner:
         yield lambda doing: spinner.update(Text(f"{doing[:1].upper()}{doing[1:]} ..."))
 

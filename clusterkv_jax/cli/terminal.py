@@ -18,6 +18,11 @@ from clusterkv_jax.cli.process import ERROR, INTERRUPTED
 PACE_SECONDS = 30
 
 
+def plain_console(**options: Any) -> Console:
+    """A console that prints names and paths as they are: brackets in them are no markup."""
+    return Console(markup=False, **options)
+
+
 @contextmanager
 def one_sentence_errors(debug: bool) -> Iterator[None]:
     """Every error ends the program with exit code 2 and one sentence, an interrupt with 130; with `debug` an error is
@@ -26,7 +31,7 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        Console(markup=False, stderr=True).print("Interrupted.")
+        plain_console(stderr=True).print("Interrupted.")
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError:
         raise
@@ -36,7 +41,7 @@ def one_sentence_errors(debug: bool) -> Iterator[None]:
         if debug:
             raise
         Console(stderr=True, soft_wrap=True).print("[bold red]Error:[/] ", end="")
-        Console(markup=False, stderr=True, soft_wrap=True).print(sentence(error), highlight=False)
+        plain_console(stderr=True, soft_wrap=True).print(sentence(error), highlight=False)
         raise typer.Exit(ERROR) from error
 
 
@@ -61,7 +66,7 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
     Where no terminal is, a line is printed every half minute instead.
     """
-    console = Console(markup=False, stderr=True)
+    console = plain_console(stderr=True)
     if not console.is_terminal:
         yield _lines(console, total, unit)
         return
@@ -108,7 +113,7 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
     """
     from clusterkv_jax.engine.tally import in_a_line
 
-    console, begin, first = Console(markup=False, stderr=True), 0.0, (0, 0)
+    console, begin, first = plain_console(stderr=True), 0.0, (0, 0)
     show_line = _seldom(console)
 
     def text(lines: int, tokens: int) -> str:
@@ -153,7 +158,7 @@ def compiling(name: str, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A spinner while programs are compiled, then one line that says what that took; called with each one's name."""
     from clusterkv_jax.programs import compilation
 
-    console = Console(markup=False, stderr=True, quiet=quiet, highlight=False)
+    console = plain_console(stderr=True, quiet=quiet, highlight=False)
     with console.status(Text(f"Compiling {name} ...")) as spinner, compilation() as total:
         yield lambda program: spinner.update(Text(f"Compiling {name}: {program} ..."))
     by_origin = {"compiled": total.programs - total.cached, "found in the cache": total.cached}

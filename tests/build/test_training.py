@@ -200,7 +200,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         loop.claim(tmp_path / "run.json", "a third")
 
 
-def test_other_examples_or_weights_are_another_run(data, tmp_path):
+def test_other_examples_are_another_run(data, tmp_path):
     """Cut differently, or changed where they lie, they come from a file of the same name."""
     tuned(data, tmp_path)
     with pytest.raises(ValueError, match=r"run\.json describes another run than this run's"):

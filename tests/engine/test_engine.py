@@ -205,8 +205,10 @@ def test_a_completed_method_reads_what_an_engine_writes(tmp_path):
     method = ckv.OrbitKV(ckv.Budget(ratio=0.5), sinks=2, recent=4)
     served, file = engine(model, method=method), tmp_path / "context.safetensors"
     served.save(served.read(prompt(3, 50)), file)
-    with pytest.raises(ValueError, match=r"give clusterkv_jax\.completed\(model, method\)"):
+    with pytest.raises(ValueError, match=r"; clusterkv_jax\.completed\(model, method\) has what a calibration says\."):
         ckv.load_cache(file, model.config, method)
+    with pytest.raises(ValueError, match=r"not by Full\(.*\)\.$"):
+        ckv.load_cache(file, model.config, ckv.Full())
     completed = ckv.completed(model, method)
     assert completed.budget.shares is not None
     assert ckv.completed(model, completed) == completed
