@@ -284,8 +284,11 @@ def _step_layer(
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
     _check_surrogate(weights, method, needs)
-    scores = jnp.swapaxes(_scores(weights, config, hidden), 1, 2) if "scores" in needs else None
-    qkv = transformer.qkv(weights, config, hidden, positions)
+    if "scores" in needs:
+        *qkv, scores = _projected(weights, config, hidden, positions)
+        scores = jnp.swapaxes(scores, 1, 2)
+    else:
+        qkv, scores = transformer.qkv(weights, config, hidden, positions), None
     sinks = transformer.sink_logits(weights, config)
     new = NewTokens(*qkv, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
     attended, layer, state = step_layer(method, layer, state, new)
@@ -296,18 +299,15 @@ def _projected(
     weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
 ) -> reading.Projected:
     """Queries, keys and values of tokens, and what a layer's surrogate says of them: both read the same norm."""
+    if few_tokens.scores(config, weights["surrogate"], hidden):
+        *heads, scores = transformer.qkv_and_scores(weights, config, hidden, positions)
+        return *heads, jnp.swapaxes(scores, 1, 2)
     if not beside_keys(config, weights["surrogate"], hidden):
-        return *transformer.qkv(weights, config, hidden, positions), _scores(weights, config, hidden)
+        stored = transformer.stored_attention_input(weights, config, hidden)
+        return *transformer.qkv(weights, config, hidden, positions), predicted_scores(weights["surrogate"], stored)
     entering = transformer.attention_input(weights, config, hidden)
     keys, scores = keys_and_scores(weights["attention"]["k"], weights["surrogate"], entering)
     return *transformer.qkv(weights, config, hidden, positions, keys), scores
-
-
-def _scores(weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B K T"]:
-    """What a layer's surrogate says of tokens."""
-    if few_tokens.scores(config, weights["surrogate"], hidden):
-        return jnp.swapaxes(few_tokens.scored(weights, config, hidden), 1, 2)
-    return predicted_scores(weights["surrogate"], transformer.stored_attention_input(weights, config, hidden))
 
 
 def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> None:

@@ -51,31 +51,17 @@ def normed(
     hidden: Float[Array, "1 1 M"],
     added: Float[Array, "parts 1 M"] | None,
     router: Float[Array, "E M"] | None = None,
-    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 1 M"], Float[Array, "1 1 E"] | None]:
     """A token's hidden state with the parts that a block adds to it, and the norm of that.
 
-    With a router its logits too, float32, and a bias added to them; on one device.
+    With a router its logits too, float32; on one device.
     """
     run: Any = partial(normed_rows, eps=config.norm_eps, offset=config.norm_offset)
     if not on_one_device():
         whole = PartitionSpec()
         run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
-    total, x, logits = run(hidden[0], added, weights["scale"], router, bias)
+    total, x, logits = run(hidden[0], added, weights["scale"], router)
     return total[None], x[None], None if logits is None else logits[None]
-
-
-def scores(config: ModelConfig, surrogate: Params, hidden: Float[Array, "B T M"]) -> bool:
-    """Whether a kernel says what a layer's surrogate does of a token: a linear one."""
-    return config.decoder is None and "inner_weights" not in surrogate and few(hidden) and normalises(config, hidden)
-
-
-def scored(layer: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"]) -> Float[Array, "1 1 K"]:
-    """What a layer's linear surrogate says of a token, float32."""
-    weights, bias = (layer["surrogate"][name].astype(jnp.float32) for name in ("weights", "bias"))
-    products = normed(layer["attention_norm"], config, hidden, None, weights.T, bias)[2]
-    assert products is not None
-    return products
 
 
 def multiplies(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
@@ -110,26 +96,39 @@ def heads(
     x: Float[Array, "B T M"],
     positions: Int[Array, "B T"],
     norm: Params | None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-    """Queries, keys and values with their biases, turned if `turns_along` says so; of one token after a norm."""
+    surrogate: Params | None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B T K"] | None]:
+    """Queries, keys and values with their biases, turned if `turns_along` says so; of one token after a norm.
+
+    With a surrogate what it says of the token, float32, if it `scores`.
+    """
     cos, sin = cosines_and_sines(positions, config.rope) if config.rope and turns_along(config) else (None, None)
     options: Any = {"eps": config.norm_eps, "offset": config.norm_offset}
 
     def run(x: Array, *operands: Any) -> tuple[Array, ...]:
-        q, k, v, *biases, cos, sin, scale = operands
+        q, k, v, *biases, cos, sin, scale, columns, bias = operands
         own = None if biases[0] is None else tuple(biases)
         angles = None if cos is None else (_rows(cos), _rows(sin))
-        results = head_products(_rows(x), (q, k, v), own, angles, scale, **options)
-        return tuple(y.reshape(*x.shape[:2], *y.shape[1:]) for y in results)
+        scoring = None if columns is None else (columns.T, bias)
+        results = head_products(_rows(x), (q, k, v), own, angles, scale, scoring, **options)
+        return tuple(y.reshape(*x.shape[:2], *y.shape[1:]) for y in results if y is not None)
 
     names = [("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")]
     operands = [(x, TOKENS), *((weights[name], (axis, None, None)) for name, axis in names)]
     operands += [(weights.get(f"{name}_bias"), (axis, None)) for name, axis in names]
     operands += [(angle, ("batch", None, None, None)) for angle in (cos, sin)]
     operands += [(None if norm is None else norm["scale"], (None,))]
+    for name, axes in (("weights", (None, None)), ("bias", (None,))):
+        operands += [(None if surrogate is None else surrogate[name].astype(jnp.float32), axes)]
     results = [((*x.shape[:2], *weights[name].shape[:2]), ("batch", None, axis, None)) for name, axis in names]
-    q, k, v = apart(run, operands, results)
-    return q, k, v
+    q, k, v, *scores = apart(run, operands, results)
+    return q, k, v, scores[0] if scores else None
+
+
+def scores(config: ModelConfig, surrogate: Params, hidden: Float[Array, "B T M"]) -> bool:
+    """Whether a layer's surrogate says something of a token along with its heads: a linear one, on one device."""
+    linear = config.decoder is None and "inner_weights" not in surrogate
+    return linear and few(hidden) and normalises(config, hidden) and multiplies(config, hidden)
 
 
 def turns_along(config: ModelConfig) -> bool:

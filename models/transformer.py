@@ -195,7 +195,6 @@ def stored_attention_input(layer: Params, config: ModelConfig, hidden: Float[Arr
 
 
 @_or_of_decoder
-@jax.named_scope("attention/project")
 def qkv(
     layer: Params,
     config: ModelConfig,
@@ -209,13 +208,34 @@ def qkv(
     by sqrt(D), whatever the model's scale. `projected` is the projection of keys without their biases, where the caller
     has made it: of more tokens than kernels take.
     """
-    weights = layer["attention"]
+    return _heads(layer, config, hidden, positions, projected, None)[:3]
+
+
+def qkv_and_scores(
+    layer: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"], positions: Int[Array, "1 1"]
+) -> tuple[Float[Array, "1 1 H D"], Float[Array, "1 1 K D"], Float[Array, "1 1 K D"], Float[Array, "1 1 K"]]:
+    """`qkv` of a token that a kernel `scores`, and what the layer's surrogate says of it, float32."""
+    q, k, v, scores = _heads(layer, config, hidden, positions, None, layer["surrogate"])
+    assert scores is not None
+    return q, k, v, scores
+
+
+@jax.named_scope("attention/project")
+def _heads(
+    layer: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "B T M"],
+    positions: Int[Array, "B T"],
+    projected: Float[Array, "B T K D"] | None,
+    surrogate: Params | None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B T K"] | None]:
+    weights, scores = layer["attention"], None
     by_kernel = few_tokens.multiplies(config, hidden)
     assert projected is None or not by_kernel
     if by_kernel:
         norm = layer["attention_norm"] if few_tokens.normalises(config, hidden) else None
         x = attention_input(layer, config, hidden) if norm is None else hidden
-        q, k, v = few_tokens.heads(weights, config, x, positions, norm)
+        q, k, v, scores = few_tokens.heads(weights, config, x, positions, norm, surrogate)
     else:
         x = attention_input(layer, config, hidden)
         product = lambda name: _einsum("btm,hdm->bthd", x, weights[name])  # noqa: E731
@@ -231,7 +251,7 @@ def qkv(
             q, k = turn(q, *angles, config.rope), turn(k, *angles, config.rope)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
-    return q, k, v
+    return q, k, v, scores
 
 
 def sink_logits(layer: Params, config: ModelConfig) -> Float[Array, " H"] | None:

@@ -50,18 +50,29 @@ def test_what_lies_in_memory_for_the_projections_is_what_enters_them(batch, monk
     np.testing.assert_allclose(stored, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_token_has_the_scores_of_its_surrogate_with_the_norm(monkeypatch):
-    layer, config = one_layer("qwen3")
-    hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
-    linear = {"weights": jax.random.normal(jax.random.key(2), (config.hidden_size, 2)), "bias": jnp.arange(2.0)}
-    layer = layer | {"surrogate": linear}
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_a_token_has_its_heads_and_scores_in_one_launch(family, monkeypatch):
+    """After the norm that both read; heads with norms of their own are turned behind it."""
+    layer, config = one_layer(family)
+    hidden, positions = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size)), jnp.full((1, 1), 7)
+    size = config.hidden_size, config.num_kv_heads
+    linear = {"weights": jax.random.normal(jax.random.key(2), size), "bias": jnp.arange(float(config.num_kv_heads))}
+    token = lambda: decoding._projected(layer | {"surrogate": linear}, config, hidden, positions)  # noqa: E731
     assert not few_tokens.scores(config, linear, hidden)
-    expected = decoding._scores(layer, config, hidden)
+    expected, calls, op = token(), [], few_tokens.head_products
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    assert not few_tokens.scores(config, linear, hidden)  # of 32 bits
+    for name, value in (("WHOLE", 1), ("WHOLE_HEAD", 1), ("SIXTEEN_BITS", (jnp.float32,))):
+        monkeypatch.setattr(few_tokens, name, value)
     assert few_tokens.scores(config, linear, hidden)
     assert not few_tokens.scores(config, linear | {"inner_weights": linear["weights"]}, hidden)
     assert not few_tokens.scores(config, linear, jnp.tile(hidden, (2, 1, 1)))
-    np.testing.assert_allclose(decoding._scores(layer, config, hidden), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(few_tokens, "head_products", lambda *args, **o: calls.append(args) or op(*args, **o))
+    for mine, own in zip(token(), expected, strict=True):
+        assert mine.shape == own.shape
+        np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+    assert calls[0][5] is not None
 
 
 @pytest.mark.parametrize("mesh", [None, "model=2", "data=2,model=2"])
@@ -121,9 +132,9 @@ def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed,
         few_tokens, "split_product", lambda *args, **options: parts.append(1) or split_product(*args, **options)
     )
 
-    def normed(x, added, scale, weights, bias, **options):
+    def normed(x, added, scale, weights, **options):
         routers.extend([] if weights is None else [1])
-        return normed_rows(x, added, scale, weights, bias, **options)
+        return normed_rows(x, added, scale, weights, **options)
 
     monkeypatch.setattr(few_tokens, "normed_rows", normed)
     np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)

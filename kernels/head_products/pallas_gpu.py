@@ -1,6 +1,6 @@
 """Queries, keys and values of few tokens on GPU: one launch, where XLA splits the inputs, and turns each in another.
 
-    grid (blocks of the outputs of all three)   a program: all inputs
+    grid (blocks of the outputs of all three, and of a surrogate)   a program: all inputs
 
 A block is some columns of a head's first half and those that lie a half further, so that a program turns its pairs. The
 rows of a few pairs fit its registers: with a single token they are all read at once, and the token is normalised by
@@ -28,8 +28,9 @@ MOST_NUMBERS, MOST_INPUTS = 2**14, 2**14
 
 
 def head_products(
-    x, weights, biases=None, angles=None, scale=None, *, eps=0.0, offset=0.0, sizes=None, interpret=False
-):
+    x, weights, biases=None, angles=None, scale=None, surrogate=None, *, eps=0.0, offset=0.0, sizes=None,
+    interpret=False,
+):  # fmt: skip
     """See `clusterkv_jax.kernels.head_products.head_products`.
 
     `sizes` go before those of the kernel.
@@ -42,29 +43,28 @@ def head_products(
         block = min(power_of_two(wanted), *(half & -half for half in halves))
         warps = options["warps"] * max(1, block * power_of_two(inputs) // MOST_NUMBERS)
         options |= {"block": block, "depth": None, "warps": warps}
-    elif scale is not None:
+    elif scale is not None or surrogate is not None:
         raise NotImplementedError(
-            f"The GPU kernel of head_products normalises one token of up to {MOST_INPUTS}, got {x.shape}."
+            f"The GPU kernel of head_products normalises and scores one token of up to {MOST_INPUTS}, got {x.shape}."
         )
     else:
         options = fitted("head_products", SIZES | dict(sizes or {}), inputs, halves, tiles=2)
     norm = {"eps": eps, "offset": offset}
-    return _run((tuple(norm.items()), tuple(options.items()), interpret), x, weights, biases, angles, scale)
+    static = tuple(norm.items()), tuple(options.items()), interpret
+    return _run(static, x, weights, biases, angles, scale, surrogate)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(options, x, weights, biases, angles, scale):
+def _run(options, x, weights, biases, angles, scale, surrogate):
     norm, sizes, interpret = dict(options[0]), dict(options[1]), options[2]
     pairs = sum(w.shape[0] * w.shape[1] // 2 for w in weights)
+    scores = 0 if surrogate is None else len(surrogate[1])
+    heads = (jax.ShapeDtypeStruct((len(x), *w.shape[:2]), x.dtype) for w in weights)
     return call(
         partial(_kernel, block=sizes["block"], depth=sizes["depth"], **norm),
-        tuple(jax.ShapeDtypeStruct((len(x), *w.shape[:2]), x.dtype) for w in weights),
-        x,
-        weights,
-        biases,
-        angles,
-        scale,
-        grid=(pairs // sizes["block"],),
+        (*heads, jax.ShapeDtypeStruct((len(x), scores), jnp.float32) if scores else None),
+        *(x, weights, biases, angles, scale, surrogate),
+        grid=(pairs // sizes["block"] + pl.cdiv(scores, sizes["block"]),),
         warps=sizes["warps"],
         stages=sizes.get("stages", 1),
         interpret=interpret,
@@ -78,9 +78,10 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, weights, biases, angles, scale, *outs, block, depth, eps, offset):
+def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, eps, offset):
     program, before = pl.program_id(0), 0
-    for number, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+    *heads, scores = outs
+    for number, (weight, out) in enumerate(zip(weights, heads, strict=True)):
         half = weight.shape[1] // 2
         blocks = weight.shape[0] * half // block
         bias, turned = None if biases is None else biases[number], angles if number < 2 else None
@@ -94,6 +95,11 @@ def _kernel(x, weights, biases, angles, scale, *outs, block, depth, eps, offset)
                 _tokens(x, weight, bias, turned, out, head, pair, depth)
 
         before += blocks
+    if surrogate is not None:
+        # A row of float32 takes as many registers as both sides of a pair.
+        @pl.when(program >= before)
+        def _():
+            _scores(x, *surrogate, scale, scores, arange(block, (program - before) * block), eps, offset)
 
 
 def _tokens(x, weight, bias, angles, out, head, pair, depth):
@@ -123,15 +129,31 @@ def _token(x, weight, bias, angles, scale, out, head, pair, eps, offset):
         angles = [plgpu.load(ref.at[0, pair]) for ref in angles]
     if bias is not None:
         bias = [plgpu.load(bias.at[head, side]).astype(jnp.float32) for side in sides]
+    y = _entering(x, scale, column, eps, offset)
+    sums = [jnp.sum(tile.astype(jnp.float32) * y, axis=1) for tile in tiles]
+    for value, side in zip(_turned(sums, bias, angles), sides, strict=True):
+        plgpu.store(out.at[0, head, side], value.astype(out.dtype))
+
+
+def _scores(x, rows, bias, scale, out, score, eps, offset):
+    """These scores of a single token."""
+    column = arange(power_of_two(x.shape[1]))
+    inside, there = column < x.shape[1], score < rows.shape[0]
+    tile = plgpu.load(rows.at[score[:, None], column[None, :]], mask=there[:, None] & inside[None, :], other=0.0)
+    shift = plgpu.load(bias.at[score], mask=there, other=0.0)
+    sums = jnp.sum(tile * _entering(x, scale, column, eps, offset), axis=1)
+    plgpu.store(out.at[0, score], sums + shift, mask=there)
+
+
+def _entering(x, scale, column, eps, offset):
+    """A single token after the norm, as it is rounded, [1, inputs]."""
+    inside = column < x.shape[1]
     y = plgpu.load(x.at[0, column], mask=inside, other=0.0)
     if scale is not None:
         wide = y.astype(jnp.float32)
         factor = offset + plgpu.load(scale.at[column], mask=inside, other=0.0).astype(jnp.float32)
         y = (wide * jax.lax.rsqrt(jnp.sum(wide * wide) / x.shape[1] + eps) * factor).astype(y.dtype)
-    y = y.astype(jnp.float32)[None, :]
-    sums = [jnp.sum(tile.astype(jnp.float32) * y, axis=1) for tile in tiles]
-    for value, side in zip(_turned(sums, bias, angles), sides, strict=True):
-        plgpu.store(out.at[0, head, side], value.astype(out.dtype))
+    return y.astype(jnp.float32)[None, :]
 
 
 def _turned(pairs, bias, angles):

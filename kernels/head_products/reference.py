@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def head_products(x, weights, biases=None, angles=None, scale=None, *, eps=0.0, offset=0.0):
+def head_products(x, weights, biases=None, angles=None, scale=None, surrogate=None, *, eps=0.0, offset=0.0):
     """See `clusterkv_jax.kernels.head_products.head_products`."""
     if scale is not None:
         wide = x.astype(jnp.float32)
@@ -19,4 +19,8 @@ def head_products(x, weights, biases=None, angles=None, scale=None, *, eps=0.0, 
         cos, sin = (y[:, None] for y in angles)
         halves = [jnp.split(y, 2, axis=-1) for y in heads[:2]]
         heads[:2] = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1) for a, b in halves]
-    return tuple(y.astype(x.dtype) for y in heads)
+    scores = None
+    if surrogate is not None:
+        rows, bias = surrogate
+        scores = jnp.einsum("nm,sm->ns", x.astype(jnp.float32), rows, precision=jax.lax.Precision.HIGHEST) + bias[None]
+    return *(y.astype(x.dtype) for y in heads), scores

@@ -13,7 +13,6 @@ def normed_rows(
     added: Float[Array, "parts n M"] | None,
     scale: Float[Array, " M"],
     weights: Float[Array, "E M"] | None = None,
-    bias: Float[Array, " E"] | None = None,
     *,
     eps: float,
     offset: float,
@@ -21,7 +20,7 @@ def normed_rows(
 ) -> tuple[Float[Array, "n M"], Float[Array, "n M"], Float[Array, "n E"] | None]:
     """x + added, and `y / sqrt(mean(y²) + eps) * (offset + scale)` of its rows y.
 
-    With weights the products of the normalised rows too, such as the logits of a router or the scores of tokens.
+    With weights the products of the normalised rows too, such as the logits of a router.
 
     RMSNorm (Zhang and Sennrich, 2019, equation 4).
 
@@ -29,8 +28,7 @@ def normed_rows(
         x: hidden states of few tokens.
         added: what a block adds to them, in parts to be added up; None is nothing.
         scale: of the norm.
-        weights: of few outputs, of the dtype of x or float32; None is none, and no products.
-        bias: what is added to the products, float32; None is nothing.
+        weights: of few outputs, of the dtype of x; None is none, and no products.
         eps, offset: static.
 
     Returns:
@@ -40,4 +38,4 @@ def normed_rows(
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, bias, eps=eps, offset=offset)
+    return dispatch("normed_rows", BACKENDS, backend, x, added, scale, weights, eps=eps, offset=offset)

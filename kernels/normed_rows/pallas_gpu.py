@@ -19,22 +19,20 @@ NUMBERS_OF_WARP = 512
 OUTPUTS = 4  # of a program
 
 
-def normed_rows(x, added, scale, weights=None, bias=None, *, eps, offset, interpret=False):
+def normed_rows(x, added, scale, weights=None, *, eps, offset, interpret=False):
     """See `clusterkv_jax.kernels.normed_rows.normed_rows`."""
     if x.dtype not in DTYPES or (added is not None and added.dtype not in DTYPES):
         raise NotImplementedError(f"The GPU kernel of normed_rows takes states of float types, got {x.dtype}.")
     if x.shape[1] > MOST_WIDTH or x.size == 0:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes rows of up to {MOST_WIDTH}, got {x.shape}.")
-    if weights is not None and weights.dtype not in (x.dtype, jnp.float32):
-        raise NotImplementedError(
-            f"The GPU kernel of normed_rows takes weights of {x.dtype} or float32, got {weights.dtype}."
-        )
-    total, normed, products = _run((eps, offset, interpret), x, added, scale, weights, bias)
+    if weights is not None and weights.dtype != x.dtype:
+        raise NotImplementedError(f"The GPU kernel of normed_rows takes weights of {x.dtype}, got {weights.dtype}.")
+    total, normed, products = _run((eps, offset, interpret), x, added, scale, weights)
     return x if added is None else total, normed, products
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(options, x, added, scale, weights, bias):
+def _run(options, x, added, scale, weights):
     eps, offset, interpret = options
     outputs = 1 if weights is None else len(weights)
     return call(
@@ -44,11 +42,7 @@ def _run(options, x, added, scale, weights, bias):
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             None if weights is None else jax.ShapeDtypeStruct((len(x), outputs), jnp.float32),
         ),
-        x,
-        added,
-        scale,
-        weights,
-        bias,
+        *(x, added, scale, weights),
         grid=(len(x), pl.cdiv(outputs, OUTPUTS)),
         warps=min(16, max(1, power_of_two(x.shape[1]) // NUMBERS_OF_WARP)),
         interpret=interpret,
@@ -60,14 +54,14 @@ def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
     eps, offset, _ = options
 
-    def definition(x, added, scale, weights, bias):
-        total, *results = reference.normed_rows(x, added, scale, weights, bias, eps=eps, offset=offset)
+    def definition(x, added, scale, weights):
+        total, *results = reference.normed_rows(x, added, scale, weights, eps=eps, offset=offset)
         return None if added is None else total, *results
 
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, added, scale, weights, bias, total, normed, products, *, eps, offset):
+def _kernel(x, added, scale, weights, total, normed, products, *, eps, offset):
     row, width = pl.program_id(0), x.shape[1]
     column = arange(power_of_two(width))
     inside = column < width
@@ -91,6 +85,4 @@ def _kernel(x, added, scale, weights, bias, total, normed, products, *, eps, off
     plgpu.store(normed.at[row, column], y, mask=inside & first)
     if weights is not None:
         product = jnp.sum(weight * y.astype(jnp.float32)[None, :], axis=1)
-        if bias is not None:
-            product += plgpu.load(bias.at[output], mask=there, other=0.0)
         plgpu.store(products.at[row, output], product, mask=there)

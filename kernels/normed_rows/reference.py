@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def normed_rows(x, added, scale, weights=None, bias=None, *, eps, offset):
+def normed_rows(x, added, scale, weights=None, *, eps, offset):
     """See `clusterkv_jax.kernels.normed_rows.normed_rows`."""
     if added is not None:
         x = x + jnp.sum(added.astype(jnp.float32), axis=0).astype(x.dtype)
@@ -15,5 +15,4 @@ def normed_rows(x, added, scale, weights=None, bias=None, *, eps, offset):
         return x, normed, None
     precision = jax.lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None
     options = {"precision": precision, "preferred_element_type": jnp.float32}
-    products = jnp.einsum("nm,em->ne", normed.astype(weights.dtype), weights, **options)
-    return x, normed, products if bias is None else products + bias[None]
+    return x, normed, jnp.einsum("nm,em->ne", normed, weights, **options)

@@ -312,6 +312,15 @@ def programs(array):
         ),
         "head products": (head_products, of_heads(bf16, 16), ()),
         "head products float16": (head_products, of_heads(jnp.float16, 1), ()),
+        "head products with scores": (
+            head_products,
+            (
+                *of_heads(bf16, 1),
+                array((4096,), bf16),
+                (array((HEADS, 4096), jnp.float32), array((HEADS,), jnp.float32)),
+            ),
+            (),
+        ),
         **{f"step in groups of {name}": stepping(name) for name in CODES},
         "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
         "decode with pages": decoding(ckv.AdaKV(share)),

@@ -54,7 +54,8 @@ def check_heads(implementation, *, examples=2):
         for seed in range(examples):
             x, weights, biases, angles = operands(seed, *shape, dtype)
             for bias, angle in ((None, angles), (biases, angles), (biases, None)):
-                results = run(x, weights, bias, angle)
+                *results, scores = run(x, weights, bias, angle)
+                assert scores is None
                 for result, want in zip(results, exact(x, weights, bias, angle), strict=True):
                     assert (result.dtype, result.shape) == (dtype, want.shape)
                     near(result, want, tolerance(dtype), axes=2)
@@ -68,9 +69,27 @@ def check_norm(implementation, *, examples=2):
             x, weights, biases, angles = operands(seed, *shape, dtype)
             scale = jnp.asarray(0.3 * normal(seed + 40, x.shape[1]), dtype)
             for bias in (None, biases):
-                results = run(x, weights, bias, angles, scale)
+                *results, _ = run(x, weights, bias, angles, scale)
                 for result, want in zip(results, exact(x, weights, bias, angles, scale), strict=True):
                     near(result, want, 2 * tolerance(dtype), axes=2)
+
+
+def check_scores(implementation, *, examples=2):
+    """Of one token as it is rounded, of several in XLA; heads are as without them. No block divides their number."""
+    run = compiled(partial(implementation, **OPTIONS))
+    for *shape, dtype in [*SHAPES[:1], (1, 72, 2, 1, 36, jnp.float16)]:
+        for seed in range(examples):
+            x, weights, *_ = operands(seed, *shape, dtype)
+            surrogate = jnp.asarray(normal(seed + 50, 11, x.shape[1]), jnp.float32), jnp.arange(11, dtype=jnp.float32)
+            ones = jnp.eye(len(x[0]), dtype=dtype)[None], *weights[1:]
+            for scale in (None, jnp.asarray(0.3 * normal(seed + 40, x.shape[1]), dtype)):
+                *heads, scores = run(x, weights, None, None, scale, surrogate)
+                for got, want in zip(heads, run(x, weights, None, None, scale)[:3], strict=True):
+                    near(got, want, 0, axes=2)
+                entering = np.asarray(run(x, ones, None, None, scale)[0][:, 0], np.float64)
+                want = entering @ np.asarray(surrogate[0], np.float64).T + np.arange(11)
+                assert scores.dtype == jnp.float32
+                near(scores, want, tolerance(jnp.float32), axes=1)
 
 
 def without_eps(*args, eps=0.0, **options):
@@ -78,8 +97,8 @@ def without_eps(*args, eps=0.0, **options):
 
 
 def norm_behind(x, weights, biases=None, angles=None, scale=None, **options):
-    heads = reference.head_products(x, weights, biases, angles)
-    return heads if scale is None else tuple(y / jnp.sqrt(jnp.mean(y**2)) for y in heads)
+    *heads, _ = reference.head_products(x, weights, biases, angles)
+    return *(heads if scale is None else (y / jnp.sqrt(jnp.mean(y**2)) for y in heads)), None
 
 
 def turned_back(x, weights, biases=None, angles=None):
@@ -87,24 +106,40 @@ def turned_back(x, weights, biases=None, angles=None):
 
 
 def values_turned(x, weights, biases=None, angles=None):
-    q, k, _ = reference.head_products(x, weights, biases, angles)
-    return q, k, reference.head_products(x, weights[::-1], None if biases is None else biases[::-1], angles)[0]
+    q, k, *_ = reference.head_products(x, weights, biases, angles)
+    return q, k, reference.head_products(x, weights[::-1], None if biases is None else biases[::-1], angles)[0], None
 
 
 def biases_behind(x, weights, biases=None, angles=None):
-    heads = reference.head_products(x, weights, None, angles)
-    return heads if biases is None else tuple(y + bias[None] for y, bias in zip(heads, biases, strict=True))
+    *heads, _ = reference.head_products(x, weights, None, angles)
+    return *(heads if biases is None else (y + bias[None] for y, bias in zip(heads, biases, strict=True))), None
 
 
 def heads_in_turns(x, weights, biases=None, angles=None):
-    q, k, v = reference.head_products(x, weights, biases, angles)
-    return jnp.roll(q, 1, axis=1), k, v
+    q, *others = reference.head_products(x, weights, biases, angles)
+    return jnp.roll(q, 1, axis=1), *others
 
 
-CHECKS = [check_heads, check_norm]
+def scores_before_the_norm(x, weights, biases=None, angles=None, scale=None, surrogate=None, **options):
+    *heads, _ = reference.head_products(x, weights, biases, angles, scale, **options)
+    return *heads, reference.head_products(x, weights, None, None, None, surrogate)[3]
+
+
+def scores_rounded(*args, **options):
+    *heads, scores = reference.head_products(*args, **options)
+    return *heads, None if scores is None else scores.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def scores_without_bias(x, weights, biases=None, angles=None, scale=None, surrogate=None, **options):
+    surrogate = None if surrogate is None else (surrogate[0], jnp.zeros_like(surrogate[1]))
+    return reference.head_products(x, weights, biases, angles, scale, surrogate, **options)
+
+
+CHECKS = [check_heads, check_norm, check_scores]
 BROKEN = {
     check_heads: [turned_back, values_turned, biases_behind, heads_in_turns],
     check_norm: [without_eps, norm_behind],
+    check_scores: [scores_before_the_norm, scores_rounded, scores_without_bias],
 }
 
 
@@ -112,7 +147,7 @@ def test_head_products_have_derivatives():
     """Those of the definition, also of the kernel."""
     operand = operands(0, 2, 32, 2, 1, 32, jnp.bfloat16)
     grads = [
-        jax.grad(lambda *args, op=op: sum(jnp.sum(y.astype(jnp.float32)) for y in op(*args)), argnums=(0, 1, 2))(
+        jax.grad(lambda *args, op=op: sum(jnp.sum(y.astype(jnp.float32)) for y in op(*args)[:3]), argnums=(0, 1, 2))(
             *operand
         )
         for op in BACKENDS.values()
@@ -135,7 +170,8 @@ def test_the_kernel_refuses_what_fills_no_block(tokens, inputs, size, dtype, mes
         pallas_gpu.head_products(*operands(0, tokens, inputs, 2, 1, size, dtype), interpret=True)
 
 
-def test_the_kernel_normalises_one_token():
+def test_the_kernel_normalises_and_scores_one_token():
     x, weights, *_ = operands(0, 2, 64, 2, 1, 32, jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"normalises one token of up to 16384, got \(2, 64\)"):
-        pallas_gpu.head_products(x, weights, scale=jnp.ones(64, jnp.bfloat16), interpret=True)
+    for more in ({"scale": jnp.ones(64, jnp.bfloat16)}, {"surrogate": (jnp.ones((4, 64)), jnp.ones(4))}):
+        with pytest.raises(NotImplementedError, match=r"normalises and scores one token of up to 16384, got \(2, 64\)"):
+            pallas_gpu.head_products(x, weights, **more, interpret=True)
