@@ -285,23 +285,24 @@ def _step_layer(
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
     _check_surrogate(weights, method, needs)
     if "scores" in needs:
-        *qkv, scores = _projected(weights, config, hidden, positions)
+        q, k, v, scores = _projected(weights, config, hidden, positions)
         scores = jnp.swapaxes(scores, 1, 2)
     else:
-        qkv, scores = transformer.qkv(weights, config, hidden, positions), None
+        q, k, v = transformer.qkv(weights, config, hidden, positions)
+        scores = None
     sinks = transformer.sink_logits(weights, config)
-    new = NewTokens(*qkv, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
+    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
     attended, layer, state = step_layer(method, layer, state, new)
     return transformer.finish(weights, config, hidden, attended), layer, state
 
 
 def _projected(
     weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
-) -> reading.Projected:
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B K T"]]:
     """Queries, keys and values of tokens, and what a layer's surrogate says of them: both read the same norm."""
     if few_tokens.scores(config, weights["surrogate"], hidden):
-        *heads, scores = transformer.qkv_and_scores(weights, config, hidden, positions)
-        return *heads, jnp.swapaxes(scores, 1, 2)
+        q, k, v, scores = transformer.qkv_and_scores(weights, config, hidden, positions)
+        return q, k, v, jnp.swapaxes(scores, 1, 2)
     if not beside_keys(config, weights["surrogate"], hidden):
         stored = transformer.stored_attention_input(weights, config, hidden)
         return *transformer.qkv(weights, config, hidden, positions), predicted_scores(weights["surrogate"], stored)

@@ -46,8 +46,10 @@ _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
 
-# For the compiler of GPUs: launches of a step that need nothing from each other may run side by side.
-SIDE_BY_SIDE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# For the compiler of GPUs. On one, launches of a step that need nothing from each other may run side by side. On
+# several a step's graphs end at collectives, so two launches have to make a graph.
+ON_ONE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+ON_SEVERAL = {"xla_gpu_graph_min_graph_size": 2}
 
 
 def jit(
@@ -68,14 +70,14 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
         arguments = signature.bind(*args, **kwargs).arguments
         static = tuple(arguments.pop(name, None) for name in static_argnames)
         leaves, tree = jax.tree.flatten(arguments)
-        side_by_side = decodes and _runs_side_by_side(leaves)
-        key = function, static, side_by_side, tree, _described(leaves, by_value=False)
+        own = _compiler_options(leaves) if decodes else {}
+        key = function, static, tuple(own), tree, _described(leaves, by_value=False)
         with _lock:
             if key in _kept:
                 _kept.move_to_end(key)
                 return _kept[key]
         make_room()
-        options: Any = {"compiler_options": SIDE_BY_SIDE} if side_by_side else {}
+        options: Any = {"compiler_options": own} if own else {}
         fresh = jax.jit(partial(function), static_argnames=static_argnames, donate_argnames=donate_argnames, **options)
         with _lock:
             return _kept.setdefault(key, fresh)
@@ -91,19 +93,19 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
     return call
 
 
-def _runs_side_by_side(arguments: Sequence[Any]) -> bool:
-    """Whether a program of its own is made for one GPU, where launches gain by it; over several they do not."""
-    if platform() != "gpu" or not on_one_device():
-        return False
-    inside_another = any(isinstance(argument, Tracer) for argument in arguments)
-    return not inside_another and _compiler_takes_side_by_side()
+def _compiler_options(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Those of a program of its own for GPUs, which has many short launches, as far as the compiler takes them."""
+    if platform() != "gpu" or any(isinstance(argument, Tracer) for argument in arguments):
+        return {}
+    options = ON_ONE if on_one_device() else ON_SEVERAL
+    return options if _compiler_takes(tuple(options.items())) else {}
 
 
 @cache
-def _compiler_takes_side_by_side() -> bool:
+def _compiler_takes(options: tuple[tuple[str, Any], ...]) -> bool:
     """Options come and go with compilers."""
     try:
-        jax.jit(lambda: jnp.zeros(()), compiler_options=SIDE_BY_SIDE).lower().compile()
+        jax.jit(lambda: jnp.zeros(()), compiler_options=dict(options)).lower().compile()
     except (jax.errors.JaxRuntimeError, ValueError):
         return False
     return True

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from clusterkv_jax.errors import check_fields, is_count, is_number, shown
+from clusterkv_jax.sharding import first_greatest
 
 # Logits of a model, divided by it, are finite in float32.
 LEAST_TEMPERATURE = 1e-30
@@ -69,11 +70,16 @@ def sample(
     return jax.random.categorical(jax.random.fold_in(key, step), scores).astype(jnp.int32)
 
 
+@jax.named_scope("sampling")
 def next_token(
     logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], step: Int[Array, ""] | int
 ) -> Int[Array, " B"]:
     """`sample`, and `NOT_FINITE` in sequences with a logit that is not finite: the host reads tokens anyway."""
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling, key, step), NOT_FINITE)
+    if sampling.temperature == 0:
+        token, finite = first_greatest(logits)
+    else:
+        token, finite = sample(logits, sampling, key, step), jnp.isfinite(logits).all(axis=-1)
+    return jnp.where(finite, token, NOT_FINITE)
 
 
 def filtered(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 SEQUENCE, SLOTS = "sequence", "slots"
 # Logical axes that are split over the mesh's model axis, and over the devices that KV heads leave.
@@ -362,3 +362,30 @@ def slots_before(specs: Any, cache: Any) -> Any:
 def slot_axes(specs: Any) -> tuple[str, ...]:
     """The mesh axes over which the slots of a cache with these PartitionSpecs are split."""
     return _axes(specs.degree[2])
+
+
+def first_greatest(rows: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    """Where the greatest number of each row stands first, and whether all of a row are finite.
+
+    Devices may share the columns: each looks through its own, and one all-reduce brings together what they found. Left
+    to the partitioner it would be three collectives.
+    """
+    mesh = ambient_mesh()
+    held = None if mesh is None else partition(("batch", "vocab"), rows.shape, mesh)
+    owners = () if held is None else _axes(held[1])
+    if not owners:
+        return jnp.argmax(rows, axis=-1).astype(jnp.int32), jnp.isfinite(rows).all(axis=-1)
+
+    def local(mine: Array) -> tuple[Array, Array]:
+        number, count = jax.lax.axis_index(owners), jax.lax.axis_size(owners)
+        place = jnp.argmax(mine, axis=-1) + number * mine.shape[-1]
+        finite = jnp.isfinite(mine).all(axis=-1)
+        # Float32 numbers are exact up to 16 million columns.
+        found = jnp.stack([jnp.max(mine, axis=-1), place.astype(jnp.float32), finite.astype(jnp.float32)])
+        own_place = jnp.arange(count, dtype=jnp.int32)[:, None, None] == number
+        values, places, finite = jnp.moveaxis(jax.lax.psum(jnp.where(own_place, found[None], 0.0), owners), 1, 0)
+        best = jnp.argmax(values, axis=0)[None]
+        return jnp.take_along_axis(places, best, axis=0)[0].astype(jnp.int32), jnp.all(finite > 0, axis=0)
+
+    out = PartitionSpec(held[0]), PartitionSpec(held[0])  # pyright: ignore[reportOptionalSubscript]
+    return jax.shard_map(local, mesh=mesh, in_specs=held, out_specs=out, check_vma=False)(rows)

@@ -54,19 +54,19 @@ def raised(x):
     return x + 1
 
 
-def test_launches_of_a_gpu_run_side_by_side_where_its_compiler_can(monkeypatch):
-    """On one GPU, in a program of its own: options belong to the outermost one."""
-    monkeypatch.setattr(programs, "platform", lambda: "gpu")
+def test_decoding_has_options_of_its_own_where_the_compiler_of_gpus_takes_them(monkeypatch):
+    """On one GPU others than on several, in a program of its own: options belong to the outermost one."""
     x = np.ones(3, np.float32)
-    assert programs._runs_side_by_side([x])
+    assert programs._compiler_options([x]) == {}
+    monkeypatch.setattr(programs, "platform", lambda: "gpu")
+    assert programs._compiler_options([x]) == programs.ON_ONE
     np.testing.assert_array_equal(raised(x), x + 1)
     np.testing.assert_array_equal(jax.jit(lambda x: raised(x) * 2)(x), 2 * (x + 1))
     with jax.set_mesh(named_mesh("model=2", jax.devices()[:2])):
-        assert not programs._runs_side_by_side([x])
-    programs._compiler_takes_side_by_side.cache_clear()
-    monkeypatch.setattr(programs, "SIDE_BY_SIDE", {"xla_gpu_no_such_option": True})
-    assert not programs._runs_side_by_side([x])
-    programs._compiler_takes_side_by_side.cache_clear()
+        assert programs._compiler_options([x]) == programs.ON_SEVERAL
+        np.testing.assert_array_equal(raised(x), x + 1)
+    monkeypatch.setattr(programs, "ON_ONE", {"xla_gpu_no_such_option": True})
+    assert programs._compiler_options([x]) == {}
 
 
 def test_the_programs_dropped_are_those_longest_unused():

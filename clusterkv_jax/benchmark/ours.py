@@ -32,7 +32,7 @@ from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
 from clusterkv_jax.presets import preset
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings
+from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings, replicated
 
 VERSIONS = ("clusterkv-jax", "jax")
 # Bytes that are read at a time to find the bandwidth, and how often; elsewhere a GiB 32 times.
@@ -107,6 +107,8 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
     params = jax.tree.map(draw, specs, shardings)
     shape = config.hidden_size, config.num_kv_heads
     surrogate = {"weights": jax.random.normal(jax.random.key(1), shape), "bias": jnp.zeros(shape[1])}
+    if fitted is not None:  # or each call of a program would copy it to the other devices
+        surrogate = jax.device_put(surrogate, replicated(fitted))
     return params | {"layers": tuple({**layer, "surrogate": surrogate} for layer in params["layers"])}
 
 

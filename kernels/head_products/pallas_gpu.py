@@ -99,7 +99,8 @@ def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, e
         # A row of float32 takes as many registers as both sides of a pair.
         @pl.when(program >= before)
         def _():
-            _scores(x, *surrogate, scale, scores, arange(block, (program - before) * block), eps, offset)
+            score = arange(block, (program - before) * block)
+            _scores(x, surrogate, scale, scores, score, eps, offset)
 
 
 def _tokens(x, weight, bias, angles, out, head, pair, depth):
@@ -135,8 +136,9 @@ def _token(x, weight, bias, angles, scale, out, head, pair, eps, offset):
         plgpu.store(out.at[0, head, side], value.astype(out.dtype))
 
 
-def _scores(x, rows, bias, scale, out, score, eps, offset):
+def _scores(x, surrogate, scale, out, score, eps, offset):
     """These scores of a single token."""
+    rows, bias = surrogate
     column = arange(power_of_two(x.shape[1]))
     inside, there = column < x.shape[1], score < rows.shape[0]
     tile = plgpu.load(rows.at[score[:, None], column[None, :]], mask=there[:, None] & inside[None, :], other=0.0)

@@ -28,14 +28,14 @@ from benchmark_common import environment, timed
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import random_params
 from clusterkv_jax.cache import take_sequences
-from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import list_presets, preset
 from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
-STEPS, SEGMENTS = 32, 6  # steps of a segment, and segments, of which the first is not counted
+STEPS, SEGMENTS = SEGMENT, 4  # steps of a call, as `generate` makes them, and calls; the first is not counted
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -45,6 +45,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "xla_gpu_enable_command_buffer": GRAPHS,
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True,
+    },
+    # All-reduces by NCCL, which graphs can hold; from jax 0.11 on.
+    "nccl-graphs": {
+        "xla_gpu_enable_command_buffer": GRAPHS,
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
+        "xla_gpu_experimental_use_collective_kernels": "",
     },
 }
 

@@ -11,8 +11,9 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.batch import make_batch
-from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding import DecodeState, append_step, decode_loop
 from clusterkv_jax.generation import prefill_batch
+from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh
 from tests.mesh.test_sharding import CENTROID, CHELSEA, placed
 from tests.support.methods import every_method, named
@@ -150,6 +151,25 @@ def test_a_step_moves_no_cache(text, kv_heads, method):
     assert len(large) <= (3 if shares_slots else 2) * layers
     rows = cache.layers[0].keys
     assert max(sizes) <= 8 * (hidden + 4 * 2 * model.config.num_heads) < rows.nbytes / 4
+
+
+def test_what_devices_tell_each_other_beside_hidden_states_does_not_grow_with_layers():
+    """Whether heads are due, and whether they overflow."""
+
+    def step(params, config, cache, token):
+        cache, logits = append_step(params, config, CENTROID, cache, token, jnp.ones_like(token[:, 0]))
+        return cache, logits, due(CENTROID, cache)
+
+    def beside(layers: int) -> list[int]:
+        model = model_on("data=2,model=4", layers=layers)
+        with on_mesh(model.mesh, model.config.num_kv_heads):
+            arguments = model.params, model.config, read(model, CENTROID), jnp.zeros((2, 1), jnp.int32)
+            sizes = moved(jax.jit(step, static_argnums=1), *arguments)
+        return [size for size in sizes if size < 4 * model.config.hidden_size]
+
+    one, three = beside(1), beside(3)
+    assert three == one
+    assert sum(one) <= 4
 
 
 def test_slots_lie_on_the_devices_that_heads_leave():

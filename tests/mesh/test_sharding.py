@@ -1,7 +1,9 @@
 """Tensor parallelism on eight fake devices gives the tokens of one device; what does not divide stays whole."""
 
+import contextlib
 import dataclasses
 import logging
+import re
 
 import jax
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import clusterkv_jax as ckv
+from clusterkv_jax.benchmark.ours import random_params
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.sharding import (
     auto_mesh,
+    first_greatest,
     fitted_mesh,
     named_mesh,
     param_shardings,
@@ -142,3 +146,27 @@ def test_all_segments_of_a_text_are_one_program(prompts, caplog):
     with caplog.at_level(logging.DEBUG, logger="jax"):
         ckv.generate(model, prompts, method=CENTROID, max_new_tokens=70, progress=lambda *state: None)
     assert sum("Compiling jit(decode_loop)" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("text", ["model=8", "data=4,model=2", "data=8", None])
+def test_the_first_greatest_of_each_row_is_found_where_devices_share_its_columns(text):
+    """Of equal numbers the first, as on one device; a row with a number that is not finite is told from the others.
+    By one collective, an all-reduce.
+    """
+    rows = np.random.default_rng(0).integers(0, 6, (4, 32)).astype(np.float32)
+    rows[1, 9], rows[2, 30] = np.nan, -np.inf
+    with contextlib.nullcontext() if text is None else jax.set_mesh(named_mesh(text)):
+        program = jax.jit(first_greatest)
+        places, finite = program(rows)
+        names = re.findall(r" (all-[a-z-]+|collective-permute)\(", program.lower(rows).compile().as_text() or "")
+    assert names == ([] if text is None else ["all-reduce"])
+    assert places.dtype == np.int32
+    np.testing.assert_array_equal(finite, [True, False, False, True])
+    np.testing.assert_array_equal(places[finite], rows[finite].argmax(axis=1))
+
+
+def test_random_weights_lie_on_all_devices_of_their_mesh():
+    """A surrogate's too: what lies on one device alone is copied to the others at every call of a program."""
+    many = named_mesh("model=4", jax.devices()[:4])
+    for x in jax.tree.leaves(random_params(tiny(4).config, np.float32, many)):
+        assert x.sharding.device_set == set(many.devices.flat)
