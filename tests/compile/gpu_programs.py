@@ -55,7 +55,7 @@ from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.few_tokens import PARTS
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
-from clusterkv_jax.programs import SIDE_BY_SIDE
+from clusterkv_jax.programs import ON_ONE
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
@@ -392,7 +392,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
         if not includes(name):
             continue
         with jax.set_mesh(mesh):
-            options = SIDE_BY_SIDE if name.startswith("decode") else None  # as `decode_loop` is compiled
+            options = ON_ONE if name.startswith("decode") else None  # as `decode_loop` is compiled
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()
         results[name] = {
