@@ -95,8 +95,7 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
 
 def _compiler_options(arguments: Sequence[Any]) -> dict[str, Any]:
     """Those of a program of its own for GPUs, which has many short launches, as far as the compiler takes them."""
-    # Inside another program options would be refused; its arguments may all be closed over.
-    if platform() != "gpu" or any(isinstance(x, Tracer) for x in (*arguments, jnp.zeros(()))):
+    if platform() != "gpu" or any(isinstance(argument, Tracer) for argument in arguments):
         return {}
     options = ON_ONE if on_one_device() else ON_SEVERAL
     return options if _compiler_takes(tuple(options.items())) else {}

@@ -65,7 +65,6 @@ def test_decoding_has_options_of_its_own_where_the_compiler_of_gpus_takes_them(m
     with jax.set_mesh(named_mesh("model=2", jax.devices()[:2])):
         assert programs._compiler_options([x]) == programs.ON_SEVERAL
         np.testing.assert_array_equal(raised(x), x + 1)
-        np.testing.assert_array_equal(jax.jit(lambda y: y * raised(x))(x), x * (x + 1))
     monkeypatch.setattr(programs, "ON_ONE", {"xla_gpu_no_such_option": True})
     assert programs._compiler_options([x]) == {}
 
