@@ -52,7 +52,7 @@ from clusterkv_jax.methods.base import (
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.sharding import constrain, constrain_cache, on_one_device
 from clusterkv_jax.windows import ring, step_window
 
 
@@ -242,12 +242,14 @@ def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
 
 
 def _late_heads(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, "B heads"]]:
-    """Which heads are due, of the layer's groups that can ever be; of pages all at once.
+    """Which heads are due, of the layer's groups that can ever be.
 
-    Every head is asked, though all hold equally many: the first one may be another device's.
+    One head says it for all, since they hold equally many. Where devices share them, each asks its own.
     """
+    alone = on_one_device()
     return {
-        i: (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length) >= memory["due"][:, None]
+        i: (rows_held(group)[:, None] if alone or isinstance(group, PagedHeads) else group.length)
+        >= memory["due"][:, None]
         for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
         if memory is not None and "due" in memory
     }
