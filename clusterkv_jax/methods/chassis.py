@@ -228,28 +228,34 @@ def step_layer(
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
+    parts = list(zip(cache.layers, cache.state, strict=True))
+    if on_one_device():
+        late = [x for layer, state in parts for x in _late(layer, state).values()]
+        return jnp.any(jnp.stack(late)) if late else None
     # Layers first: devices that share heads then tell each other one number, not one of each layer.
-    late: dict[tuple[int, ...], Bool[Array, "B heads"]] = {}
-    for layer, state in zip(cache.layers, cache.state, strict=True):
+    heads_late: dict[tuple[int, ...], Bool[Array, "B heads"]] = {}
+    for layer, state in parts:
         for heads in _late_heads(layer, state).values():
-            late[heads.shape] = heads | late[heads.shape] if heads.shape in late else heads
-    return jnp.any(jnp.stack([jnp.any(heads) for heads in late.values()])) if late else None
+            heads_late[heads.shape] = heads | heads_late[heads.shape] if heads.shape in heads_late else heads
+    return jnp.any(jnp.stack([jnp.any(heads) for heads in heads_late.values()])) if heads_late else None
 
 
 def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
     """Whether any sequence is due, of the layer's groups that can ever be."""
-    return {i: jnp.any(heads) for i, heads in _late_heads(layer, state).items()}
+    return {
+        i: jnp.any(rows_held(group) >= memory["due"])
+        for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
+        if memory is not None and "due" in memory
+    }
 
 
 def _late_heads(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, "B heads"]]:
     """Which heads are due, of the layer's groups that can ever be.
 
-    One head says it for all, since they hold equally many. Where devices share them, each asks its own.
+    Every head is asked, though all hold equally many: the first one may be another device's.
     """
-    alone = on_one_device()
     return {
-        i: (rows_held(group)[:, None] if alone or isinstance(group, PagedHeads) else group.length)
-        >= memory["due"][:, None]
+        i: (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length) >= memory["due"][:, None]
         for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
         if memory is not None and "due" in memory
     }
