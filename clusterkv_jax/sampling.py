@@ -65,7 +65,7 @@ def sample(
 ) -> Int[Array, " B"]:
     """The next token of each row; `step` numbers the draw, so that a request's draws do not depend on how it is run."""
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return first_greatest(logits)[0]
     scores = filtered(logits.astype(jnp.float32) / sampling.temperature, sampling)
     return jax.random.categorical(jax.random.fold_in(key, step), scores).astype(jnp.int32)
 

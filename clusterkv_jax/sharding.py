@@ -352,18 +352,6 @@ def take_rows(table: Array, ids: Array) -> Array:
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=where, check_vma=False)(table, ids)
 
 
-def slots_before(specs: Any, cache: Any) -> Any:
-    """How many slots of a head stand on devices before this one; inside of a shard_map over these PartitionSpecs."""
-    spec, rows = jax.tree.leaves(specs)[0], jax.tree.leaves(cache)[0]  # keys, stored as they may be
-    axes = _axes(spec[2])
-    return rows.shape[2] * jax.lax.axis_index(axes) if axes else jnp.int32(0)
-
-
-def slot_axes(specs: Any) -> tuple[str, ...]:
-    """The mesh axes over which the slots of a cache with these PartitionSpecs are split."""
-    return _axes(specs.degree[2])
-
-
 def first_greatest(rows: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
     """Where the greatest number of each row stands first, and whether all of a row are finite.
 
@@ -371,8 +359,8 @@ def first_greatest(rows: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Ar
     to the partitioner it would be three collectives.
     """
     mesh = ambient_mesh()
-    held = None if mesh is None else partition(("batch", "vocab"), rows.shape, mesh)
-    owners = () if held is None else _axes(held[1])
+    held = PartitionSpec(None, None) if on_one_device() else partition(("batch", "vocab"), rows.shape, mesh)
+    owners = _axes(held[1])
     if not owners:
         return jnp.argmax(rows, axis=-1).astype(jnp.int32), jnp.isfinite(rows).all(axis=-1)
 
@@ -383,9 +371,21 @@ def first_greatest(rows: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Bool[Ar
         # Float32 numbers are exact up to 16 million columns.
         found = jnp.stack([jnp.max(mine, axis=-1), place.astype(jnp.float32), finite.astype(jnp.float32)])
         own_place = jnp.arange(count, dtype=jnp.int32)[:, None, None] == number
-        values, places, finite = jnp.moveaxis(jax.lax.psum(jnp.where(own_place, found[None], 0.0), owners), 1, 0)
+        values, places, good = jnp.moveaxis(jax.lax.psum(jnp.where(own_place, found[None], 0.0), owners), 1, 0)
         best = jnp.argmax(values, axis=0)[None]
-        return jnp.take_along_axis(places, best, axis=0)[0].astype(jnp.int32), jnp.all(finite > 0, axis=0)
+        return jnp.take_along_axis(places, best, axis=0)[0].astype(jnp.int32), jnp.all(good > 0, axis=0)
 
-    out = PartitionSpec(held[0]), PartitionSpec(held[0])  # pyright: ignore[reportOptionalSubscript]
+    out = PartitionSpec(held[0]), PartitionSpec(held[0])
     return jax.shard_map(local, mesh=mesh, in_specs=held, out_specs=out, check_vma=False)(rows)
+
+
+def slots_before(specs: Any, cache: Any) -> Any:
+    """How many slots of a head stand on devices before this one; inside of a shard_map over these PartitionSpecs."""
+    spec, rows = jax.tree.leaves(specs)[0], jax.tree.leaves(cache)[0]  # keys, stored as they may be
+    axes = _axes(spec[2])
+    return rows.shape[2] * jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def slot_axes(specs: Any) -> tuple[str, ...]:
+    """The mesh axes over which the slots of a cache with these PartitionSpecs are split."""
+    return _axes(specs.degree[2])

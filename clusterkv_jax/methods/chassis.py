@@ -52,7 +52,7 @@ from clusterkv_jax.methods.base import (
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.sharding import constrain, constrain_cache, on_one_device
+from clusterkv_jax.sharding import constrain, constrain_cache
 from clusterkv_jax.windows import ring, step_window
 
 
@@ -228,29 +228,21 @@ def step_layer(
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
-    parts = list(zip(cache.layers, cache.state, strict=True))
-    if on_one_device():
-        late = [x for layer, state in parts for x in _late(layer, state).values()]
-        return jnp.any(jnp.stack(late)) if late else None
     # Layers first: devices that share heads then tell each other one number, not one of each layer.
-    heads_late: dict[tuple[int, ...], Bool[Array, "B heads"]] = {}
-    for layer, state in parts:
+    late: dict[tuple[int, ...], Bool[Array, "B heads"]] = {}
+    for layer, state in zip(cache.layers, cache.state, strict=True):
         for heads in _late_heads(layer, state).values():
-            heads_late[heads.shape] = heads | heads_late[heads.shape] if heads.shape in heads_late else heads
-    return jnp.any(jnp.stack([jnp.any(heads) for heads in heads_late.values()])) if heads_late else None
+            late[heads.shape] = heads | late[heads.shape] if heads.shape in late else heads
+    return jnp.any(jnp.stack([jnp.any(heads) for heads in late.values()])) if late else None
 
 
 def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
     """Whether any sequence is due, of the layer's groups that can ever be."""
-    return {
-        i: jnp.any(rows_held(group) >= memory["due"])
-        for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
-        if memory is not None and "due" in memory
-    }
+    return {i: jnp.any(heads) for i, heads in _late_heads(layer, state).items()}
 
 
 def _late_heads(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, "B heads"]]:
-    """Which heads are due, of the layer's groups that can ever be.
+    """Which heads are due, of the layer's groups that can ever be; of pages all at once.
 
     Every head is asked, though all hold equally many: the first one may be another device's.
     """
