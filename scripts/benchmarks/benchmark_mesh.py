@@ -8,6 +8,9 @@ cache on a device beside the most that it ever held. A batch has copies of the p
 devices, so that a model need not fit one of them. In float32 tokens should be the same on every mesh:
 
     python scripts/benchmarks/benchmark_mesh.py --model demo --dtype float32 --tokens 4096
+
+A model of random weights repeats itself sooner or later. Keys that repeat are equally alike up to rounding, so a method
+that matches keys may then merge other ones on another mesh. Fewer steps end before that.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import list_presets, preset
 from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
-STEPS, SEGMENTS = SEGMENT, 4  # steps of a call, as `generate` makes them, and calls; the first is not counted
+CALLS = 4  # of the decode program; the first is not counted
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -67,12 +70,15 @@ def main() -> None:
         "--variant", action="append", choices=VARIANTS, help="of the decode program; repeat it", default=None
     )
     parser.add_argument("--tokens", type=int, default=65536, help="of the prompt")
+    parser.add_argument(
+        "--steps", type=int, default=SEGMENT, help="of each of 4 calls of the decode program [%(default)s]"
+    )
     parser.add_argument("--layers", type=int, help="of the model, the first ones [all]")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
     parser.add_argument("--progress", action="store_true", help="say when each layer is read, which waits for it")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--profile", help="folder for a profile of each variant's last segment", default=None)
+    parser.add_argument("--profile", help="folder for a profile of each variant's last call", default=None)
     options = parser.parse_args()
     print(f"{environment()}, {options.model}, {options.tokens} tokens\n")
     print("| mesh | method | batch | variant | reading | step | same tokens | weights | cache | most held |")
@@ -157,9 +163,9 @@ def layers_read(count: int) -> Callable[[int, jax.Array], None]:
 def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, options: argparse.Namespace) -> Any:
     """The name of each variant, the time of a step with it, and the tokens; None where the compiler refuses it."""
     for name in options.variant or ["default"]:
-        numbers = jax.random.key(0), jnp.int32(1), jnp.int32(STEPS)
+        numbers = jax.random.key(0), jnp.int32(1), jnp.int32(options.steps)
         lowered = decode_loop.lower(
-            params, config, method, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=STEPS
+            params, config, method, state, *numbers, sampling=ckv.Sampling(), eos_ids=(), steps=options.steps
         )
         try:
             program = lowered.compile(compiler_options=VARIANTS[name] if jax.default_backend() == "gpu" else {})
@@ -167,18 +173,18 @@ def steps(config: ModelConfig, params: Params, method: Any, state: DecodeState, 
             yield name, f"refused: {str(error).splitlines()[0]}", None
             continue
         times, tokens = [], []
-        for segment in range(SEGMENTS):
-            last = options.profile is not None and segment == SEGMENTS - 1
+        for call in range(CALLS):
+            last = options.profile is not None and call == CALLS - 1
             with jax.profiler.trace(f"{options.profile}/{name}") if last else contextlib.nullcontext():
                 took, (state, new, _) = timed(partial(program, params, state, *numbers))
-            times.append(took / STEPS)
+            times.append(took / options.steps)
             tokens.append(np.asarray(new))
         yield name, f"{statistics.median(times[1:]) * 1e3:.3f} ms", np.concatenate(tokens, axis=1)
 
 
 def reserve(options: argparse.Namespace) -> int:
     """Tokens that all variants decode, one after the other."""
-    return SEGMENTS * STEPS * len(options.variant or ["default"])
+    return CALLS * options.steps * len(options.variant or ["default"])
 
 
 def on_device(tree: Any) -> int:
