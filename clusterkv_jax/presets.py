@@ -132,9 +132,14 @@ def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
     return entry.method(**{**entry.settings, **checked})
 
 
+def is_file(name: str) -> bool:
+    """Whether a preset's name is that of a file."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def find_preset(name: str) -> Preset:
     """Look a preset up by its name, its method's name in small letters, or its file."""
-    if name.endswith((".yaml", ".yml")):
+    if is_file(name):
         return read_preset(place(name))
     entries = list_presets()
     if name not in entries:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.sharding import ambient_mesh, on_one_device
@@ -51,6 +51,9 @@ _FOUND = "/jax/compilation_cache/cache_hits"
 ON_ONE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 ON_SEVERAL = {"xla_gpu_graph_min_graph_size": 2}
 
+# Where nothing is traced; jax takes options of a program alone, not of one inside another.
+_ALONE = get_opaque_trace_state(convention="jit")
+
 
 def jit(
     *, static_argnames: tuple[str, ...] = (), donate_argnames: tuple[str, ...] = (), decodes: bool = False
@@ -70,7 +73,7 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
         arguments = signature.bind(*args, **kwargs).arguments
         static = tuple(arguments.pop(name, None) for name in static_argnames)
         leaves, tree = jax.tree.flatten(arguments)
-        own = _compiler_options(leaves) if decodes else {}
+        own = _compiler_options() if decodes else {}
         key = function, static, tuple(own), tree, _described(leaves, by_value=False)
         with _lock:
             if key in _kept:
@@ -93,9 +96,9 @@ def _droppable(function: Any, static_argnames: tuple[str, ...], donate_argnames:
     return call
 
 
-def _compiler_options(arguments: Sequence[Any]) -> dict[str, Any]:
+def _compiler_options() -> dict[str, Any]:
     """Those of a program of its own for GPUs, which has many short launches, as far as the compiler takes them."""
-    if platform() != "gpu" or any(isinstance(argument, Tracer) for argument in arguments):
+    if platform() != "gpu" or get_opaque_trace_state(convention="jit") != _ALONE:
         return {}
     options = ON_ONE if on_one_device() else ON_SEVERAL
     return options if _compiler_takes(tuple(options.items())) else {}

@@ -40,11 +40,12 @@ def test_commands_of_the_benchmark_ask_what_it_takes(aims, tmp_path):
         _, *arguments = one.arguments(tmp_path)
         if not one.command.startswith("clusterkv"):
             continue
-        options = {"budgets": "0.2", "cache-dtype": "model", "batches": "1", "peers": "transformers", "model": "demo"}
+        options = {"cache-dtype": "model", "batches": "1", "peers": "transformers", "model": "demo"}
         options |= {"new-tokens": "289", "engine": "0"}
         options |= {name[2:]: value for name, value in zip(arguments[3::2], arguments[4::2], strict=True)}
         asked = command.the_question(
-            options["model"], [options["methods"]], [options["budgets"]], options["lengths"], options["batches"],
+            options["model"], [options["methods"]], [options[x] for x in ("budgets",) if x in options],
+            options["lengths"], options["batches"],
             options["peers"], int(options["repeats"]), int(options["new-tokens"]), None,
             (options["cache-dtype"],), int(options["engine"]),
         )  # fmt: skip

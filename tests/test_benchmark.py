@@ -254,6 +254,22 @@ def test_the_command_prints_one_object(model, tmp_path):
     assert "Error" not in again.stderr
 
 
+def test_a_preset_file_that_changed_is_another_benchmark(model, tmp_path):
+    mine, out = tmp_path / "mine.yaml", tmp_path / "out"
+    text = "method: GravityKV\ndescription: mine\nsource: here\nsettings: {merge_ratio: %s}\n"
+    small = ("--model", model, "--lengths", 64, "--repeats", 1, "--new-tokens", 2, "--peers", "", "--output", out)
+    mine.write_text(text % 0.3)
+    assert benchmark(*small, "--methods", mine).exit_code == 0
+    assert benchmark(*small, "--methods", mine).exit_code == 0
+    before = (out / "results.jsonl").read_bytes()
+    mine.write_text(text % 0.5)
+    said = benchmark(*small, "--methods", mine)
+    assert said.exit_code == 2
+    assert "merge_ratio=0.3" in said.stderr
+    assert "merge_ratio=0.5" in said.stderr
+    assert (out / "results.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -266,6 +282,7 @@ def test_the_command_prints_one_object(model, tmp_path):
         (("--cache-dtype", ""), "--cache-dtype takes one or more of model, int8, float8_e4m3, int4, got none."),
         (("--methods", "clusterkv", "--cache-dtype", "int8"), "rows that are recalled one by one are not quantised"),
         (("--methods", "best"), "Unknown method or preset 'best'"),
+        (("--methods", "full", "--budgets", "0.5"), "--budgets 0.5 needs a method that takes a budget; full keeps"),
         (("--mesh", "model=two"), "A mesh is such as data=2,model=4"),
         (("--markdown", "speed.md"), "--markdown speed.md needs --output"),
     ],

@@ -198,6 +198,11 @@ def test_a_model_is_named_once(model, text):
         _assert_sentence(CliRunner().invoke(cli.app, [*command, *names]), "One model is needed, as MODEL or as --model")
 
 
+def test_a_picture_of_the_full_cache_takes_no_budget(model, text):
+    command = ["inspect", "keys", str(model), "--text", str(text), "--methods", "full", "--budget", "0.5"]
+    _assert_sentence(CliRunner().invoke(cli.app, command), "--budgets 0.5 needs a method that takes a budget")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

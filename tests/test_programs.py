@@ -57,16 +57,18 @@ def raised(x):
 def test_decoding_has_options_of_its_own_where_the_compiler_of_gpus_takes_them(monkeypatch):
     """On one GPU others than on several, in a program of its own: options belong to the outermost one."""
     x = np.ones(3, np.float32)
-    assert programs._compiler_options([x]) == {}
+    assert programs._compiler_options() == {}
     monkeypatch.setattr(programs, "platform", lambda: "gpu")
-    assert programs._compiler_options([x]) == programs.ON_ONE
+    assert programs._compiler_options() == programs.ON_ONE
     np.testing.assert_array_equal(raised(x), x + 1)
     np.testing.assert_array_equal(jax.jit(lambda x: raised(x) * 2)(x), 2 * (x + 1))
+    np.testing.assert_array_equal(jax.jit(lambda y: raised(x) * y)(2.0), 2 * (x + 1))
     with jax.set_mesh(named_mesh("model=2", jax.devices()[:2])):
-        assert programs._compiler_options([x]) == programs.ON_SEVERAL
+        assert programs._compiler_options() == programs.ON_SEVERAL
         np.testing.assert_array_equal(raised(x), x + 1)
+        np.testing.assert_array_equal(jax.jit(lambda y: raised(x) * y)(2.0), 2 * (x + 1))
     monkeypatch.setattr(programs, "ON_ONE", {"xla_gpu_no_such_option": True})
-    assert programs._compiler_options([x]) == {}
+    assert programs._compiler_options() == {}
 
 
 def test_the_programs_dropped_are_those_longest_unused():

@@ -56,6 +56,7 @@ class Asked:
         cache_dtypes: how rows of this library's methods are stored, each as in a `Cell`.
         requests: that come and go in an engine, instead of batches; a cell's batch is then its slots, and prompts have
             from the least to the most of `lengths`.
+        settings: methods as preset files describe them, which may change between two runs.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Asked:
     mesh: str | None
     cache_dtypes: tuple[str | None, ...] = (None,)
     requests: int = 0
+    settings: tuple[str, ...] = ()
 
 
 def parse_tokens(text: str) -> int:

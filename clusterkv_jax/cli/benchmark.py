@@ -9,7 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from clusterkv_jax.cli.options import budgets_option, cache_dtype_option, methods_option, parse_entries, split
+from clusterkv_jax.cli.options import (
+    budgets_option,
+    cache_dtype_option,
+    check_taken,
+    methods_option,
+    parse_entries,
+    split,
+)
 from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -33,6 +40,7 @@ The same command goes on where it was stopped, and prints the table of a run tha
 """
 MODEL = "'demo', a folder or hub id in Hugging Face format, or a packaged shape such as llama-3.1-8b."
 STORED = "How rows are stored, between commas: model (its own type), int8, float8_e4m3, int4."
+BUDGET = "0.2"  # where none is given
 _what = partial(typer.Option, rich_help_panel="What is timed")
 _output = partial(typer.Option, rich_help_panel="Output")
 
@@ -40,7 +48,7 @@ _output = partial(typer.Option, rich_help_panel="Output")
 def benchmark(
     model: Annotated[str, typer.Option(help=MODEL)] = "demo",
     methods: Annotated[list[str], methods_option(rich_help_panel="What is timed")] = ["full,centroidkv"],
-    budgets: Annotated[list[str], budgets_option(rich_help_panel="What is timed")] = ["0.2"],
+    budgets: Annotated[list[str] | None, budgets_option(rich_help_panel="What is timed", show_default=BUDGET)] = None,
     cache_dtype: Annotated[
         list[str], cache_dtype_option(help=STORED, rich_help_panel="What is timed", show_default=True)
     ] = ["model"],
@@ -101,7 +109,7 @@ def benchmark(
 def the_question(
     model: str,
     methods: list[str],
-    budgets: list[str],
+    budgets: list[str] | None,
     lengths: str,
     batches: str,
     peers: str,
@@ -114,11 +122,15 @@ def the_question(
     """What is asked, checked. Raises ValueError for what no side could answer."""
     from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
     from clusterkv_jax.planning.shapes import model_config, packaged_shapes
+    from clusterkv_jax.presets import is_file
     from clusterkv_jax.sharding import mesh_sizes
 
     stored = parse_dtypes(dtypes)
     # Every type is tried with every method, so that one which a method cannot store is told before anything is timed.
-    entries, *_ = [parse_entries(split(methods), split(budgets), cache_dtype=dtype) for dtype in stored]
+    shares = split(budgets or [BUDGET])
+    entries, *_ = [parse_entries(split(methods), shares, cache_dtype=dtype) for dtype in stored]
+    if budgets:
+        check_taken(entries, shares)
     counts = tuple(map(parse_tokens, split(lengths))), tuple(map(parse_batch, split(batches)))
     for option, texts, values in zip(("--lengths", "--batches"), (lengths, batches), counts, strict=True):
         if not values or len(set(values)) < len(values):
@@ -134,7 +146,8 @@ def the_question(
         )
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
     others = () if requests else split(peers)  # what other libraries time are batches
-    return Asked(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests)
+    files = tuple(repr(entry.method) for entry in entries if is_file(entry.name))
+    return Asked(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests, files)
 
 
 def _number(budget: str) -> float | int | None:

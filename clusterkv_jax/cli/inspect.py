@@ -14,6 +14,7 @@ from clusterkv_jax.cli.options import (
     ModelArgument,
     ModelOption,
     budgets_option,
+    check_taken,
     methods_option,
     one_model,
     parse_count,
@@ -21,6 +22,8 @@ from clusterkv_jax.cli.options import (
     split,
 )
 from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
+
+BUDGET = "0.25"  # where none is given
 
 
 class KeysByDefault(typer.core.TyperGroup):
@@ -43,7 +46,9 @@ def inspect_keys(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     methods: Annotated[list[str], methods_option()] = ["centroidkv"],
-    budget: Annotated[str, typer.Option(help="A share of the cache (0.25) or rows (1024).")] = "0.25",
+    budget: Annotated[
+        str | None, typer.Option(help="A share of the cache (0.25) or rows (1024).", show_default=BUDGET)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 2048,
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
     compilation_cache: CompilationCache = True,
@@ -57,9 +62,12 @@ def inspect_keys(
         from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
 
+        entries = parse_entries(split(methods), (budget or BUDGET,))
+        if budget is not None:
+            check_taken(entries, (budget,))
         network = ckv.load(one_model(model, model_option))
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
-        by_name = {entry.name: entry.method for entry in parse_entries(split(methods), (budget,))}
+        by_name = {entry.name: entry.method for entry in entries}
         write_whole(output, inspection_page.page_of(network, ids, by_name))
         plain_console().print(f"Written to {output}", highlight=False)
 

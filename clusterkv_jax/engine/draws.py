@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from clusterkv_jax.sampling import NOT_FINITE, Sampling
+from clusterkv_jax.sharding import first_greatest
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +55,7 @@ def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int 
 
     `NOT_FINITE` in slots with a logit that is not finite.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy, finite = first_greatest(logits)
     warm = draws.temperature > 0
 
     def sampled() -> Int[Array, " B"]:
@@ -65,7 +66,7 @@ def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int 
         return jnp.where(warm, tokens, greedy)
 
     tokens = jax.lax.cond(jnp.any(warm), sampled, lambda: greedy)
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_FINITE)
+    return jnp.where(finite, tokens, NOT_FINITE)
 
 
 def _categorical(words: UInt32[Array, " words"], number: Int[Array, ""], scores: Float[Array, " V"]) -> Int[Array, ""]:
