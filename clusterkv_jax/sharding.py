@@ -331,6 +331,14 @@ def apart(
     return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)(*arrays)
 
 
+def devices_along(names: tuple[str | None, ...], shape: tuple[int, ...], dimension: int) -> int:
+    """Among how many devices the ambient mesh splits a dimension of an array with these logical axes."""
+    mesh = ambient_mesh()
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in _axes(partition(names, shape, mesh)[dimension]))
+
+
 def take_rows(table: Array, ids: Array) -> Array:
     """`table[ids]` of a table [V, M] whose rows devices may share, and ids [B, T]: each device looks up its own.
 

@@ -23,7 +23,7 @@ from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
-from clusterkv_jax.sharding import ambient_mesh, apart, on_one_device, ways
+from clusterkv_jax.sharding import ambient_mesh, apart, devices_along, on_one_device, ways
 
 Params = dict[str, Any]
 PARTS = 4  # of a token's output projection
@@ -85,9 +85,10 @@ def in_parts(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) 
 
 
 def adds(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
-    """Whether these products are added to the hidden states on the way: plainly, and none comes from another device."""
-    plain = config.norm_place == "before" and config.residual_scale == 1
-    return plain and not config.output_bias and not config.mlp_bias and on_one_device() and multiplies(config, x)
+    """Whether these products are added to the hidden states on the way: plainly, each device to a share that is exact."""
+    plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
+    exact = all(ways(name).bit_count() == 1 for name in ("heads", "mlp"))
+    return plain and not config.mlp_bias and exact and multiplies(config, x)
 
 
 def heads(
@@ -145,14 +146,16 @@ def projected(
 ) -> Float[Array, "B T M"]:
     """Heads, or the inner states of an MLP, back in the model's width; devices split them along the axis `split`.
 
-    On one device `onto` is added to it.
+    `onto` is added to it, by each device its share.
     """
+    inner = (split, *(None,) * (x.ndim - 3))
+    share = 1 / devices_along(("batch", None, *inner), x.shape, 2)
 
     def run(x: Array, weights: Array, onto: Array | None) -> tuple[Array, ...]:
         wide = weights.reshape(-1, weights.shape[-1])
-        return (row_products(_rows(x), wide, None if onto is None else _rows(onto)).reshape(*x.shape[:2], -1),)
+        y = row_products(_rows(x), wide, None if onto is None else _rows(onto), share=share)
+        return (y.reshape(*x.shape[:2], -1),)
 
-    inner = (split, *(None,) * (x.ndim - 3))
     operands = [(x, ("batch", None, *inner)), (weights, (*inner, None)), (onto, TOKENS)]
     return apart(run, operands, [((*x.shape[:2], weights.shape[-1]), TOKENS)], summed=2)[0]
 

@@ -15,13 +15,15 @@ def row_products(
     gated: Float[Array, "I M"] | None = None,
     *,
     gate: str | None = None,
+    share: float = 1.0,
     backend: str | None = None,
 ) -> Float[Array, "n M"]:
-    """`x @ weights`, or `gate(x @ weights) * (x @ gated)`, and `onto` added to it, in the dtype of x.
+    """`x @ weights`, or `gate(x @ weights) * (x @ gated)`, and a share of `onto` added to it, in the dtype of x.
 
     Args:
         x: few rows, of the dtype of the weights.
         onto: what is added to the product; None is nothing.
+        share: static; how much of `onto`, where devices add up products.
         gated: what the gate multiplies; None is no gate.
         gate: static; the name of an activation in reference.GATES, where there is `gated`.
 
@@ -31,4 +33,4 @@ def row_products(
     """
     if (gated is None) != (gate is None) or gate not in {None, *reference.GATES}:
         raise ValueError(f"gate goes with gated weights and is one of {', '.join(reference.GATES)}, got {gate!r}.")
-    return dispatch("row_products", BACKENDS, backend, x, weights, onto, gated, gate=gate)
+    return dispatch("row_products", BACKENDS, backend, x, weights, onto, gated, gate=gate, share=share)

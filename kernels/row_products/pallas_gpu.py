@@ -23,7 +23,7 @@ GATE_SIZES = {"block": 64, "depth": 64, "warps": 4, "stages": 4}
 LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work
 
 
-def row_products(x, weights, onto=None, gated=None, *, gate=None, sizes=None, interpret=False):
+def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.row_products.row_products`.
 
     `sizes` go before those of the kernel.
@@ -33,15 +33,15 @@ def row_products(x, weights, onto=None, gated=None, *, gate=None, sizes=None, in
     narrow = outputs // SIZES["block"] < LEAST_PROGRAMS
     options = (GATE_SIZES if gate else NARROW_SIZES if narrow else SIZES) | dict(sizes or {})
     options = fitted("row_products", options, inputs, [outputs], tiles=2 if gate else 1)
-    return _run((gate, tuple(options.items()), interpret), x, weights, onto, gated)
+    return _run((gate, share, tuple(options.items()), interpret), x, weights, onto, gated)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, x, weights, onto, gated):
-    gate, sizes, interpret = options
+    gate, share, sizes, interpret = options
     sizes, outputs = dict(sizes), weights.shape[1]
     return call(
-        partial(_kernel, block=sizes["block"], depth=sizes["depth"], gate=gate),
+        partial(_kernel, block=sizes["block"], depth=sizes["depth"], gate=gate, share=share),
         jax.ShapeDtypeStruct((len(x), outputs), x.dtype),
         x,
         weights,
@@ -57,10 +57,11 @@ def _run(options, x, weights, onto, gated):
 @_run.defjvp
 def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
-    return _run(options, *operands), jax.jvp(partial(reference.row_products, gate=options[0]), operands, tangents)[1]
+    differentiable = partial(reference.row_products, gate=options[0], share=options[1])
+    return _run(options, *operands), jax.jvp(differentiable, operands, tangents)[1]
 
 
-def _kernel(x, weights, onto, gated, out, *, block, depth, gate):
+def _kernel(x, weights, onto, gated, out, *, block, depth, gate, share):
     column = arange(block, pl.program_id(0) * block)[None, :]
     sides = [weights] if gate is None else [weights, gated]
     row, there = tile_of_rows(x)
@@ -74,5 +75,5 @@ def _kernel(x, weights, onto, gated, out, *, block, depth, gate):
     if gate is not None:
         y = reference.GATES[gate](y) * other[0]
     if more is not None:
-        y += more
+        y += share * more
     plgpu.store(out.at[row, column], y.astype(out.dtype), mask=there)

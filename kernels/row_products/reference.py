@@ -9,11 +9,11 @@ import jax.numpy as jnp
 GATES = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
-def row_products(x, weights, onto=None, gated=None, *, gate: str | None = None):
+def row_products(x, weights, onto=None, gated=None, *, gate: str | None = None, share: float = 1.0):
     """See `clusterkv_jax.kernels.row_products.row_products`."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = lambda w: jnp.einsum("ni,im->nm", x, w, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
     y = product(weights)
     if gate is not None:
         y = GATES[gate](y) * product(gated)
-    return (y if onto is None else y + onto.astype(jnp.float32)).astype(x.dtype)
+    return (y if onto is None else y + share * onto.astype(jnp.float32)).astype(x.dtype)

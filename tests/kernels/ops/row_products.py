@@ -29,15 +29,16 @@ def exact(*arrays):
 
 
 def check_product(implementation, *, examples=2):
-    """As it is, and added to others."""
+    """As it is, and added to others, or to a share of them."""
     for *shape, dtype in SHAPES:
         for seed in range(examples):
             x, weights, onto, _ = operands(seed, *shape, dtype)
-            for more in (None, onto):
-                result = compiled(implementation)(x, weights, more)
+            for more, share in ((None, 1.0), (onto, 1.0), (onto, 0.25)):
+                result = compiled(partial(implementation, share=share))(x, weights, more)
                 assert (result.dtype, result.shape) == (dtype, onto.shape)
                 wide_x, wide_weights, wide_onto = exact(x, weights, onto)
-                near(result, wide_x @ wide_weights + (0 if more is None else wide_onto), tolerance(dtype), axes=1)
+                expected = wide_x @ wide_weights + (0 if more is None else share * wide_onto)
+                near(result, expected, tolerance(dtype), axes=1)
 
 
 def check_gate(implementation, *, examples=2):
@@ -64,13 +65,17 @@ def added_twice(x, weights, onto=None, gated=None, **options):
     return reference.row_products(x, weights, None if onto is None else 2 * onto, gated, **options)
 
 
+def the_whole_added(x, weights, onto=None, gated=None, *, share=1.0, **options):
+    return reference.row_products(x, weights, onto, gated, **options)
+
+
 def the_other_gated(x, weights, onto=None, gated=None, **options):
     return reference.row_products(x, gated, onto, weights, **options)
 
 
 CHECKS = [check_product, check_gate]
 BROKEN = {
-    check_product: [without_the_last_input, rows_all_alike, added_twice],
+    check_product: [without_the_last_input, rows_all_alike, added_twice, the_whole_added],
     check_gate: [without_the_last_input, the_other_gated],
 }
 
