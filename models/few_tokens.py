@@ -85,7 +85,7 @@ def in_parts(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) 
 
 
 def adds(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
-    """Whether these products are added to the hidden states on the way: plainly, each device to a share that is exact."""
+    """Whether these products are added to the hidden states on the way: plainly, by each device to an exact share."""
     plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
     exact = all(ways(name).bit_count() == 1 for name in ("heads", "mlp"))
     return plain and not config.mlp_bias and exact and multiplies(config, x)

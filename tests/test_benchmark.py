@@ -14,6 +14,7 @@ from clusterkv_jax.benchmark import run as runs
 from clusterkv_jax.benchmark.cells import OURS, Asked, Cell, cells, parse_tokens, turns
 from clusterkv_jax.benchmark.ours import clustering_seconds
 from clusterkv_jax.benchmark.worker import answer, opened
+from clusterkv_jax.cli.benchmark import the_question
 from clusterkv_jax.models import llama
 from tests.support.byte_model import BYTES, byte_tokenizer
 from tests.support.tiny import random_params
@@ -255,19 +256,18 @@ def test_the_command_prints_one_object(model, tmp_path):
 
 
 def test_a_preset_file_that_changed_is_another_benchmark(model, tmp_path):
-    mine, out = tmp_path / "mine.yaml", tmp_path / "out"
+    mine = tmp_path / "mine.yaml"
     text = "method: GravityKV\ndescription: mine\nsource: here\nsettings: {merge_ratio: %s}\n"
-    small = ("--model", model, "--lengths", 64, "--repeats", 1, "--new-tokens", 2, "--peers", "", "--output", out)
+
+    def run():
+        asked = the_question(str(model), [str(mine)], None, "64", "1", "", 1, 2, None, ("model",))
+        return runs.run(asked, tmp_path / "out", lambda step: None, abacus([]))
+
     mine.write_text(text % 0.3)
-    assert benchmark(*small, "--methods", mine).exit_code == 0
-    assert benchmark(*small, "--methods", mine).exit_code == 0
-    before = (out / "results.jsonl").read_bytes()
+    assert len(run().rows) == len(run().rows) == 1
     mine.write_text(text % 0.5)
-    said = benchmark(*small, "--methods", mine)
-    assert said.exit_code == 2
-    assert "merge_ratio=0.3" in said.stderr
-    assert "merge_ratio=0.5" in said.stderr
-    assert (out / "results.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match=r"merge_ratio=0\.3, .* this one asks for .*merge_ratio=0\.5, "):
+        run()
 
 
 @pytest.mark.parametrize(
