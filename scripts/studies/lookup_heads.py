@@ -10,6 +10,7 @@ are. Then all have one budget, and OrbitKV merges more and more of the rows of i
 eight needle tasks, unseen by what compresses. A run that was stopped goes on in its folder.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from clusterkv_jax.evaluation import batching, manifest, responses, runner
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.tasks import cases, suites
 from clusterkv_jax.files import write_whole
+from clusterkv_jax.presets import described
 
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3"),
@@ -86,7 +88,8 @@ def main(
         examples = suites.cases("ruler", options, network.tokenizer, positions)
         prompts = [cases.build_prompt(case, network.tokenizer, positions) for case in examples]
         jobs = [batching.Job(i, *pair) for i, pair in enumerate(zip(examples, prompts, strict=True))]
-        config = runner.settings({"suite": "ruler", "model": model, "dtype": dtype}, jobs, asked)
+        config = {"suite": "ruler", "model": model, "parameters": network.config.weights, "dtype": dtype}
+        config = runner.settings(config, jobs, asked, partial(described, network))
         batches = batching.plan(jobs, asked, batch_size)
         answers = responses.responder(network, batches, batch_size)
         with pace(len(jobs) * len(asked), 1, {}) as on_lines:
