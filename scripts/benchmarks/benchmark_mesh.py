@@ -40,6 +40,13 @@ from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 CALLS = 4  # of the decode program; the first is not counted
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+# All-reduces by NCCL, which graphs can hold; from jax 0.11 on.
+NCCL_GRAPHS: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": GRAPHS,
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
@@ -49,13 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "xla_gpu_graph_min_graph_size": 1,
         "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True,
     },
-    # All-reduces by NCCL, which graphs can hold; from jax 0.11 on.
-    "nccl-graphs": {
-        "xla_gpu_enable_command_buffer": GRAPHS,
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
-        "xla_gpu_experimental_use_collective_kernels": "",
-    },
+    "nccl-graphs": NCCL_GRAPHS,
+    "nccl-buffers": NCCL_GRAPHS | {"xla_gpu_enable_nccl_user_buffers": True},  # registered with NCCL
 }
 
 
