@@ -1,13 +1,12 @@
 """The GPU kernels at real shapes compiled for an H100 that is not there: down to machine code, no GPU needed."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import jax
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import compiled
 
 NEEDED = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
 
@@ -26,9 +25,7 @@ def _missing() -> list[str]:
 def programs():
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
-    # Some minutes on two cores; a slow machine that runs other tests beside needs more than ten.
-    process = python(Path(__file__).with_name("gpu_programs.py"), timeout=1800)
-    return json.loads(process.stdout.splitlines()[-1])
+    return compiled(Path(__file__).with_name("gpu_programs.py"))
 
 
 def test_every_op_is_a_kernel(programs):
@@ -194,8 +191,7 @@ def test_a_step_of_two_devices_sends_hidden_states_alone():
     """
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
-    process = python(Path(__file__).with_name("gpu_mesh_program.py"))
-    program = json.loads(process.stdout.splitlines()[-1])
+    program = compiled(Path(__file__).with_name("gpu_mesh_program.py"))
     state, layers = 4096 * 2, 2
     assert sum(kind["bytes"] for kind in program["collectives"]) <= (1 + 2 * layers) * 2 * state
     assert program["reductions"] == 0

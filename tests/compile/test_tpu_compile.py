@@ -1,13 +1,12 @@
 """Compiled for TPUs that are not there: every kernel, and the decode program, which holds one cache, not two."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import compiled, python
 
 # Llama-3.1-8B at its full context. Two layers show it: every layer adds its own scratch, and its own cache.
 LAYERS, BATCH, TOKENS = "2", "16", "131072"
@@ -26,7 +25,7 @@ def often(*case: Any) -> Any:
 
 def run(script: str, *args: str) -> dict:
     """What a script beside this file prints last, as JSON."""
-    return json.loads(python(Path(__file__).with_name(script), *args).stdout.splitlines()[-1])
+    return compiled(Path(__file__).with_name(script), *args)
 
 
 @pytest.mark.parametrize(("which", "count"), [("ordinary", 13), often("others", 2 * 13)])

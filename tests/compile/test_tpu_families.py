@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.families import PUBLISHED
-from tests.support.processes import python
+from tests.support.processes import compiled
 
 pytestmark = [
     pytest.mark.tpu_compile,
@@ -19,8 +19,7 @@ ORDINARY = ["gemma2", "qwen3_moe"]
 
 def compile_all(names: list[str]) -> dict:
     published = {name: PUBLISHED[name] for name in names}
-    process = python(Path(__file__).with_name("tpu_family_programs.py"), json.dumps(published))
-    return json.loads(process.stdout.splitlines()[-1])
+    return compiled(Path(__file__).with_name("tpu_family_programs.py"), json.dumps(published))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from clusterkv_jax.planning import arithmetic
 from clusterkv_jax.planning.measures import Measures
-from tests.support.processes import python
+from tests.support.processes import compiled
 
 pytestmark = [
     pytest.mark.tpu_compile,
@@ -27,8 +27,7 @@ def small(tmp_path_factory):
     """A plan for a model of six layers from its config.json alone, and what its programs say themselves."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "config.json").write_text(json.dumps(SMALL))
-    process = python(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "snapkv", 65536)
-    found = json.loads(process.stdout.splitlines()[-1])
+    found = compiled(Path(__file__).with_name("tpu_plan_program.py"), folder, "v5e:2x2", "snapkv", 65536)
     return msgspec.convert(found["plan"], Measures), found["direct"]
 
 

@@ -1,13 +1,42 @@
 """Programs in processes of their own."""
 
+import json
+import signal
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 
 def python(*arguments: Any, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
     """Python with these arguments; the test fails with its errors if it does."""
-    command = [sys.executable, *map(str, arguments)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, **options)
-    assert process.returncode == 0, process.stderr[-3000:]
+    process = _python(*arguments, timeout=timeout, **options)
+    assert process.returncode == 0, _end(process)
     return process
+
+
+def compiled(script: Path, *arguments: Any, timeout: float = 1800) -> Any:
+    """What a script that compiles for an accelerator prints last, as JSON. The longest takes ten minutes of a slow core.
+
+    Such a compiler is not ours, and it can die of a signal: one run in some fifty of GPU programs did. The script is
+    then started once more, with a warning. An error of its own fails the test at once.
+    """
+    process = _python(script, *arguments, timeout=timeout)
+    if process.returncode < 0:
+        warnings.warn(f"{script.name} is started once more: {_end(process)}", stacklevel=2)
+        process = _python(script, *arguments, timeout=timeout)
+    assert process.returncode == 0, _end(process)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def _python(*arguments: Any, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """One that prints where each of its threads is when a signal ends it."""
+    command = [sys.executable, "-X", "faulthandler", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, **options)
+
+
+def _end(process: subprocess.CompletedProcess[str]) -> str:
+    code = process.returncode
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return f"{how}\n{process.stderr[-6000:]}"
