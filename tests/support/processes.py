@@ -17,7 +17,7 @@ def python(*arguments: Any, timeout: float = 600, **options: Any) -> subprocess.
 
 
 def compiled(script: Path, *arguments: Any, timeout: float = 1800) -> Any:
-    """What a script that compiles for an accelerator prints last, as JSON. The longest takes ten minutes of a slow core.
+    """What a script that compiles for an accelerator prints last, as JSON. On a slow core one takes ten minutes.
 
     Such a compiler is not ours, and it can die of a signal: one run in some fifty of GPU programs did. The script is
     then started once more, with a warning. An error of its own fails the test at once.
