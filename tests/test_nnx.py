@@ -223,7 +223,7 @@ class BonsaiAttention(nnx.Module):
         self.q_proj, self.k_proj, self.v_proj = attention.q, attention.k, attention.v
         self.o_proj, self.head_dim = attention.o, 8
 
-    def __call__(self, x, cache, segment_ids, right_pads):
+    def __call__(self, x, cache, segment_ids):
         raise NotImplementedError("Its cache is not called for.")
 
 
@@ -231,8 +231,8 @@ class BonsaiLayer(nnx.Module):
     def __init__(self, layer):
         self.inner, self.attn = layer, BonsaiAttention(layer.attn)
 
-    def __call__(self, x, cache, segment_ids, right_pads):
-        x = x + self.attn(self.inner.norm_1(x), cache, segment_ids, right_pads)
+    def __call__(self, x, cache, segment_ids):
+        x = x + self.attn(self.inner.norm_1(x), cache, segment_ids)
         y = self.inner.norm_2(x)
         return x + self.inner.down(nnx.silu(self.inner.gate(y)) * self.inner.up(y))
 
@@ -241,10 +241,10 @@ class Bonsai(nnx.Module):
     def __init__(self, model):
         self.rest, self.layers = model, nnx.List([BonsaiLayer(layer) for layer in model.layers])
 
-    def __call__(self, tokens, segment_ids, right_pads, cache):
+    def __call__(self, tokens, *, cache, segment_ids):
         x = self.rest.embed(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cache[i], segment_ids, right_pads)
+            x = layer(x, cache[i], segment_ids)
         return self.rest.head(self.rest.norm(x))
 
 

@@ -292,11 +292,11 @@ def _bonsai_output(attention: Any, attended: Any) -> Any:
 
 
 def _bonsai_layer(layer: Any, hidden: Any, positions: Any) -> Any:
-    return layer(hidden, None, positions, 0)  # positions where its attention would make them of segments
+    return layer(hidden, None, positions)  # positions where its attention would make them of segments
 
 
 def _bonsai_call(model: Any, tokens: Any, positions: Any) -> Any:
-    return model(tokens, positions, 0, [None] * len(model.layers))
+    return model(tokens, cache=[None] * len(model.layers), segment_ids=positions)
 
 
 _BONSAI = Layout(_bonsai_projected, _bonsai_output, _bonsai_layer, _bonsai_call)
