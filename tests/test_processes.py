@@ -1,4 +1,4 @@
-"""A compiler that dies of a signal is given a second chance; an error of the script's own is not."""
+"""A compiler that dies of a signal is started again; a script with an error of its own is not."""
 
 import pytest
 
@@ -39,11 +39,11 @@ def test_a_compiler_that_dies_is_started_once_more(start):
     assert starts() == 2
 
 
-def test_a_compiler_that_dies_again_fails(start):
+def test_a_compiler_that_dies_three_times_fails(start):
     run, starts = start
     with pytest.warns(UserWarning, match="once more"), pytest.raises(AssertionError, match="SIGSEGV"):
-        run(2, "right")
-    assert starts() == 2
+        run(3, "right")
+    assert starts() == 3
 
 
 def test_an_error_of_the_script_fails_at_once(start):

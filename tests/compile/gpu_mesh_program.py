@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
+# Threads of the GPU's compiler crash now and then on a busy host; two cores gain nothing by them.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_force_compilation_parallelism=1"
 
 from described import LLAMA
 from jax.experimental import topologies

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
+# Threads of the GPU's compiler crash now and then on a busy host; two cores gain nothing by them.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_force_compilation_parallelism=1"
 
 import jax
 import jax.numpy as jnp
