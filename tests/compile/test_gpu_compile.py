@@ -25,7 +25,8 @@ def _missing() -> list[str]:
 def programs():
     if missing := _missing():
         pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
-    return compiled(Path(__file__).with_name("gpu_programs.py"))
+    # Some minutes on two cores; a slow machine that runs other tests beside needs more than ten.
+    return compiled(Path(__file__).with_name("gpu_programs.py"), timeout=1800)
 
 
 def test_every_op_is_a_kernel(programs):

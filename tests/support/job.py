@@ -54,7 +54,7 @@ class Job:
                 process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
                 self.processes.append(process)
 
-    def wait_for(self, lines: int, seconds: float = 300) -> None:
+    def wait_for(self, lines: int, seconds: float = 120) -> None:
         """Until the results have so many lines."""
         file, end = self.folder / "results.jsonl", time.monotonic() + seconds
         while not file.exists() or file.read_bytes().count(b"\n") < lines:
@@ -67,7 +67,7 @@ class Job:
         for index in which or range(len(self.processes)):
             self.processes[index].send_signal(number)
 
-    def ends(self, *which: int, seconds: float = 300) -> list[tuple[int, str]]:
+    def ends(self, *which: int, seconds: float = 120) -> list[tuple[int, str]]:
         """Exit codes of some processes, all by default, and what they said."""
         ends = []
         for index in which or range(len(self.processes)):

@@ -16,8 +16,8 @@ def python(*arguments: Any, timeout: float = 600, **options: Any) -> subprocess.
     return process
 
 
-def compiled(script: Path, *arguments: Any, timeout: float = 1800) -> Any:
-    """What a script that compiles for an accelerator prints last, as JSON. On a slow core one takes ten minutes.
+def compiled(script: Path, *arguments: Any, timeout: float = 600) -> Any:
+    """What a script that compiles for an accelerator prints last, as JSON.
 
     Such a compiler is not ours, and it can die of a signal: that of GPU programs did now and then on a busy host, in a
     thread of its own. The script is then started once more, twice at most, with a warning. An error of its own fails
