@@ -21,7 +21,7 @@ from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 from clusterkv_jax.kernels.head_products import reference
 
 # Pairs of a program, inputs at a time, warps, and blocks of weights on their way at once.
-SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 4}
+SIZES = {"block": 32, "depth": 128, "warps": 2, "stages": 6}
 # Of a single token: weights of a side of its pairs at least, and warps, for as many as their registers hold.
 TOKEN_SIZES = {"numbers": 4096, "warps": 4}
 MOST_NUMBERS, MOST_INPUTS = 2**14, 2**14

@@ -17,10 +17,11 @@ from clusterkv_jax.kernels.gpu import arange, call
 from clusterkv_jax.kernels.row_products import reference
 
 # Outputs of a program, inputs at a time, warps, and blocks of weights on their way at once.
-SIZES = {"block": 32, "depth": 128, "warps": 2, "stages": 6}
+SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 6}
 NARROW_SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 6}
 GATE_SIZES = {"block": 64, "depth": 64, "warps": 4, "stages": 4}
-LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work
+LONE_GATE_SIZES = {"block": 64, "depth": 128, "warps": 2, "stages": 4}
+LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work, and none shares one
 
 
 def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, sizes=None, interpret=False):
@@ -30,8 +31,9 @@ def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, siz
     """
     inputs, outputs = weights.shape
     check_rows("row_products", x, weights, *([] if gated is None else [gated]))
-    narrow = outputs // SIZES["block"] < LEAST_PROGRAMS
-    options = (GATE_SIZES if gate else NARROW_SIZES if narrow else SIZES) | dict(sizes or {})
+    few = outputs // (GATE_SIZES if gate else SIZES)["block"] < LEAST_PROGRAMS
+    options = (LONE_GATE_SIZES if few else GATE_SIZES) if gate else NARROW_SIZES if few else SIZES
+    options = options | dict(sizes or {})
     options = fitted("row_products", options, inputs, [outputs], tiles=2 if gate else 1)
     return _run((gate, share, tuple(options.items()), interpret), x, weights, onto, gated)
 

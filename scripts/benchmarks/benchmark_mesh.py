@@ -32,6 +32,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import random_params
 from clusterkv_jax.cache import take_sequences
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
+from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.planning.shapes import model_config
@@ -39,25 +40,10 @@ from clusterkv_jax.presets import list_presets, preset
 from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 CALLS = 4  # of the decode program; the first is not counted
-GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
-# All-reduces by NCCL, which graphs can hold; from jax 0.11 on.
-NCCL_GRAPHS: dict[str, Any] = {
-    "xla_gpu_enable_command_buffer": GRAPHS,
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
-    "xla_gpu_experimental_use_collective_kernels": "",
-}
+# Beside the library's own options; those of compilers come and go.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
-    "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
-    "both": {
-        "xla_gpu_enable_command_buffer": GRAPHS,
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True,
-    },
-    "nccl-graphs": NCCL_GRAPHS,
-    "nccl-buffers": NCCL_GRAPHS | {"xla_gpu_enable_nccl_user_buffers": True},  # registered with NCCL
+    "nccl-buffers": {"xla_gpu_enable_nccl_user_buffers": True},  # all-reduces of what is registered with NCCL
 }
 
 
@@ -68,6 +54,7 @@ def main() -> None:
     parser.add_argument("--mesh", action="append", help="'one' or such as model=2; repeat it", default=None)
     parser.add_argument("--method", action="append", help="a preset; repeat it", default=None)
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the rows for presets that take one")
+    parser.add_argument("--cache-dtype", choices=CODES, help="how rows are stored [as the model's numbers]")
     parser.add_argument(
         "--variant", action="append", choices=VARIANTS, help="of the decode program; repeat it", default=None
     )
@@ -105,7 +92,7 @@ def benchmark(text: str, options: argparse.Namespace, tokens_of_first: dict[Any,
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, options.tokens)).astype(np.int32)
     for name in options.method or ["full", "centroidkv"]:
         budget = ckv.Budget(ratio=options.ratio) if list_presets()[name].takes_budget else None
-        method = preset(name, budget)
+        method = preset(name, budget, cache_dtype=options.cache_dtype)
         scope = contextlib.nullcontext() if text == "one" else jax.set_mesh(mesh)
         with scope:
             for line in lines(config, params, method, tokens, options, tokens_of_first):

@@ -394,7 +394,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
         if not includes(name):
             continue
         with jax.set_mesh(mesh):
-            options = ON_ONE if name.startswith("decode") else None  # as `decode_loop` is compiled
+            options = ON_ONE[0] if name.startswith("decode") else None  # as `decode_loop` is compiled
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()
         results[name] = {
