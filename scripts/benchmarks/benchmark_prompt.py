@@ -48,7 +48,7 @@ def main() -> None:
     params = random_params(config, jnp.dtype(options.dtype))
     budget = ckv.Budget(ratio=options.ratio)
     methods = {name: preset(name, budget) for name in options.method or ["centroidkv", "auto"]}
-    methods = {name: replace(x, instruction=WORDS) if isinstance(x, ckv.KVzip) else x for name, x in methods.items()}
+    methods = {name: replace(x, instruction=WORDS) if hasattr(x, "instruction") else x for name, x in methods.items()}
     print(f"{environment()}, {options.model}, {options.ratio:.0%} kept, medians of {options.repeats}\n")
     print("| tokens | method | ms | more than the full cache | the same, call by call |\n|---|---|---|---|---|")
     for count in options.tokens or [32768]:
