@@ -46,19 +46,10 @@ _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
 
-# For the compiler of GPUs, the first that it takes. On one, launches of a step that need nothing from each other may
-# run side by side. On several, graphs hold all-reduces where NCCL makes them (from jax 0.11 on); else a step's graphs
-# end there, so two launches have to make a graph.
-ON_ONE: list[dict[str, Any]] = [{"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}]
-ON_SEVERAL: list[dict[str, Any]] = [
-    {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES",
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
-        "xla_gpu_experimental_use_collective_kernels": "",
-    },
-    {"xla_gpu_graph_min_graph_size": 2},
-]
+# For the compiler of GPUs. On one, launches of a step that need nothing from each other may run side by side. On
+# several a step's graphs end at collectives, so two launches have to make a graph.
+ON_ONE = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+ON_SEVERAL = {"xla_gpu_graph_min_graph_size": 2}
 
 # Where nothing is traced; jax takes options of a program alone, not of one inside another.
 _ALONE = get_opaque_trace_state(convention="jit")
@@ -109,10 +100,8 @@ def _compiler_options() -> dict[str, Any]:
     """Those of a program of its own for GPUs, which has many short launches, as far as the compiler takes them."""
     if platform() != "gpu" or get_opaque_trace_state(convention="jit") != _ALONE:
         return {}
-    choices, mesh = ON_ONE if on_one_device() else ON_SEVERAL, ambient_mesh()
-    if jax.process_count() > 1 or (mesh is not None and mesh.axis_names != ("model",)):
-        choices = choices[-1:]  # nobody has compared tokens of graphs that reach into other processes, or of other axes
-    return next((options for options in choices if _compiler_takes(tuple(options.items()))), {})
+    options = ON_ONE if on_one_device() else ON_SEVERAL
+    return options if _compiler_takes(tuple(options.items())) else {}
 
 
 @cache

@@ -20,8 +20,9 @@ from clusterkv_jax.kernels.row_products import reference
 SIZES = {"block": 32, "depth": 128, "warps": 4, "stages": 6}
 NARROW_SIZES = {"block": 16, "depth": 256, "warps": 2, "stages": 6}
 GATE_SIZES = {"block": 64, "depth": 64, "warps": 4, "stages": 4}
+# A program that has a multiprocessor alone has room for twice the weights on their way.
 LONE_GATE_SIZES = {"block": 64, "depth": 128, "warps": 2, "stages": 4}
-LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work, and none shares one
+LEAST_PROGRAMS = 128  # fewer leave multiprocessors without work
 
 
 def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, sizes=None, interpret=False):

@@ -40,10 +40,25 @@ from clusterkv_jax.presets import list_presets, preset
 from clusterkv_jax.sharding import fitted_mesh, named_mesh
 
 CALLS = 4  # of the decode program; the first is not counted
-# Beside the library's own options; those of compilers come and go.
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
+# All-reduces by NCCL, which graphs can hold; from jax 0.11 on.
+NCCL_GRAPHS: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": GRAPHS,
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_collectives_command_buffer_filter": "ALLREDUCE",
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "nccl-buffers": {"xla_gpu_enable_nccl_user_buffers": True},  # all-reduces of what is registered with NCCL
+    "graphs": {"xla_gpu_enable_command_buffer": GRAPHS, "xla_gpu_graph_min_graph_size": 1},
+    "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+    "both": {
+        "xla_gpu_enable_command_buffer": GRAPHS,
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True,
+    },
+    "nccl-graphs": NCCL_GRAPHS,
+    "nccl-buffers": NCCL_GRAPHS | {"xla_gpu_enable_nccl_user_buffers": True},  # registered with NCCL
 }
 
 

@@ -3,9 +3,9 @@
     python scripts/benchmarks/benchmark_prompt.py                      CentroidKV and auto, 32k tokens, a fifth kept
     python scripts/benchmarks/benchmark_prompt.py --tokens 16384 --tokens 65536 --repeats 11 --profile
 
-Weights are random, of Llama-3.1-8B's shapes by default; so are the words by which KVzip asks for a repetition. A
-device's clock drifts, so the methods take turns, and each call is also compared with the full cache's call of its turn.
-On a GPU `--profile` lists the kernels in which a method's prompt differs from the full cache's, in microseconds a
+Weights are random, of Llama-3.1-8B's shapes by default. A method that asks for a repetition has any ids for its words.
+A device's clock drifts, so the methods take turns, and each call is also compared with the full cache's call of its
+turn. On a GPU `--profile` lists the kernels in which a method's prompt differs from the full cache's, in microseconds a
 layer.
 """
 

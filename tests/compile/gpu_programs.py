@@ -312,6 +312,16 @@ def programs(array):
             (array((3, 4096), jnp.float16), array((4096, 14336), jnp.float16), None, array((4096, 14336), jnp.float16)),
             (),
         ),
+        "gated row products of half a model": (
+            partial(row_products, gate="silu"),
+            (array((16, 4096), bf16), array((4096, 7168), bf16), None, array((4096, 7168), bf16)),
+            (),
+        ),
+        "row products of half a model": (
+            row_products,
+            (array((16, 7168), bf16), array((7168, 4096), bf16), array((16, 4096), bf16)),
+            (),
+        ),
         "head products": (head_products, of_heads(bf16, 16), ()),
         "head products float16": (head_products, of_heads(jnp.float16, 1), ()),
         "head products with scores": (
@@ -394,7 +404,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
         if not includes(name):
             continue
         with jax.set_mesh(mesh):
-            options = ON_ONE[0] if name.startswith("decode") else None  # as `decode_loop` is compiled
+            options = ON_ONE if name.startswith("decode") else None  # as `decode_loop` is compiled
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()
         results[name] = {

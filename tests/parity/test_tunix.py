@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
 VOCAB, HALF = 61, ckv.Budget(ratio=0.5)
 SIZES = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-# Its sampler takes 0 for padding, wherever it stands. With random weights a rounding decides which rows some prompts
-# keep; of the other two with no method.
+# Its sampler takes 0 for padding, wherever it stands. With random weights a rounding can decide which rows stay; of the
+# DECIDED prompts it decides none, whatever the method.
 PROMPTS, DECIDED = (
     [[max(token, 1) for token in prompt(seed, length)] for seed, length in ((first, 200), (first + 1, 133))]
     for first in (1, 21)
@@ -177,6 +177,14 @@ def test_a_method_gives_the_tokens_of_our_own_model(name, method):
     assert result.tokens == expected.tokens
     assert result.stats.kept_rows == expected.stats.kept_rows
     assert len({token for tokens in result.tokens for token in tokens}) > 4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "qwen2", "llama3"])
+def test_what_a_method_keeps_changes_these_answers(name):
+    own, asked = ours(name, model_of(name)), {"questions": [prompt(23, 5), prompt(24, 3)], "max_new_tokens": 32}
+    full = ckv.generate(own, DECIDED, method=ckv.Full(), **asked).tokens
+    for method in METHODS[:3]:
+        assert ckv.generate(own, DECIDED, method=method, **asked).tokens != full
 
 
 def test_it_runs_under_nnx_jit():
