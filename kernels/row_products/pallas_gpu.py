@@ -32,9 +32,8 @@ def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, siz
     """
     inputs, outputs = weights.shape
     check_rows("row_products", x, weights, *([] if gated is None else [gated]))
-    few = outputs // (GATE_SIZES if gate else SIZES)["block"] < LEAST_PROGRAMS
-    options = (LONE_GATE_SIZES if few else GATE_SIZES) if gate else NARROW_SIZES if few else SIZES
-    options = options | dict(sizes or {})
+    many, few = (GATE_SIZES, LONE_GATE_SIZES) if gate else (SIZES, NARROW_SIZES)
+    options = (few if outputs // many["block"] < LEAST_PROGRAMS else many) | dict(sizes or {})
     options = fitted("row_products", options, inputs, [outputs], tiles=2 if gate else 1)
     return _run((gate, share, tuple(options.items()), interpret), x, weights, onto, gated)
 
