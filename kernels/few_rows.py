@@ -32,14 +32,16 @@ def fitted(op: str, sizes: Mapping[str, int], inputs: int, outputs: Sequence[int
 
     Raises NotImplementedError where blocks become too small.
     """
-    block, depth = min(whole_block(sizes["block"], n) for n in outputs), whole_block(sizes["depth"], inputs)
+    ways = whole_block(sizes.get("ways", 1), inputs // LEAST)
+    block = min(whole_block(sizes["block"], n) for n in outputs)
+    depth = whole_block(sizes["depth"], inputs // ways)
     if min(block, depth) < LEAST:
         raise NotImplementedError(
             f"The GPU kernel of {op} takes inputs and outputs in blocks of {LEAST}, got {inputs} and "
             f"{', '.join(map(str, outputs))}."
         )
-    stages = shared_memory() // (2 * depth * (tiles * block + ROWS))
-    return {**sizes, "block": block, "depth": depth, "stages": max(1, min(sizes["stages"], stages))}
+    stages = shared_memory() // (2 * ways * depth * (tiles * block + ROWS))
+    return {**sizes, "block": block, "depth": depth, "ways": ways, "stages": max(1, min(sizes["stages"], stages))}
 
 
 def tile_of_rows(x: Any) -> tuple[Array, Array]:
@@ -49,18 +51,30 @@ def tile_of_rows(x: Any) -> tuple[Array, Array]:
 
 
 def products(
-    x: Any, tiles: Callable[[Array], Sequence[Array]], *, block: int, count: int, depth: int, contract: tuple[int, int]
-) -> tuple[Array, ...]:
+    x: Any,
+    tiles: Callable[[Array], Sequence[Array]],
+    *,
+    block: int,
+    count: int,
+    depth: int,
+    ways: int,
+    contract: tuple[int, int],
+) -> list[Array]:
     """A tile of the rows of x times each of `count` blocks of weights, float32 [ROWS, block].
 
-    `tiles(inputs)` loads the weights of these inputs, which lie along axis `contract[1]`.
+    `tiles(inputs)` loads the weights of these inputs, which lie along axis `contract[1]`. Each of `ways` parts of the
+    inputs has a sum of its own: the matrix unit adds to one sum step after step, and to several at once.
     """
     row, there = tile_of_rows(x)
+    inputs = x.shape[1] // ways
 
-    def body(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        at = arange(depth, i * depth)
+    def body(i: Array, sums: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
+        return tuple(step(arange(depth, way * inputs + i * depth), own) for way, own in enumerate(sums))
+
+    def step(at: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         rows = plgpu.load(x.at[row, at[None, :]], mask=there, other=0.0)
         return tuple(total + dot(rows, tile, contract) for total, tile in zip(sums, tiles(at), strict=True))
 
     zeros = jnp.zeros((ROWS, block), jnp.float32)
-    return jax.lax.fori_loop(0, x.shape[1] // depth, body, (zeros,) * count)
+    sums = jax.lax.fori_loop(0, inputs // depth, body, ((zeros,) * count,) * ways)
+    return [sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True)]
