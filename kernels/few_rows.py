@@ -5,6 +5,7 @@ and leaves no sums to another launch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ def fitted(op: str, sizes: Mapping[str, int], inputs: int, outputs: Sequence[int
 
     Raises NotImplementedError where blocks become too small.
     """
-    ways = whole_block(sizes.get("ways", 1), inputs // LEAST)
+    ways = max(1, whole_block(sizes.get("ways", 1), inputs // LEAST))
     block = min(whole_block(sizes["block"], n) for n in outputs)
     depth = whole_block(sizes["depth"], inputs // ways)
     if min(block, depth) < LEAST:
@@ -77,4 +78,4 @@ def products(
 
     zeros = jnp.zeros((ROWS, block), jnp.float32)
     sums = jax.lax.fori_loop(0, inputs // depth, body, ((zeros,) * count,) * ways)
-    return [sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True)]
+    return [reduce(jnp.add, parts) for parts in zip(*sums, strict=True)]

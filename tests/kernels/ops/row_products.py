@@ -104,6 +104,7 @@ def test_a_gate_goes_with_gated_weights(gate, gated):
     [
         (17, 64, 32, jnp.bfloat16, "up to 16 rows of bfloat16 or float16, as their weights, got 17"),
         (2, 64, 32, jnp.float32, "got 2 of float32"),
+        (2, 8, 32, jnp.bfloat16, "blocks of 16, got 8 and 32"),
         (2, 24, 32, jnp.bfloat16, "blocks of 16, got 24 and 32"),
         (2, 64, 40, jnp.bfloat16, "blocks of 16, got 64 and 40"),
     ],
