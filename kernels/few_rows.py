@@ -31,18 +31,20 @@ def check_rows(op: str, x: Array, *weights: Array) -> None:
 def fitted(op: str, sizes: Mapping[str, int], inputs: int, outputs: Sequence[int], tiles: int = 1) -> dict[str, int]:
     """Sizes whose blocks divide the inputs and each of the outputs, and whose stages have room, of so many `tiles`.
 
+    `sums` are as many as have a block of inputs each, one where no number is given.
+
     Raises NotImplementedError where blocks become too small.
     """
-    ways = max(1, whole_block(sizes.get("ways", 1), inputs // LEAST))
     block = min(whole_block(sizes["block"], n) for n in outputs)
-    depth = whole_block(sizes["depth"], inputs // ways)
-    if min(block, depth) < LEAST:
+    if min(block, inputs & -inputs) < LEAST:
         raise NotImplementedError(
             f"The GPU kernel of {op} takes inputs and outputs in blocks of {LEAST}, got {inputs} and "
             f"{', '.join(map(str, outputs))}."
         )
-    stages = shared_memory() // (2 * ways * depth * (tiles * block + ROWS))
-    return {**sizes, "block": block, "depth": depth, "ways": ways, "stages": max(1, min(sizes["stages"], stages))}
+    sums = whole_block(sizes.get("sums", 1), inputs // LEAST)
+    depth = whole_block(sizes["depth"], inputs // sums)
+    stages = shared_memory() // (2 * sums * depth * (tiles * block + ROWS))
+    return {**sizes, "block": block, "depth": depth, "sums": sums, "stages": max(1, min(sizes["stages"], stages))}
 
 
 def tile_of_rows(x: Any) -> tuple[Array, Array]:
@@ -58,24 +60,24 @@ def products(
     block: int,
     count: int,
     depth: int,
-    ways: int,
+    sums: int,
     contract: tuple[int, int],
 ) -> list[Array]:
     """A tile of the rows of x times each of `count` blocks of weights, float32 [ROWS, block].
 
-    `tiles(inputs)` loads the weights of these inputs, which lie along axis `contract[1]`. Each of `ways` parts of the
+    `tiles(inputs)` loads the weights of these inputs, which lie along axis `contract[1]`. Each of `sums` parts of the
     inputs has a sum of its own: the matrix unit adds to one sum step after step, and to several at once.
     """
     row, there = tile_of_rows(x)
-    inputs = x.shape[1] // ways
+    inputs = x.shape[1] // sums
 
-    def body(i: Array, sums: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
-        return tuple(step(arange(depth, way * inputs + i * depth), own) for way, own in enumerate(sums))
+    def body(i: Array, totals: tuple[tuple[Array, ...], ...]) -> tuple[tuple[Array, ...], ...]:
+        return tuple(step(arange(depth, part * inputs + i * depth), own) for part, own in enumerate(totals))
 
-    def step(at: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def step(at: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         rows = plgpu.load(x.at[row, at[None, :]], mask=there, other=0.0)
-        return tuple(total + dot(rows, tile, contract) for total, tile in zip(sums, tiles(at), strict=True))
+        return tuple(total + dot(rows, tile, contract) for total, tile in zip(totals, tiles(at), strict=True))
 
     zeros = jnp.zeros((ROWS, block), jnp.float32)
-    sums = jax.lax.fori_loop(0, inputs // depth, body, ((zeros,) * count,) * ways)
-    return [reduce(jnp.add, parts) for parts in zip(*sums, strict=True)]
+    totals = jax.lax.fori_loop(0, inputs // depth, body, ((zeros,) * count,) * sums)
+    return [reduce(jnp.add, parts) for parts in zip(*totals, strict=True)]

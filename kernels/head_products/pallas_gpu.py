@@ -20,8 +20,8 @@ from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of
 from clusterkv_jax.kernels.gpu import arange, call, power_of_two
 from clusterkv_jax.kernels.head_products import reference
 
-# Pairs of a program, parts of the inputs, inputs of each at a time, warps, and blocks of weights on their way at once.
-SIZES = {"block": 32, "ways": 2, "depth": 128, "warps": 2, "stages": 4}
+# Pairs of a program, sums at once, inputs of each at a time, warps, and blocks of weights on their way at once.
+SIZES = {"block": 32, "sums": 2, "depth": 128, "warps": 2, "stages": 4}
 NARROW_SIZES = SIZES | {"block": 16}
 LEAST_PROGRAMS = 64  # fewer leave more than half of the multiprocessors without work
 # Of a single token: weights of a side of its pairs at least, and warps, for as many as their registers hold.
@@ -44,7 +44,7 @@ def head_products(
         wanted = max(2, options["numbers"] // power_of_two(inputs))
         block = min(power_of_two(wanted), *(half & -half for half in halves))
         warps = options["warps"] * max(1, block * power_of_two(inputs) // MOST_NUMBERS)
-        options |= {"block": block, "depth": None, "ways": 1, "warps": warps}
+        options |= {"block": block, "depth": None, "sums": 1, "warps": warps}
     elif scale is not None or surrogate is not None:
         raise NotImplementedError(
             f"The GPU kernel of head_products normalises and scores one token of up to {MOST_INPUTS}, got {x.shape}."
@@ -65,7 +65,7 @@ def _run(options, x, weights, biases, angles, scale, surrogate):
     scores = 0 if surrogate is None else len(surrogate[1])
     heads = (jax.ShapeDtypeStruct((len(x), *w.shape[:2]), x.dtype) for w in weights)
     return call(
-        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "ways")}, **norm),
+        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "sums")}, **norm),
         (*heads, jax.ShapeDtypeStruct((len(x), scores), jnp.float32) if scores else None),
         *(x, weights, biases, angles, scale, surrogate),
         grid=(pairs // sizes["block"] + pl.cdiv(scores, sizes["block"]),),
@@ -82,7 +82,7 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, ways, eps, offset):
+def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, sums, eps, offset):
     program, before = pl.program_id(0), 0
     *heads, scores = outs
     for number, (weight, out) in enumerate(zip(weights, heads, strict=True)):
@@ -96,7 +96,7 @@ def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, w
             if depth is None:
                 _token(x, weight, bias, turned, scale, out, head, pair, eps, offset)
             else:
-                _tokens(x, weight, bias, turned, out, head, pair, depth, ways)
+                _tokens(x, weight, bias, turned, out, head, pair, depth, sums)
 
         before += blocks
     if surrogate is not None:
@@ -107,7 +107,7 @@ def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, w
             _scores(x, surrogate, scale, scores, score, eps, offset)
 
 
-def _tokens(x, weight, bias, angles, out, head, pair, depth, ways):
+def _tokens(x, weight, bias, angles, out, head, pair, depth, sums):
     """These pairs of a head of a tile of tokens."""
     sides, (row, there) = (pair, weight.shape[1] // 2 + pair), tile_of_rows(x)
 
@@ -118,7 +118,7 @@ def _tokens(x, weight, bias, angles, out, head, pair, depth, ways):
         angles = [plgpu.load(ref.at[row, pair[None, :]], mask=there, other=0.0) for ref in angles]
     if bias is not None:
         bias = [plgpu.load(bias.at[head, side]).astype(jnp.float32)[None, :] for side in sides]
-    y = products(x, tiles, block=len(pair), count=2, depth=depth, ways=ways, contract=(1, 1))
+    y = products(x, tiles, block=len(pair), count=2, depth=depth, sums=sums, contract=(1, 1))
     for value, side in zip(_turned(y, bias, angles), sides, strict=True):
         plgpu.store(out.at[row, head, side[None, :]], value.astype(out.dtype), mask=there)
 

@@ -43,7 +43,7 @@ def _run(options, x, weights, onto, gated):
     gate, share, sizes, interpret = options
     sizes, outputs = dict(sizes), weights.shape[1]
     return call(
-        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "ways")}, gate=gate, share=share),
+        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "sums")}, gate=gate, share=share),
         jax.ShapeDtypeStruct((len(x), outputs), x.dtype),
         x,
         weights,
@@ -63,7 +63,7 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(differentiable, operands, tangents)[1]
 
 
-def _kernel(x, weights, onto, gated, out, *, block, depth, ways, gate, share):
+def _kernel(x, weights, onto, gated, out, *, block, depth, sums, gate, share):
     column = arange(block, pl.program_id(0) * block)[None, :]
     sides = [weights] if gate is None else [weights, gated]
     row, there = tile_of_rows(x)
@@ -73,7 +73,7 @@ def _kernel(x, weights, onto, gated, out, *, block, depth, ways, gate, share):
     def tiles(at):
         return [plgpu.load(side.at[at[:, None], column]) for side in sides]
 
-    y, *other = products(x, tiles, block=block, count=len(sides), depth=depth, ways=ways, contract=(1, 0))
+    y, *other = products(x, tiles, block=block, count=len(sides), depth=depth, sums=sums, contract=(1, 0))
     if gate is not None:
         y = reference.GATES[gate](y) * other[0]
     if more is not None:

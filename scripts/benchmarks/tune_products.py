@@ -112,8 +112,9 @@ def candidates(name: str, rows: int) -> list[Sizes]:
     if name == "heads" and rows == 1:
         return grid(numbers=(2048, 4096, 8192, 16384), warps=(2, 4, 8))
     blocks, tiles = (32, 64) if name == "gate" else (16, 32), 2 if name in ("gate", "heads") else 1
-    sizes = grid(block=blocks, depth=(64, 128, 256), warps=(2, 4), stages=(4, 6, 8))
-    moving = [2 * tiles * one["block"] * one["depth"] * one["stages"] for one in sizes]  # bytes on their way
+    sizes = grid(block=blocks, depth=(64, 128, 256), sums=(1, 2), warps=(2, 4), stages=(4, 6, 8))
+    # Bytes on their way.
+    moving = [2 * tiles * one["block"] * one["depth"] * one["sums"] * one["stages"] for one in sizes]
     return [one for one, size in zip(sizes, moving, strict=True) if 32_768 <= size <= 131_072]
 
 

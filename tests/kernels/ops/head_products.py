@@ -162,6 +162,7 @@ def test_head_products_have_derivatives():
         (17, 64, 32, jnp.bfloat16, "up to 16 rows"),
         (2, 64, 32, jnp.float32, "got 2 of float32"),
         (2, 8, 32, jnp.bfloat16, "blocks of 16, got 8 and 16, 16, 16"),
+        (2, 33, 32, jnp.bfloat16, "blocks of 16, got 33 and 16, 16, 16"),
         (2, 24, 32, jnp.bfloat16, "blocks of 16, got 24 and 16, 16, 16"),
         (2, 64, 24, jnp.bfloat16, "blocks of 16, got 64 and 12, 12, 12"),
     ],

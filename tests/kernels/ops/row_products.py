@@ -99,12 +99,22 @@ def test_a_gate_goes_with_gated_weights(gate, gated):
         row_products(x, weights, None, other if gated else None, gate=gate)
 
 
+@pytest.mark.parametrize("sums", [2, 4])
+def test_several_sums_make_the_product_of_one(sums):
+    x, weights, onto, other = operands(0, 5, 192, 32, jnp.bfloat16)
+    sizes = {"block": 32, "depth": 16, "sums": sums}
+    result = pallas_gpu.row_products(x, weights, onto, other, gate="silu", sizes=sizes, interpret=True)
+    (expected,) = exact(reference.row_products(x, weights, onto, other, gate="silu"))
+    near(result, expected, tolerance(jnp.bfloat16), axes=1)
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "dtype", "message"),
     [
         (17, 64, 32, jnp.bfloat16, "up to 16 rows of bfloat16 or float16, as their weights, got 17"),
         (2, 64, 32, jnp.float32, "got 2 of float32"),
         (2, 8, 32, jnp.bfloat16, "blocks of 16, got 8 and 32"),
+        (2, 33, 32, jnp.bfloat16, "blocks of 16, got 33 and 32"),
         (2, 24, 32, jnp.bfloat16, "blocks of 16, got 24 and 32"),
         (2, 64, 40, jnp.bfloat16, "blocks of 16, got 64 and 40"),
     ],
