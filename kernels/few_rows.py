@@ -31,7 +31,7 @@ def check_rows(op: str, x: Array, *weights: Array) -> None:
 def fitted(op: str, sizes: Mapping[str, int], inputs: int, outputs: Sequence[int], tiles: int = 1) -> dict[str, int]:
     """Sizes whose blocks divide the inputs and each of the outputs, and whose stages have room, of so many `tiles`.
 
-    `sums` are as many as have a block of inputs each, one where no number is given.
+    `sums`, 1 by default, become fewer until each has a block of inputs.
 
     Raises NotImplementedError where blocks become too small.
     """
