@@ -13,6 +13,12 @@ from clusterkv_jax import sampling
 from clusterkv_jax.models.causal_attention import causal_attention
 
 
+@pytest.fixture(autouse=True)
+def _executed(request):
+    if request.config.getoption("--untyped"):
+        pytest.skip("--untyped leaves annotations alone.")
+
+
 @pytest.fixture
 def changed(tmp_path, monkeypatch):
     """Imports a module of the library, through the suite's hook, with one text of its source exchanged."""
