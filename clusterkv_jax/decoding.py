@@ -291,7 +291,8 @@ def _step_layer(
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         scores = None
     sinks = transformer.sink_logits(weights, config)
-    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
+    splits = few_tokens.most_splits(weights, config, q)
+    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap, splits)
     attended, layer, state = step_layer(method, layer, state, new)
     return transformer.finish(weights, config, hidden, attended), layer, state
 

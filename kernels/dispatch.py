@@ -24,6 +24,11 @@ def device_kind() -> str:
     return _device().device_kind
 
 
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU that is compiled for; 0 where it is not known, as of one that is only described."""
+    return getattr(_device(), "core_count", 0) or 0
+
+
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,12 +14,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.kernels.expert_block import expert_block
+from clusterkv_jax.kernels.expert_block.pallas_gpu import MOST_SPLITS, refusal
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.split_product import split_product
+from clusterkv_jax.kernels.splits import Splits
+from clusterkv_jax.kernels.step_in_groups.pallas_gpu import COMBINED_SPLITS
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
@@ -208,6 +212,31 @@ def mixes(config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], weigh
     """Whether a kernel takes these tokens through their experts: gated by silu, without biases."""
     plain = config.activation == "silu" and experts.clamp is None and not experts.bias
     return plain and few(x) and x.dtype == weights["up"].dtype == jnp.bfloat16
+
+
+def most_splits(layer: Params, config: ModelConfig, q: Float[Array, "B T H D"]) -> int:
+    """Splits of a token's attention that a launch combines on its way through a layer of experts; 0 if none does."""
+    if config.decoder is not None or config.experts is None or "experts" not in layer or q.shape[:2] != (1, 1):
+        return 0
+    experts, group = layer["experts"], config.num_heads // config.num_kv_heads
+    plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
+    plain = plain and not config.sink_logits and normalises(config, q) and mixes(config, config.experts, q, experts)
+    parts = config.num_kv_heads, COMBINED_SPLITS, group, config.head_dim
+    shapes = parts, (q.size, config.hidden_size), experts["gate"].shape
+    return 0 if not plain or refusal(*shapes, config.experts.per_token, q.dtype) else MOST_SPLITS
+
+
+def through_experts(
+    layer: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"], splits: Splits
+) -> Float[Array, "1 1 M"]:
+    """The rest of a layer of experts after attention."""
+    assert config.experts is not None
+    projection, experts = layer["attention"]["o"], layer["experts"]
+    weights = (experts[name] for name in ("router", "gate", "up", "down"))
+    operands = hidden.reshape(-1), projection.reshape(-1, projection.shape[-1]), layer["mlp_norm"]["scale"], *weights
+    route = {"per_token": config.experts.per_token, "normalize": config.experts.normalize}
+    out = expert_block(splits, *operands, **route, eps=config.norm_eps, offset=config.norm_offset)
+    return out.reshape(hidden.shape)
 
 
 def mixture(

@@ -35,8 +35,10 @@ from clusterkv_jax.cache import (
 )
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import power_of_two
-from clusterkv_jax.kernels.quantised import as_stored
-from clusterkv_jax.kernels.step_in_groups import step_in_groups
+from clusterkv_jax.kernels.quantised import Quantised, as_stored
+from clusterkv_jax.kernels.splits import Splits
+from clusterkv_jax.kernels.step_in_groups import step_in_groups, step_in_splits
+from clusterkv_jax.kernels.step_in_groups.pallas_gpu import splits_of
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.sharding import on_one_device, over_heads, slot_ways
@@ -111,8 +113,11 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewT
 
 def step(
     layer: Any, state: Sequence[State], tokens: NewTokens
-) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
-    """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
+) -> tuple[Float[Array, "B 1 H D"] | Splits, HeadGroups | LayerCache, tuple[State, ...]]:
+    """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three.
+
+    In one launch where the next one takes the splits.
+    """
     held, heads = groups(layer), group_heads(layer)
     of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
     keys, values = (as_stored(of_heads(x), held[0].keys) for x in (tokens.k, tokens.v))
@@ -130,10 +135,15 @@ def step(
         out, lse, *after = step_in_groups(*token, *others, heads=mine, soft_cap=tokens.soft_cap)
         return of_heads(out), of_heads(lse), *after
 
-    # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
-    token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
-    run = enter if on_one_device() else partial(over_heads, enter)
-    out, lse, after, longer = run(*token, buffers, lengths)
+    if _leaves_splits(layer, tokens):
+        token = tokens.q, keys, values, tokens.positions, tokens.real, scores
+        attended, after, longer = step_in_splits(*token, buffers, lengths, heads=heads, soft_cap=tokens.soft_cap)
+    else:
+        # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
+        token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
+        run = enter if on_one_device() else partial(over_heads, enter)
+        out, lse, after, longer = run(*token, buffers, lengths)
+        attended = with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits)
     caches = tuple(
         LayerCache(keys, values, degree, length, positions)
         for (keys, values, degree, positions, _), length in zip(after, longer, strict=True)
@@ -143,7 +153,17 @@ def step(
         for memory, (*_, of_rows) in zip(state, after, strict=True)
     )
     layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
-    return with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits), layer, memories
+    return attended, layer, memories
+
+
+def _leaves_splits(layer: Any, tokens: NewTokens) -> bool:
+    """Whether whoever takes the token further combines the splits of its attention."""
+    rows, heads = groups(layer)[0].keys, group_heads(layer)
+    if not tokens.most_splits or isinstance(rows, Quantised) or not on_one_device():
+        return False
+    slots = [group.capacity for group in groups(layer)]
+    queries = tokens.q.shape[2] // sum(map(len, heads))
+    return splits_of(rows, slots, len(tokens.q), queries, heads) <= tokens.most_splits
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

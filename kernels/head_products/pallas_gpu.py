@@ -17,15 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of_rows
-from clusterkv_jax.kernels.gpu import arange, call, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, power_of_two, whole_block
 from clusterkv_jax.kernels.head_products import reference
 
 # Pairs of a program, sums at once, inputs of each at a time, warps, and blocks of weights on their way at once.
 SIZES = {"block": 32, "sums": 2, "depth": 128, "warps": 2, "stages": 4}
 NARROW_SIZES = SIZES | {"block": 16}
 LEAST_PROGRAMS = 64  # fewer leave more than half of the multiprocessors without work
-# Of a single token: weights of a side of its pairs at least, and warps, for as many as their registers hold.
-TOKEN_SIZES = {"numbers": 4096, "warps": 4}
+# Of a single token: weights of a side of its pairs at least, and warps, for as many as their registers hold; and how
+# many such blocks of a head a program takes one after another.
+TOKEN_SIZES = {"numbers": 4096, "warps": 4, "turns": 2}
 MOST_NUMBERS, MOST_INPUTS = 2**14, 2**14
 
 
@@ -44,7 +45,8 @@ def head_products(
         wanted = max(2, options["numbers"] // power_of_two(inputs))
         block = min(power_of_two(wanted), *(half & -half for half in halves))
         warps = options["warps"] * max(1, block * power_of_two(inputs) // MOST_NUMBERS)
-        options |= {"block": block, "depth": None, "sums": 1, "warps": warps}
+        turns = min(whole_block(options["turns"], half // block) for half in halves)
+        options |= {"block": block, "depth": None, "sums": 1, "warps": warps, "turns": turns}
     elif scale is not None or surrogate is not None:
         raise NotImplementedError(
             f"The GPU kernel of head_products normalises and scores one token of up to {MOST_INPUTS}, got {x.shape}."
@@ -54,7 +56,7 @@ def head_products(
         options = (NARROW_SIZES if programs < LEAST_PROGRAMS else SIZES) | dict(sizes or {})
         options = fitted("head_products", options, inputs, halves, tiles=2)
     norm = {"eps": eps, "offset": offset}
-    static = tuple(norm.items()), tuple(options.items()), interpret
+    static = tuple(norm.items()), tuple(({"turns": 1} | options).items()), interpret
     return _run(static, x, weights, biases, angles, scale, surrogate)
 
 
@@ -65,10 +67,10 @@ def _run(options, x, weights, biases, angles, scale, surrogate):
     scores = 0 if surrogate is None else len(surrogate[1])
     heads = (jax.ShapeDtypeStruct((len(x), *w.shape[:2]), x.dtype) for w in weights)
     return call(
-        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "sums")}, **norm),
+        partial(_kernel, **{name: sizes[name] for name in ("block", "depth", "sums", "turns")}, **norm),
         (*heads, jax.ShapeDtypeStruct((len(x), scores), jnp.float32) if scores else None),
         *(x, weights, biases, angles, scale, surrogate),
-        grid=(pairs // sizes["block"] + pl.cdiv(scores, sizes["block"]),),
+        grid=(pairs // (sizes["block"] * sizes["turns"]) + pl.cdiv(scores, sizes["block"]),),
         warps=sizes["warps"],
         stages=sizes.get("stages", 1),
         interpret=interpret,
@@ -82,19 +84,20 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, sums, eps, offset):
+def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, sums, turns, eps, offset):
     program, before = pl.program_id(0), 0
     *heads, scores = outs
     for number, (weight, out) in enumerate(zip(weights, heads, strict=True)):
         half = weight.shape[1] // 2
-        blocks = weight.shape[0] * half // block
+        blocks = weight.shape[0] * half // (block * turns)
         bias, turned = None if biases is None else biases[number], angles if number < 2 else None
 
         @pl.when((program >= before) & (program < before + blocks))
         def _(weight=weight, out=out, bias=bias, turned=turned, half=half, place=program - before):
-            head, pair = place // (half // block), arange(block, place % (half // block) * block)
+            each = half // (block * turns)
+            head, pair = place // each, arange(block, place % each * block * turns)
             if depth is None:
-                _token(x, weight, bias, turned, scale, out, head, pair, eps, offset)
+                _token(x, weight, bias, turned, scale, out, head, pair, turns, eps, offset)
             else:
                 _tokens(x, weight, bias, turned, out, head, pair, depth, sums)
 
@@ -123,21 +126,35 @@ def _tokens(x, weight, bias, angles, out, head, pair, depth, sums):
         plgpu.store(out.at[row, head, side[None, :]], value.astype(out.dtype), mask=there)
 
 
-def _token(x, weight, bias, angles, scale, out, head, pair, eps, offset):
-    """The same of a single token, whole rows of weights at once."""
-    sides, column = (pair, weight.shape[1] // 2 + pair), arange(power_of_two(x.shape[1]))
+def _token(x, weight, bias, angles, scale, out, head, pair, turns, eps, offset):
+    """The same of a single token, whole rows of weights at once; while one block is multiplied the next one comes."""
+    column = arange(power_of_two(x.shape[1]))
     inside = column < x.shape[1]
-    tiles = [
-        plgpu.load(weight.at[head, side[:, None], column[None, :]], mask=inside[None, :], other=0.0) for side in sides
-    ]
-    if angles is not None:
-        angles = [plgpu.load(ref.at[0, pair]) for ref in angles]
-    if bias is not None:
-        bias = [plgpu.load(bias.at[head, side]).astype(jnp.float32) for side in sides]
+
+    def sides(i):
+        here = pair + i * len(pair)
+        return here, weight.shape[1] // 2 + here
+
+    def tiles(i):
+        at = [weight.at[head, side[:, None], column[None, :]] for side in sides(i)]
+        return [plgpu.load(ref, mask=inside[None, :], other=0.0) for ref in at]
+
+    def finish(i, loaded):
+        own, here = None if bias is None else [plgpu.load(bias.at[head, side]) for side in sides(i)], sides(i)
+        own = None if own is None else [value.astype(jnp.float32) for value in own]
+        by = None if angles is None else [plgpu.load(ref.at[0, here[0]]) for ref in angles]
+        sums = [jnp.sum(tile.astype(jnp.float32) * y, axis=1) for tile in loaded]
+        for value, side in zip(_turned(sums, own, by), here, strict=True):
+            plgpu.store(out.at[0, head, side], value.astype(out.dtype))
+
+    def body(i, loaded):
+        ahead = tiles(i + 1)
+        finish(i, loaded)
+        return ahead
+
+    first = tiles(0)
     y = _entering(x, scale, column, eps, offset)
-    sums = [jnp.sum(tile.astype(jnp.float32) * y, axis=1) for tile in tiles]
-    for value, side in zip(_turned(sums, bias, angles), sides, strict=True):
-        plgpu.store(out.at[0, head, side], value.astype(out.dtype))
+    finish(turns - 1, jax.lax.fori_loop(0, turns - 1, body, first))
 
 
 def _scores(x, surrogate, scale, out, score, eps, offset):

@@ -33,7 +33,9 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.kernels.dispatch import device_kind, multiprocessors
+from clusterkv_jax.kernels.expert_block import expert_block
+from clusterkv_jax.kernels.expert_block import pallas_gpu as block_gpu
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
@@ -73,6 +75,8 @@ def kernels() -> dict[str, Callable[..., Any]]:
     if any(name in device_kind() for name in kmeans_gpu.HOPPER):
         versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
         versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
+    if multiprocessors() >= block_gpu.PROGRAMS and any(name in device_kind() for name in block_gpu.HOPPER):
+        versions["expert_block"] = partial(expert_block, backend="gpu")
     return versions
 
 

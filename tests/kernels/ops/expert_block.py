@@ -1,0 +1,181 @@
+"""A token behind attention through a layer of experts: checks, backends, broken variants, derivatives."""
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clusterkv_jax.kernels.expert_block import pallas_gpu, reference
+from clusterkv_jax.kernels.splits import COUNTERS, Splits
+from tests.kernels.base import compiled, near, normal
+
+# The kernel is one of a Hopper GPU alone: programs that wait for each other are nothing for an interpreter.
+BACKENDS = {"xla": reference.expert_block}
+TOLERANCE = 2e-2  # of bfloat16 numbers, four products one after the other
+
+# KV heads, splits, query heads of each, head dim, width, experts, units, experts of a token. The second one is what the
+# kernel takes, Qwen3-30B-A3B's.
+SHAPES = [(2, 3, 4, 16, 64, 24, 32, 3), (4, 128, 8, 128, 2048, 128, 768, 8)]
+OPTIONS = {"normalize": True, "eps": 1e-6, "offset": 0.0}
+
+
+def _shape():
+    return SHAPES[0 if jax.default_backend() == "cpu" else 1]
+
+
+def operands(seed, shape, filled):
+    """What empty splits have is NaN. Every eighth expert has the same weights: to draw them all would take long."""
+    kv_heads, count, queries, dim, width, experts, units, _ = shape
+    bf16 = lambda i, *shape: jnp.asarray(normal(seed + i, *shape) * shape[-2] ** -0.5, jnp.bfloat16)  # noqa: E731
+    parts, lses = normal(seed, kv_heads, count, queries, dim), 3 * normal(seed + 1, kv_heads, count, queries)
+    filled = np.asarray([min(n, count) for n in filled[:kv_heads]], np.int32)
+    empty = np.arange(count) >= filled[:, None]
+    parts[empty], lses[empty] = np.nan, np.nan
+    parts, lses = (jnp.asarray(x, jnp.float32) for x in (parts, lses))
+    splits = Splits(parts, lses, jnp.asarray(filled), jnp.zeros(COUNTERS, jnp.int32))
+    hidden, scale = bf16(2, 1, width)[0], bf16(3, 1, width)[0] / 4 + 1
+    router = 4 * bf16(4, width, experts).T
+    few = min(experts, 8)
+    weights = (bf16(5, few, width, units), bf16(6, few, width, units), bf16(7, few, units, width))
+    many = (jnp.tile(x, (-(-experts // few), 1, 1))[:experts] for x in weights)
+    return splits, hidden, bf16(8, kv_heads * queries * dim, width), scale, router, *many
+
+
+def exact(splits, hidden, projection, scale, router, *weights, per_token, normalize, eps, offset):
+    """In float64, rounded where numbers are stored."""
+    wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    rounded = lambda x: wide(jnp.asarray(x, jnp.bfloat16))  # noqa: E731
+    attended = []
+    for parts, lses, filled in zip(wide(splits.parts), wide(splits.lses), np.asarray(splits.filled), strict=True):
+        shares = 2 ** (lses[:filled] - np.max(lses[:filled], axis=0, initial=-np.inf))
+        mixed = np.einsum("sgd,sg->gd", parts[:filled], shares / shares.sum(axis=0)) if filled else 0 * wide(parts[0])
+        attended.append(np.where(np.isnan(mixed), 0, mixed))
+    hidden = rounded(wide(hidden) + rounded(rounded(np.concatenate(attended).reshape(-1)) @ wide(projection)))
+    x = rounded(hidden / np.sqrt(np.mean(hidden**2) + eps) * (offset + wide(scale)))
+    logits = wide(router) @ x
+    best = np.argsort(-logits, kind="stable")[:per_token]
+    shares = np.exp(logits - logits.max())
+    shares = shares[best] / (shares[best] if normalize else shares).sum()
+    # Of the chosen experts alone: to have all weights in float64 would take long.
+    for share, gate, up, down in zip(shares, *(wide(x[best]) for x in weights), strict=True):
+        inner = x @ gate
+        hidden = hidden + share * (rounded(inner / (1 + np.exp(-inner)) * (x @ up)) @ down)
+    return hidden
+
+
+def check_block(implementation, *, examples=2):
+    run = compiled(partial(implementation, per_token=_shape()[-1], **OPTIONS))
+    for seed, filled in zip(range(examples), [(200, 1, 67, 14), (0, 2, 65, 64)] * examples, strict=False):
+        args = operands(10 * seed, _shape(), filled)
+        result = run(*args)
+        assert result.dtype == jnp.bfloat16
+        near(result, exact(*args, per_token=_shape()[-1], **OPTIONS), TOLERANCE, axes=0)
+
+
+def check_options(implementation, *, examples=1):
+    """Shares of all experts, and a scale that lies around 0."""
+    *shape, per_token = _shape()
+    args = operands(examples, (*shape, per_token), (3, 3, 3, 3))
+    options = {"normalize": False, "eps": 0.5, "offset": 1.0, "per_token": per_token}
+    near(compiled(partial(implementation, **options))(*args), exact(*args, **options), TOLERANCE, axes=0)
+
+
+def check_equal_experts(implementation, *, examples=1):
+    """Of equal logits the first experts are chosen."""
+    shape = _shape()
+    *args, router, gate, up, down = operands(examples, shape, (3, 3, 3, 3))
+    router = jnp.where(jnp.arange(len(router))[:, None] % 5 == 1, router[:1], 0)
+    args = *args, router, gate, up, down
+    options = {"per_token": shape[-1], **OPTIONS}
+    near(compiled(partial(implementation, **options))(*args), exact(*args, **options), TOLERANCE, axes=0)
+
+
+def without_the_last_split(splits, *args, **options):
+    fewer = jnp.maximum(splits.filled - 1, 0)
+    return reference.expert_block(replace(splits, filled=fewer), *args, **options)
+
+
+def without_what_came_in(splits, hidden, *args, **options):
+    return reference.expert_block(splits, hidden, *args, **options) - hidden
+
+
+def with_natural_logarithms(splits, *args, **options):
+    return reference.expert_block(replace(splits, lses=splits.lses / 0.7), *args, **options)
+
+
+def without_offset(*args, offset, **options):
+    return reference.expert_block(*args, offset=0 * offset, **options)
+
+
+def the_last_of_equal_experts(splits, hidden, projection, scale, *experts, **options):
+    return reference.expert_block(splits, hidden, projection, scale, *(x[::-1] for x in experts), **options)
+
+
+CHECKS = [check_block, check_options, check_equal_experts]
+BROKEN = {
+    check_block: [without_the_last_split, without_what_came_in, with_natural_logarithms],
+    check_options: [without_offset],
+    check_equal_experts: [the_last_of_equal_experts],
+}
+
+
+@pytest.fixture
+def _for_hopper():
+    with (
+        mock.patch.object(pallas_gpu, "device_kind", lambda: "NVIDIA H200"),
+        mock.patch.object(pallas_gpu, "multiprocessors", lambda: 132),
+    ):
+        yield
+
+
+def _lowered(shape, **changes):
+    kv_heads, count, queries, dim, width, experts, units, per_token = shape
+    of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    numbers = partial(of, dtype=jnp.float32)
+    splits = Splits(
+        numbers(kv_heads, count, queries, dim),
+        numbers(kv_heads, count, queries),
+        of(kv_heads, dtype=jnp.int32),
+        of(COUNTERS, dtype=jnp.int32),
+    )
+    into, out = of(experts, width, units), of(experts, units, width)
+    args = splits, of(width), of(kv_heads * queries * dim, width), of(width), of(experts, width), into, into, out
+    run = jax.jit(partial(pallas_gpu.expert_block, per_token=per_token, **OPTIONS))
+    return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize("splits", [128, 384])
+def test_the_kernel_is_lowered_for_hopper(splits):
+    text = _lowered((4, splits, *SHAPES[1][2:]))
+    assert "expert_block" in text
+
+
+@pytest.mark.usefixtures("_for_hopper")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 64, 8, 128, 2048, 128, 768, 8),
+        (4, 640, 8, 128, 2048, 128, 768, 8),
+        (4, 128, 8, 128, 2048, 128, 896, 8),
+        (4, 128, 8, 128, 2048, 96, 768, 8),
+        (4, 128, 8, 128, 2048, 128, 768, 6),
+        (8, 128, 8, 128, 4096, 128, 1536, 8),
+    ],
+)
+def test_shapes_that_fill_no_programs_are_refused(shape):
+    with pytest.raises(NotImplementedError, match="shares heads, inputs, experts and units equally among 128 programs"):
+        _lowered(shape)
+
+
+def test_programs_that_could_not_run_at_once_are_refused():
+    with (
+        mock.patch.object(pallas_gpu, "device_kind", lambda: "NVIDIA H100 PCIe"),
+        mock.patch.object(pallas_gpu, "multiprocessors", lambda: 114),
+        pytest.raises(NotImplementedError, match="needs a Hopper GPU of 128 multiprocessors, got NVIDIA H100 PCIe of"),
+    ):
+        _lowered(SHAPES[1])
