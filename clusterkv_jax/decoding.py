@@ -291,7 +291,7 @@ def _step_layer(
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         scores = None
     sinks = transformer.sink_logits(weights, config)
-    splits = few_tokens.most_splits(weights, config, q)
+    splits = few_tokens.most_splits(weights, config, hidden)
     new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap, splits)
     attended, layer, state = step_layer(method, layer, state, new)
     return transformer.finish(weights, config, hidden, attended), layer, state

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block.pallas_gpu import MOST_SPLITS, refusal
+from clusterkv_jax.kernels.expert_block.plan import MOST_SPLITS, refusal
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
@@ -214,16 +214,17 @@ def mixes(config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], weigh
     return plain and few(x) and x.dtype == weights["up"].dtype == jnp.bfloat16
 
 
-def most_splits(layer: Params, config: ModelConfig, q: Float[Array, "B T H D"]) -> int:
+def most_splits(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> int:
     """Splits of a token's attention that a launch combines on its way through a layer of experts; 0 if none does."""
-    if config.decoder is not None or config.experts is None or "experts" not in layer or q.shape[:2] != (1, 1):
+    if config.decoder is not None or config.experts is None or "experts" not in layer or hidden.shape[:2] != (1, 1):
         return 0
     experts, group = layer["experts"], config.num_heads // config.num_kv_heads
     plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
-    plain = plain and not config.sink_logits and normalises(config, q) and mixes(config, config.experts, q, experts)
+    plain = plain and not config.sink_logits and normalises(config, hidden)
     parts = config.num_kv_heads, COMBINED_SPLITS, group, config.head_dim
-    shapes = parts, (q.size, config.hidden_size), experts["gate"].shape
-    return 0 if not plain or refusal(*shapes, config.experts.per_token, q.dtype) else MOST_SPLITS
+    shapes = parts, (config.num_heads * config.head_dim, config.hidden_size), experts["gate"].shape
+    fits = plain and mixes(config, config.experts, hidden, experts)
+    return 0 if not fits or refusal(*shapes, config.experts.per_token, hidden.dtype) else MOST_SPLITS
 
 
 def through_experts(

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.split_product import split_product
+from clusterkv_jax.methods import by_head
 from clusterkv_jax.models import few_tokens, registry, transformer
 from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
@@ -159,3 +161,48 @@ def test_experts_that_a_kernel_cannot_take_are_left_to_xla(monkeypatch):
         config = registry.from_hf(FAMILIES[name])
         served[name] = few_tokens.mixes(config, config.experts, *rows)
     assert served == {"qwen3_moe": True, "mixtral": True, "gpt_oss": False}
+
+
+def _moe(**changes):
+    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=2, **changes)
+    return transformer.init(jax.random.key(0), config, jnp.float32), config
+
+
+@pytest.mark.parametrize("by_heads", [True, False])
+def test_a_step_is_the_same_where_a_launch_combines_splits(by_heads, monkeypatch):
+    """Heads of unequal budgets, and a layer without groups."""
+    params, config = _moe()
+    heads = config.num_kv_heads
+    shares = tuple(tuple(1.0 + (head + layer) % 2 for head in range(heads)) for layer in range(2)) if by_heads else None
+    method = ckv.CentroidKV(ckv.Budget(ratio=0.5, shares=shares), sinks=2, recent=4, chunk=16)
+    tokens = np.asarray(jax.random.randint(jax.random.key(1), (1, 48), 0, config.vocab_size))
+    cache, _ = ckv.prefill(params, config, method, tokens, np.array([48]), max_new_tokens=4)
+    step = lambda: decoding.decode_step(params, config, method, cache, jnp.array([3]))  # noqa: E731
+    after, expected = step()
+    taken, op = [], few_tokens.expert_block
+    monkeypatch.setattr(few_tokens, "expert_block", lambda *args, **o: taken.append(1) or op(*args, **o))
+    monkeypatch.setattr(few_tokens, "most_splits", lambda layer, *_: 512 * ("experts" in layer))
+    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
+    jax.clear_caches()  # of layers that were traced without
+    mine, logits = step()
+    assert taken
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    for new, old in zip(jax.tree.leaves(mine), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-4)
+    jax.clear_caches()
+
+
+def test_splits_are_left_for_one_token_of_plain_experts_alone(monkeypatch):
+    params, config = _moe()
+    layer = params["layers"][1] | {"experts": {"gate": jnp.zeros((8, 16, 8), jnp.bfloat16), "up": jnp.bfloat16(0)}}
+    hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
+    assert few_tokens.most_splits(layer, config, hidden) == 0
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    assert few_tokens.most_splits(layer, config, hidden) == 0  # of shapes that no programs share
+    monkeypatch.setattr(few_tokens, "refusal", lambda *args: None)
+    assert few_tokens.most_splits(layer, config, hidden) == 512
+    assert few_tokens.most_splits(layer, config, jnp.tile(hidden, (2, 1, 1))) == 0
+    assert few_tokens.most_splits(layer, config, hidden.astype(jnp.float32)) == 0
+    for changes in ({"sink_logits": True}, {"residual_scale": 0.5}, {"norm_place": "both"}, {"experts": None}):
+        assert few_tokens.most_splits(layer, replace(config, **changes), hidden) == 0, changes
+    assert few_tokens.most_splits({"mlp": layer["experts"]}, config, hidden) == 0

@@ -38,6 +38,7 @@ from clusterkv_jax.cache import (
     select_heads,
 )
 from clusterkv_jax.conditions import in_order
+from clusterkv_jax.kernels.splits import Splits
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -208,7 +209,7 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
 @jax.named_scope("attention/step")
 def step_layer(
     method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
-) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
+) -> tuple[Float[Array, "B T H D"] | Splits, Layer, tuple[State, ...]]:
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
         return *step_window(layer, tokens), state

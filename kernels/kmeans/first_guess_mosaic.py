@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.kernels.hopper import load
 from clusterkv_jax.kernels.kmeans.first_guess_triton import BASE, BASE_BITS, STEP
 
 TILE = 64  # keys of a product, the height of the matrix unit's
@@ -149,7 +150,7 @@ def _nearest(
         slot = jax.lax.rem(i, depth)
         plgpu.barrier_wait(filled.at[wg * depth + slot])
         top, runner = _best_two(ring[0].at[wg, slot], held_centroids, held, block, columns, factor)
-        norm, *before = (_load(x.at[wg, slot], plgpu.Layout.WGMMA.reduce(1)) for x in ring[1:])
+        norm, *before = (load(x.at[wg, slot], plgpu.Layout.WGMMA.reduce(1)) for x in ring[1:])
         label = jax.lax.rem(top, factor)
         label = jnp.where(label < 0, label + factor, label) + start
         if before:
@@ -175,16 +176,11 @@ def _nearest(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load(ref, layout, **options):
-    index = () if jax.__version_info__ >= (0, 11) else (...,)  # what JAX 0.10 asks for
-    return plgpu.load(ref, *index, layout=layout, **options)
-
-
 def _largest(tail_norm, head, block):
     """The greatest of a head's tails, for each row of a tile."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     parts = [
-        _load(tail_norm.at[head, pl.ds(i, block)], layout, optimized=False) for i in range(0, tail_norm.shape[1], block)
+        load(tail_norm.at[head, pl.ds(i, block)], layout, optimized=False) for i in range(0, tail_norm.shape[1], block)
     ]
     most = parts[0]
     for part in parts[1:]:

@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import device_kind
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
+from clusterkv_jax.kernels.hopper import is_hopper
 from clusterkv_jax.kernels.kmeans import first_guess_triton
 from clusterkv_jax.kernels.kmeans.means_triton import SIZES as means_sizes
 from clusterkv_jax.kernels.kmeans.means_triton import means
@@ -37,7 +37,6 @@ from clusterkv_jax.kernels.tuning import blocks
 SIZES = {"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "scale_keys": 64}
 SPLIT = 32  # centroids of a program of `_split`
 MOST_CENTROIDS = 8192  # more compile for long: a launch of the first guess for every few hundred
-HOPPER = ("H100", "H200", "H800")  # in the kinds of its devices, in "GH200" too
 FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
 
@@ -156,7 +155,7 @@ def _labels(
 def _first_guess(keys: Float[Array, "H N D"], interpret: bool) -> Any:
     """The module of the first guess: Hopper's where it serves, which takes its time to import, otherwise Triton's."""
     rows, width = keys.shape[1:]
-    there = not interpret and any(name in device_kind() for name in HOPPER)
+    there = not interpret and is_hopper()
     fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 8 == 0
     if jax.__version_info__ < (0, 11) or not there or not fits:
         return first_guess_triton

@@ -33,13 +33,14 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import device_kind, multiprocessors
+from clusterkv_jax.kernels.dispatch import multiprocessors
 from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block import pallas_gpu as block_gpu
+from clusterkv_jax.kernels.expert_block.plan import PROGRAMS
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.head_products import head_products
+from clusterkv_jax.kernels.hopper import is_hopper
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
@@ -51,7 +52,7 @@ from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.kernels.step_in_groups import step_in_groups
+from clusterkv_jax.kernels.step_in_groups import step_in_groups, step_in_splits
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -71,11 +72,12 @@ def kernels() -> dict[str, Callable[..., Any]]:
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
+    versions["step_in_splits"] = partial(step_in_splits, backend="gpu")
     versions["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
-    if any(name in device_kind() for name in kmeans_gpu.HOPPER):
+    if is_hopper():
         versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
         versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
-    if multiprocessors() >= block_gpu.PROGRAMS and any(name in device_kind() for name in block_gpu.HOPPER):
+    if is_hopper() and multiprocessors() >= PROGRAMS:
         versions["expert_block"] = partial(expert_block, backend="gpu")
     return versions
 

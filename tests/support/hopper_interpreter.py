@@ -23,7 +23,7 @@ def _product(key, centroids, zero, i):
 @contextmanager
 def _in_other_words():
     """JAX 0.10 interprets neither loads and casts of layouts nor products of transposed blocks."""
-    plain = {"_load": lambda ref, layout, **_: ref[...], "_product": _product}
+    plain = {"load": lambda ref, layout, **_: ref[...], "_product": _product}
     with (
         mock.patch.multiple(first_guess_mosaic, **plain),
         mock.patch.object(first_guess_mosaic.plgpu, "layout_cast", lambda x, layout: x),

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kernels.expert_block import pallas_gpu, reference
+from clusterkv_jax.kernels.expert_block.plan import COLUMNS, PROGRAMS, ROWS, Plan
+from clusterkv_jax.kernels.expert_block.tiles import gate_block
 from clusterkv_jax.kernels.splits import COUNTERS, Splits
 from tests.kernels.base import compiled, near, normal
 
@@ -126,8 +128,8 @@ BROKEN = {
 @pytest.fixture
 def _for_hopper():
     with (
-        mock.patch.object(pallas_gpu, "device_kind", lambda: "NVIDIA H200"),
-        mock.patch.object(pallas_gpu, "multiprocessors", lambda: 132),
+        mock.patch("clusterkv_jax.kernels.hopper.device_kind", return_value="NVIDIA H200"),
+        mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=132),
     ):
         yield
 
@@ -146,6 +148,21 @@ def _lowered(shape, **changes):
     args = splits, of(width), of(kv_heads * queries * dim, width), of(width), of(experts, width), into, into, out
     run = jax.jit(partial(pallas_gpu.expert_block, per_token=per_token, **OPTIONS))
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_programs_have_every_tile_once():
+    """Of gate, up and down of each chosen expert, and of the output projection."""
+    kv_heads, count, queries, dim, width, experts, units, per_token = SHAPES[1]
+    shapes = (kv_heads, count, queries, dim), (kv_heads * queries * dim, width), (experts, width, units)
+    plan = Plan.of(*shapes, per_token)
+    blocks = [gate_block(mine, u, plan) for mine in range(plan.each) for u in range(plan.gate_blocks)]
+    found = {(int(columns.start) // COLUMNS, int(share)) for columns, share in blocks}
+    assert len(found) == len(blocks) == units // COLUMNS * plan.shares
+    assert plan.shares * plan.share_tiles * ROWS == width
+    assert plan.down_blocks * plan.each * COLUMNS == width
+    assert plan.down_tiles * ROWS == units
+    assert plan.parts * plan.project_tiles * ROWS == kv_heads * queries * dim
+    assert plan.columns * PROGRAMS == kv_heads * queries * dim
 
 
 @pytest.mark.usefixtures("_for_hopper")
@@ -174,8 +191,9 @@ def test_shapes_that_fill_no_programs_are_refused(shape):
 
 def test_programs_that_could_not_run_at_once_are_refused():
     with (
-        mock.patch.object(pallas_gpu, "device_kind", lambda: "NVIDIA H100 PCIe"),
-        mock.patch.object(pallas_gpu, "multiprocessors", lambda: 114),
+        mock.patch("clusterkv_jax.kernels.hopper.device_kind", return_value="NVIDIA H100 PCIe"),
+        mock.patch("clusterkv_jax.kernels.expert_block.plan.device_kind", return_value="NVIDIA H100 PCIe"),
+        mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=114),
         pytest.raises(NotImplementedError, match="needs a Hopper GPU of 128 multiprocessors, got NVIDIA H100 PCIe of"),
     ):
         _lowered(SHAPES[1])

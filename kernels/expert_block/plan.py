@@ -1,0 +1,125 @@
+"""Which shapes of a layer of experts the programs of a launch share equally, and how."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from clusterkv_jax.kernels.dispatch import device_kind, multiprocessors
+from clusterkv_jax.kernels.hopper import is_hopper
+from clusterkv_jax.kernels.splits import COUNTERS
+
+PROGRAMS, SLOTS = 128, 4  # and tiles of a program's ring
+ROWS, COLUMNS = 256, 64  # of a tile of weights: inputs and outputs
+MOST_SPLITS, MOST_INPUTS = 512, 4096  # of a head, and of a product
+# The counters: programs that are done with a step, and for each place among the best experts those done with its gate.
+COMBINED, PROJECTED, ROUTED, GATED = range(4)
+
+
+def refusal(
+    parts: tuple[int, ...], projection: tuple[int, ...], gate: tuple[int, ...], per_token: int, *dtypes: Any
+) -> str | None:
+    """Why the kernel does not take these shapes and types on the device that is compiled for; None if it does."""
+    if not is_hopper() or multiprocessors() < PROGRAMS:
+        return f"needs a Hopper GPU of {PROGRAMS} multiprocessors, got {device_kind()} of {multiprocessors()}"
+    if others := [str(dtype) for dtype in dtypes if dtype != jnp.bfloat16]:
+        return f"takes bfloat16, got {others[0]}"
+    plan = Plan.of(parts, projection, gate, per_token)
+    if not plan.is_whole:
+        return f"shares heads, inputs, experts and units equally among {PROGRAMS} programs, got {plan}"
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who makes what: numbers of a program, if it is one of `PROGRAMS`."""
+
+    kv_heads: int
+    splits: int
+    queries: int
+    dim: int
+    inputs: int
+    width: int
+    experts: int
+    units: int
+    per_token: int
+
+    @classmethod
+    def of(cls, parts: tuple[int, ...], projection: tuple[int, ...], gate: tuple[int, ...], per_token: int) -> "Plan":
+        """By the shapes of attention's parts [K,S,G,D], of the output projection [I,M] and of gate [E,M,F]."""
+        kv_heads, splits, queries, dim = parts
+        inputs, width = projection
+        return cls(kv_heads, splits, queries, dim, inputs, width, gate[0], gate[2], per_token)
+
+    @property
+    def columns(self) -> int:
+        """Of a query head's output, that a program combines."""
+        return self.inputs // PROGRAMS
+
+    @property
+    def parts(self) -> int:
+        """Of the output projection's inputs; a program has a block of its outputs by one part."""
+        return PROGRAMS * COLUMNS // self.width
+
+    @property
+    def each(self) -> int:
+        """Programs of a chosen expert."""
+        return PROGRAMS // self.per_token
+
+    @property
+    def shares(self) -> int:
+        """Of the inputs of gate and up: as few as give all programs of an expert equally many blocks of units."""
+        return self.each // math.gcd(self.each, self.units // COLUMNS)
+
+    @property
+    def project_tiles(self) -> int:
+        """Of the output projection."""
+        return self.inputs // self.parts // ROWS
+
+    @property
+    def share_tiles(self) -> int:
+        """Of gate, for one share of a block."""
+        return self.width // self.shares // ROWS
+
+    @property
+    def gate_blocks(self) -> int:
+        """Shares of blocks of units of a program."""
+        return self.units // COLUMNS * self.shares // self.each
+
+    @property
+    def gate_tiles(self) -> int:
+        """Of gate and up, one after the other."""
+        return 2 * self.gate_blocks * self.share_tiles
+
+    @property
+    def down_blocks(self) -> int:
+        """Blocks of outputs of a program."""
+        return self.width // COLUMNS // self.each
+
+    @property
+    def down_tiles(self) -> int:
+        """Of a block of outputs."""
+        return self.units // ROWS
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left over."""
+        heads = self.kv_heads * self.queries
+        return (
+            PROGRAMS % self.per_token == 0
+            and GATED + self.per_token <= COUNTERS
+            and heads * self.dim == self.inputs
+            and PROGRAMS % heads == 0
+            and self.splits % 128 == 0
+            and self.splits <= MOST_SPLITS
+            and self.columns % 8 == 0
+            and self.parts * self.width == PROGRAMS * COLUMNS
+            and self.inputs % (self.parts * ROWS) == 0
+            and self.project_tiles <= SLOTS
+            and self.width % (self.shares * ROWS) == 0
+            and self.width % (COLUMNS * self.each) == 0
+            and self.units % ROWS == 0
+            and self.experts % 128 == 0
+            and max(self.inputs // self.parts, self.width, self.units) <= MOST_INPUTS
+        )
