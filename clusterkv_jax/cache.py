@@ -120,7 +120,7 @@ class NewTokens:
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
     read, for methods that look ahead; None is `q`. `scores` are what the tokens are worth, for methods that ask for it.
     `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once. Attention may be
-    left in up to `most_splits` `Splits`, for a launch that combines them on its way.
+    left as `Splits`, of up to `most_splits` of each head, for a launch that combines them on its way.
     """
 
     q: Float[Array, "B T H D"]

@@ -24,9 +24,15 @@ def device_kind() -> str:
     return _device().device_kind
 
 
+def is_hopper() -> bool:
+    """Whether a GPU of this kind is compiled for: an H100, H200 or H800, alone or in a "GH200"."""
+    return any(name in device_kind() for name in ("H100", "H200", "H800"))
+
+
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU that is compiled for; 0 where it is not known, as of one that is only described."""
-    return getattr(_device(), "core_count", 0) or 0
+    """Multiprocessors of the GPU that is compiled for; 0 where there is none of its kind, and it is only described."""
+    kind = device_kind()
+    return max((getattr(x, "core_count", 0) or 0 for x in jax.local_devices() if x.device_kind == kind), default=0)
 
 
 def _device() -> Any:

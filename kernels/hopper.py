@@ -12,16 +12,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import device_kind
-
-KINDS = ("H100", "H200", "H800")  # in the kinds of its devices, in "GH200" too
 FULL = plgpu.Layout.WGMMA  # how 64 rows lie in registers, and vectors along them and along their columns
 ALONG_ROWS, ALONG_COLUMNS = FULL.reduce(1), FULL.reduce(0)
-
-
-def is_hopper() -> bool:
-    """Whether such a GPU is compiled for."""
-    return any(name in device_kind() for name in KINDS)
 
 
 def load(ref: Any, layout: Any, **options: Any) -> Array:

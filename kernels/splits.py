@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-COUNTERS = 16  # of a launch that waits for itself
+SPLITS = 128  # of a head that a launch combines at once
+COUNTERS = 16  # of a launch whose programs wait for each other
 
 
 @jax.tree_util.register_dataclass

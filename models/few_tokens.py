@@ -15,15 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block.plan import MOST_SPLITS, refusal
+from clusterkv_jax.kernels.expert_block.plan import refusal
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.kernels.splits import Splits
-from clusterkv_jax.kernels.step_in_groups.pallas_gpu import COMBINED_SPLITS
+from clusterkv_jax.kernels.splits import SPLITS, Splits
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
@@ -218,13 +217,14 @@ def most_splits(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"
     """Splits of a token's attention that a launch combines on its way through a layer of experts; 0 if none does."""
     if config.decoder is not None or config.experts is None or "experts" not in layer or hidden.shape[:2] != (1, 1):
         return 0
-    experts, group = layer["experts"], config.num_heads // config.num_kv_heads
-    plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
-    plain = plain and not config.sink_logits and normalises(config, hidden)
-    parts = config.num_kv_heads, COMBINED_SPLITS, group, config.head_dim
-    shapes = parts, (config.num_heads * config.head_dim, config.hidden_size), experts["gate"].shape
-    fits = plain and mixes(config, config.experts, hidden, experts)
-    return 0 if not fits or refusal(*shapes, config.experts.per_token, hidden.dtype) else MOST_SPLITS
+    weights, group = _behind_attention(layer), config.num_heads // config.num_kv_heads
+    plain = projects(config, hidden) and not config.sink_logits
+    if not plain or not mixes(config, config.experts, hidden, layer["experts"]):
+        return 0
+    parts = config.num_kv_heads, SPLITS, group, config.head_dim
+    shapes = parts, weights[0].shape, weights[3].shape
+    types = {x.dtype for x in (hidden, *weights)}
+    return 0 if refusal(*shapes, config.experts.per_token, *types) else SPLITS
 
 
 def through_experts(
@@ -232,12 +232,17 @@ def through_experts(
 ) -> Float[Array, "1 1 M"]:
     """The rest of a layer of experts after attention."""
     assert config.experts is not None
-    projection, experts = layer["attention"]["o"], layer["experts"]
-    weights = (experts[name] for name in ("router", "gate", "up", "down"))
-    operands = hidden.reshape(-1), projection.reshape(-1, projection.shape[-1]), layer["mlp_norm"]["scale"], *weights
     route = {"per_token": config.experts.per_token, "normalize": config.experts.normalize}
+    operands = hidden.reshape(-1), *_behind_attention(layer)
     out = expert_block(splits, *operands, **route, eps=config.norm_eps, offset=config.norm_offset)
     return out.reshape(hidden.shape)
+
+
+def _behind_attention(layer: Params) -> tuple[Array, ...]:
+    """The weights of a layer of experts behind attention, in the order of `expert_block`."""
+    projection, experts = layer["attention"]["o"], layer["experts"]
+    of_experts = (experts[name] for name in ("router", "gate", "up", "down"))
+    return projection.reshape(-1, projection.shape[-1]), layer["mlp_norm"]["scale"], *of_experts
 
 
 def mixture(

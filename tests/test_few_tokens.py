@@ -10,6 +10,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
+from clusterkv_jax.cache import NewTokens, from_tokens, quantised
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.methods import by_head
@@ -181,7 +182,7 @@ def test_a_step_is_the_same_where_a_launch_combines_splits(by_heads, monkeypatch
     after, expected = step()
     taken, op = [], few_tokens.expert_block
     monkeypatch.setattr(few_tokens, "expert_block", lambda *args, **o: taken.append(1) or op(*args, **o))
-    monkeypatch.setattr(few_tokens, "most_splits", lambda layer, *_: 512 * ("experts" in layer))
+    monkeypatch.setattr(few_tokens, "most_splits", lambda layer, *_: 128 * ("experts" in layer))
     monkeypatch.setattr(by_head, "platform", lambda: "gpu")
     jax.clear_caches()  # of layers that were traced without
     mine, logits = step()
@@ -194,15 +195,38 @@ def test_a_step_is_the_same_where_a_launch_combines_splits(by_heads, monkeypatch
 
 def test_splits_are_left_for_one_token_of_plain_experts_alone(monkeypatch):
     params, config = _moe()
-    layer = params["layers"][1] | {"experts": {"gate": jnp.zeros((8, 16, 8), jnp.bfloat16), "up": jnp.bfloat16(0)}}
+    layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"][1])
     hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
     assert few_tokens.most_splits(layer, config, hidden) == 0
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    monkeypatch.setattr(few_tokens, "WHOLE", 1)
     assert few_tokens.most_splits(layer, config, hidden) == 0  # of shapes that no programs share
-    monkeypatch.setattr(few_tokens, "refusal", lambda *args: None)
-    assert few_tokens.most_splits(layer, config, hidden) == 512
+    asked = []
+    monkeypatch.setattr(few_tokens, "refusal", lambda *args: asked.append(args))
+    assert few_tokens.most_splits(layer, config, hidden) == 128
+    heads, dim, experts = config.num_heads, config.head_dim, config.experts
+    group = heads // config.num_kv_heads
+    assert asked[0][0] == (config.num_kv_heads, 128, group, dim)
+    assert asked[0][1:4] == ((heads * dim, 32), (experts.count, 32, experts.intermediate_size), experts.per_token)
+    router = layer["experts"] | {"router": layer["experts"]["router"].astype(jnp.float32)}
+    few_tokens.most_splits(layer | {"experts": router}, config, hidden)
+    assert {str(x) for x in asked[-1][4:]} == {"bfloat16", "float32"}  # which the kernel then refuses
     assert few_tokens.most_splits(layer, config, jnp.tile(hidden, (2, 1, 1))) == 0
     assert few_tokens.most_splits(layer, config, hidden.astype(jnp.float32)) == 0
-    for changes in ({"sink_logits": True}, {"residual_scale": 0.5}, {"norm_place": "both"}, {"experts": None}):
+    others = [{"sink_logits": True}, {"residual_scale": 0.5}, {"norm_place": "both"}, {"norm": "layer"}]
+    others += [{"experts": None}, {"output_bias": True}, {"activation": "gelu"}]
+    others += [{"experts": replace(experts, bias=True)}]
+    for changes in others:
         assert few_tokens.most_splits(layer, replace(config, **changes), hidden) == 0, changes
     assert few_tokens.most_splits({"mlp": layer["experts"]}, config, hidden) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "leaves"), [(None, 128, True), (None, 64, False), (None, 0, False), ("int8", 128, False)]
+)
+def test_splits_are_left_for_plain_rows_of_so_many_splits(dtype, most, leaves):
+    keys = jnp.zeros((1, 2, 64, 16), jnp.bfloat16)
+    rows = quantised(from_tokens(keys, keys, jnp.array([3])), dtype)
+    token = jnp.zeros((1, 1, 2, 16), jnp.bfloat16)
+    place = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    assert by_head._leaves_splits(rows, NewTokens(token, token, token, *place, most_splits=most)) == leaves

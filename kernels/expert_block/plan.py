@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from clusterkv_jax.kernels.dispatch import device_kind, multiprocessors
-from clusterkv_jax.kernels.hopper import is_hopper
-from clusterkv_jax.kernels.splits import COUNTERS
+from clusterkv_jax.kernels.dispatch import device_kind, is_hopper, multiprocessors
+from clusterkv_jax.kernels.splits import COUNTERS, SPLITS
 
 PROGRAMS, SLOTS = 128, 4  # and tiles of a program's ring
 ROWS, COLUMNS = 256, 64  # of a tile of weights: inputs and outputs
-MOST_SPLITS, MOST_INPUTS = 512, 4096  # of a head, and of a product
+MOST_INPUTS = 4096  # of a product
+IN_PLACE = jax.__version_info__ >= (0, 11)  # whose launches of Mosaic can say that they change an argument
 # The counters: programs that are done with a step, and for each place among the best experts those done with its gate.
 COMBINED, PROJECTED, ROUTED, GATED = range(4)
 
@@ -23,6 +24,8 @@ def refusal(
     """Why the kernel does not take these shapes and types on the device that is compiled for; None if it does."""
     if not is_hopper() or multiprocessors() < PROGRAMS:
         return f"needs a Hopper GPU of {PROGRAMS} multiprocessors, got {device_kind()} of {multiprocessors()}"
+    if not IN_PLACE:
+        return f"needs jax 0.11, got {jax.__version__}"
     if others := [str(dtype) for dtype in dtypes if dtype != jnp.bfloat16]:
         return f"takes bfloat16, got {others[0]}"
     plan = Plan.of(parts, projection, gate, per_token)
@@ -111,15 +114,14 @@ class Plan:
             and GATED + self.per_token <= COUNTERS
             and heads * self.dim == self.inputs
             and PROGRAMS % heads == 0
-            and self.splits % 128 == 0
-            and self.splits <= MOST_SPLITS
-            and self.columns % 8 == 0
+            and self.splits == SPLITS
+            and self.columns % 32 == 0
             and self.parts * self.width == PROGRAMS * COLUMNS
             and self.inputs % (self.parts * ROWS) == 0
             and self.project_tiles <= SLOTS
             and self.width % (self.shares * ROWS) == 0
             and self.width % (COLUMNS * self.each) == 0
             and self.units % ROWS == 0
-            and self.experts % 128 == 0
+            and self.experts == PROGRAMS
             and max(self.inputs // self.parts, self.width, self.units) <= MOST_INPUTS
         )

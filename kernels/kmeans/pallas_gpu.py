@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.kernels.dispatch import is_hopper
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
-from clusterkv_jax.kernels.hopper import is_hopper
 from clusterkv_jax.kernels.kmeans import first_guess_triton
 from clusterkv_jax.kernels.kmeans.means_triton import SIZES as means_sizes
 from clusterkv_jax.kernels.kmeans.means_triton import means

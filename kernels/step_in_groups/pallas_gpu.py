@@ -10,6 +10,7 @@ group by its number, which is compared with where the groups begin: the code of 
 since each has arrays of its own.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -29,12 +30,11 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, is_packed, kind, rotated
-from clusterkv_jax.kernels.splits import COUNTERS, Splits
+from clusterkv_jax.kernels.splits import COUNTERS, SPLITS, Splits
 from clusterkv_jax.kernels.step_in_groups import reference
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_QUERIES = 64  # query heads of a KV head
-COMBINED_SPLITS = 128  # that another launch combines at once
 
 
 def step_in_groups(
@@ -42,7 +42,7 @@ def step_in_groups(
     interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`; `sizes` as in `biased_attention`."""
-    _check(q, new_keys, new_values, buffers, lengths, heads)
+    _check("step_in_groups", q, new_keys, new_values, buffers, lengths, heads)
     options = heads, soft_cap, tuple((sizes or {}).items()), interpret
     return _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths)
 
@@ -52,7 +52,7 @@ def step_in_splits(
     interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_splits`; `sizes` as in `biased_attention`."""
-    _check(q, new_keys, new_values, buffers, lengths, heads)
+    _check("step_in_splits", q, new_keys, new_values, buffers, lengths, heads)
     if len(q) > 1 or isinstance(new_keys, Quantised):
         raise NotImplementedError(
             f"The GPU kernel of step_in_splits takes one sequence, and rows that are no codes, got {q.shape}."
@@ -64,26 +64,24 @@ def step_in_splits(
 def splits_of(rows, slots, batch, queries, heads):
     """Splits of the head with the most slots, as a multiple of what a launch combines at once."""
     span = _sizes(as_array(rows), slots, batch, queries, heads, None)["span"]
-    return pl.cdiv(pl.cdiv(max(slots), span), COMBINED_SPLITS) * COMBINED_SPLITS
+    return pl.cdiv(pl.cdiv(max(slots), span), SPLITS) * SPLITS
 
 
-def _check(q, new_keys, new_values, buffers, lengths, heads):
+def _check(op, q, new_keys, new_values, buffers, lengths, heads):
     rows = [x for group in buffers for x in group[:2]]
-    check_dtypes("step_in_groups", q, *(x for x in rows if not isinstance(x, Quantised)))
+    check_dtypes(op, q, *(x for x in rows if not isinstance(x, Quantised)))
     stored = {kind(x) if isinstance(x, Quantised) else str(x.dtype) for x in (*rows, new_keys, new_values)}
     group, dim = q.shape[2] // sum(map(len, heads)), q.shape[3]
     if len(stored) > 1:
-        raise NotImplementedError(f"The GPU kernel of step_in_groups takes rows of one type, got {', '.join(stored)}.")
+        raise NotImplementedError(f"The GPU kernel of {op} takes rows of one type, got {', '.join(stored)}.")
     if q.shape[1] != 1 or group > MOST_QUERIES or power_of_two(dim) > 256 or 0 in (q.size, *(x.size for x in lengths)):
-        raise NotImplementedError(f"The GPU kernel of step_in_groups takes a token of D up to 256, got {q.shape}.")
+        raise NotImplementedError(f"The GPU kernel of {op} takes a token of D up to 256, got {q.shape}.")
     if isinstance(new_keys, Quantised):
-        check_codes("step_in_groups", kind(new_keys))
+        check_codes(op, kind(new_keys))
         if as_array(new_keys).shape[3] % 2:
-            raise NotImplementedError(
-                f"The GPU kernel of step_in_groups reads codes in words of two bytes, got D {dim}."
-            )
+            raise NotImplementedError(f"The GPU kernel of {op} reads codes in words of two bytes, got D {dim}.")
     elif new_keys.dtype not in DTYPES:
-        raise NotImplementedError(f"The GPU kernel of step_in_groups takes no rows of {new_keys.dtype}.")
+        raise NotImplementedError(f"The GPU kernel of {op} takes no rows of {new_keys.dtype}.")
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -121,9 +119,15 @@ def _run_in_splits(options, q, new_keys, new_values, new_positions, real, new_sc
 
 @_run_in_splits.defjvp
 def _run_in_splits_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    definition = partial(reference.step_in_splits, heads=options[0], soft_cap=options[1])
-    return _run_in_splits(options, *operands), jax.jvp(definition, operands, tangents)[1]
+    """A kernel cannot be differentiated, the reference can: the first split has all slots then, in the result too."""
+    count = jax.eval_shape(partial(_run_in_splits, options), *operands)[0].parts.shape[1]
+
+    def definition(*operands):
+        splits, *rest = reference.step_in_splits(*operands, heads=options[0], soft_cap=options[1])
+        wide = lambda x: jnp.pad(x, [(0, 0), (0, count - 1)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+        return replace(splits, parts=wide(splits.parts), lses=wide(splits.lses)), *rest
+
+    return jax.jvp(definition, operands, tangents)
 
 
 def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret):
@@ -148,9 +152,9 @@ def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret
 
 
 def _attended(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret, *, combined):
-    """The launch of all splits: parts, logarithms, what heads hold then, and the buffers; with what combines them.
+    """The launch of all splits: parts, logarithms, what heads hold then, and the buffers; and what combines them here.
 
-    Without a launch of our own that does, the splits that have slots too, and its counters.
+    Where they are not `combined` here there are the splits that have slots, and counters, before the buffers.
     """
     batch, _, query_heads, dim = q.shape
     kv_heads = sum(map(len, heads))
@@ -166,7 +170,7 @@ def _attended(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpre
         "stored": stored,
         "soft_cap": soft_cap,
     } | common
-    most = max(splits) if combined else pl.cdiv(max(splits), COMBINED_SPLITS) * COMBINED_SPLITS
+    most = max(splits) if combined else pl.cdiv(max(splits), SPLITS) * SPLITS
     numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     before = len(jax.tree.leaves((q, new, lengths)))
     beside = None if combined else (numbers(kv_heads), numbers(COUNTERS))

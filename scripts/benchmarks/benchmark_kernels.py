@@ -33,14 +33,13 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import multiprocessors
+from clusterkv_jax.kernels.dispatch import is_hopper, multiprocessors
 from clusterkv_jax.kernels.expert_block import expert_block
 from clusterkv_jax.kernels.expert_block.plan import PROGRAMS
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.head_products import head_products
-from clusterkv_jax.kernels.hopper import is_hopper
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
 from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton

@@ -17,8 +17,7 @@ import jax
 from benchmark_common import environment
 
 from clusterkv_jax.kernels import tuning
-from clusterkv_jax.kernels.dispatch import device_kind
-from clusterkv_jax.kernels.hopper import is_hopper
+from clusterkv_jax.kernels.dispatch import device_kind, is_hopper
 
 Sizes = dict[str, int]
 

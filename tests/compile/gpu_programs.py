@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -61,8 +62,12 @@ from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import ON_ONE
 
+# A script's own folder is on the path, not the one that holds `tests`.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.hopper_lowering import lowered
+
 # As on a GPU whose multiprocessors are known: a described one has none.
-WHOLE_LAYER = "decode with experts in one launch"
+WHOLE_LAYER, PLAN = "decode with experts in one launch", "clusterkv_jax.kernels.expert_block.plan"
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 SHARES = tuple(tuple(0.2 + 0.3 * ((3 * head + layer) % HEADS) for head in range(HEADS)) for layer in range(2))
@@ -408,11 +413,12 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
     for name, (function, args, donated) in described.items():
         if not includes(name):
             continue
-        known = contextlib.nullcontext()
-        if name == WHOLE_LAYER:
-            jax.clear_caches()  # of layers that were traced without
-            known = mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=132)
-        with jax.set_mesh(mesh), known:
+        with contextlib.ExitStack() as known:
+            if name == WHOLE_LAYER:
+                jax.clear_caches()  # of layers that were traced without
+                known.enter_context(mock.patch(f"{PLAN}.multiprocessors", return_value=132))
+                known.enter_context(lowered())
+            known.enter_context(jax.set_mesh(mesh))
             options = ON_ONE if name.startswith("decode") else None  # as `decode_loop` is compiled
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()

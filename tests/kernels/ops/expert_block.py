@@ -1,5 +1,6 @@
 """A token behind attention through a layer of experts: checks, backends, broken variants, derivatives."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -14,6 +15,7 @@ from clusterkv_jax.kernels.expert_block.plan import COLUMNS, PROGRAMS, ROWS, Pla
 from clusterkv_jax.kernels.expert_block.tiles import gate_block
 from clusterkv_jax.kernels.splits import COUNTERS, Splits
 from tests.kernels.base import compiled, near, normal
+from tests.support import hopper_lowering as hopper
 
 # The kernel is one of a Hopper GPU alone: programs that wait for each other are nothing for an interpreter.
 BACKENDS = {"xla": reference.expert_block}
@@ -22,6 +24,7 @@ TOLERANCE = 2e-2  # of bfloat16 numbers, four products one after the other
 # KV heads, splits, query heads of each, head dim, width, experts, units, experts of a token. The second one is what the
 # kernel takes, Qwen3-30B-A3B's.
 SHAPES = [(2, 3, 4, 16, 64, 24, 32, 3), (4, 128, 8, 128, 2048, 128, 768, 8)]
+NAMES = "kv_heads", "splits", "queries", "dim", "width", "experts", "units", "per_token"
 OPTIONS = {"normalize": True, "eps": 1e-6, "offset": 0.0}
 
 
@@ -128,48 +131,76 @@ BROKEN = {
 @pytest.fixture
 def _for_hopper():
     with (
-        mock.patch("clusterkv_jax.kernels.hopper.device_kind", return_value="NVIDIA H200"),
+        mock.patch("clusterkv_jax.kernels.dispatch.device_kind", return_value="NVIDIA H200"),
         mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=132),
+        hopper.lowered(),
     ):
         yield
 
 
-def _lowered(shape, **changes):
-    kv_heads, count, queries, dim, width, experts, units, per_token = shape
+def _described(shape):
+    kv_heads, count, queries, dim, width, experts, units, _ = shape
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    numbers = partial(of, dtype=jnp.float32)
-    splits = Splits(
-        numbers(kv_heads, count, queries, dim),
-        numbers(kv_heads, count, queries),
-        of(kv_heads, dtype=jnp.int32),
-        of(COUNTERS, dtype=jnp.int32),
-    )
+    numbers, whole = partial(of, dtype=jnp.float32), partial(of, dtype=jnp.int32)
+    parts, lses = numbers(kv_heads, count, queries, dim), numbers(kv_heads, count, queries)
+    splits = Splits(parts, lses, whole(kv_heads), whole(COUNTERS))
     into, out = of(experts, width, units), of(experts, units, width)
-    args = splits, of(width), of(kv_heads * queries * dim, width), of(width), of(experts, width), into, into, out
-    run = jax.jit(partial(pallas_gpu.expert_block, per_token=per_token, **OPTIONS))
-    return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return splits, of(width), of(kv_heads * queries * dim, width), of(width), of(experts, width), into, into, out
+
+
+def _lowered(shape):
+    run = jax.jit(partial(pallas_gpu.expert_block, per_token=shape[-1], **OPTIONS))
+    return run.trace(*_described(shape)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _plans():
+    """All whole plans of some sizes."""
+    heads = (2, 4, 8), (4, 8, 16), (64, 128, 256)
+    for sizes in itertools.product(*heads, (1024, 2048, 4096), (512, 768, 1024, 1536), (2, 4, 8)):
+        kv_heads, queries, dim, width, units, per_token = sizes
+        shapes = (kv_heads, 128, queries, dim), (kv_heads * queries * dim, width), (128, width, units)
+        plan = Plan.of(*shapes, per_token)
+        if plan.is_whole:
+            yield plan
 
 
 def test_programs_have_every_tile_once():
-    """Of gate, up and down of each chosen expert, and of the output projection."""
-    kv_heads, count, queries, dim, width, experts, units, per_token = SHAPES[1]
-    shapes = (kv_heads, count, queries, dim), (kv_heads * queries * dim, width), (experts, width, units)
-    plan = Plan.of(*shapes, per_token)
-    blocks = [gate_block(mine, u, plan) for mine in range(plan.each) for u in range(plan.gate_blocks)]
-    found = {(int(columns.start) // COLUMNS, int(share)) for columns, share in blocks}
-    assert len(found) == len(blocks) == units // COLUMNS * plan.shares
-    assert plan.shares * plan.share_tiles * ROWS == width
-    assert plan.down_blocks * plan.each * COLUMNS == width
-    assert plan.down_tiles * ROWS == units
-    assert plan.parts * plan.project_tiles * ROWS == kv_heads * queries * dim
-    assert plan.columns * PROGRAMS == kv_heads * queries * dim
+    """Of gate, up and down of each chosen expert, of the output projection, and of the splits."""
+    plans = list(_plans())
+    assert len(plans) > 20
+    assert Plan(4, 128, 8, 128, 4096, 2048, 128, 768, 8) in plans
+    for plan in plans:
+        blocks = [gate_block(mine, u, plan) for mine in range(plan.each) for u in range(plan.gate_blocks)]
+        found = {(int(columns.start) // COLUMNS, int(share)) for columns, share in blocks}
+        assert len(found) == len(blocks) == plan.units // COLUMNS * plan.shares, plan
+        assert max(found) == (plan.units // COLUMNS - 1, plan.shares - 1), plan
+        assert plan.shares * plan.share_tiles * ROWS == plan.width, plan
+        assert plan.down_blocks * plan.each * COLUMNS == plan.width, plan
+        assert plan.down_tiles * ROWS == plan.units, plan
+        assert plan.parts * plan.project_tiles * ROWS == plan.columns * PROGRAMS == plan.inputs, plan
+        assert PROGRAMS // (plan.kv_heads * plan.queries) * plan.columns == plan.dim, plan
 
 
 @pytest.mark.usefixtures("_for_hopper")
-@pytest.mark.parametrize("splits", [128, 384])
-def test_the_kernel_is_lowered_for_hopper(splits):
-    text = _lowered((4, splits, *SHAPES[1][2:]))
-    assert "expert_block" in text
+@pytest.mark.parametrize("changes", [{}, {"queries": 4, "dim": 256}, {"units": 1536}, {"per_token": 4}])
+def test_the_kernel_is_lowered_for_hopper(changes):
+    text = _lowered(tuple((dict(zip(NAMES, SHAPES[1], strict=True)) | changes).values()))
+    assert text.count("mosaic_gpu") > 0
+    if hopper.IN_PLACE:
+        assert "output_operand_alias" in text  # the counters
+
+
+@pytest.mark.usefixtures("_for_hopper")
+def test_the_kernel_has_the_derivatives_of_the_reference():
+    splits, hidden, *weights = _described(SHAPES[1])
+
+    def loss(op, hidden, *others):
+        out = op(others[0], hidden, *others[1:], per_token=8, **OPTIONS)
+        return jnp.sum(out.astype(jnp.float32))
+
+    for op in (pallas_gpu.expert_block, reference.expert_block):
+        slope = jax.eval_shape(jax.grad(partial(loss, op)), hidden, splits, *weights)
+        assert (slope.shape, slope.dtype) == (hidden.shape, jnp.bfloat16)
 
 
 @pytest.mark.usefixtures("_for_hopper")
@@ -177,7 +208,9 @@ def test_the_kernel_is_lowered_for_hopper(splits):
     "shape",
     [
         (4, 64, 8, 128, 2048, 128, 768, 8),
-        (4, 640, 8, 128, 2048, 128, 768, 8),
+        (4, 256, 8, 128, 2048, 128, 768, 8),
+        (8, 128, 8, 32, 2048, 128, 768, 8),
+        (4, 128, 8, 128, 2048, 256, 768, 8),
         (4, 128, 8, 128, 2048, 128, 896, 8),
         (4, 128, 8, 128, 2048, 96, 768, 8),
         (4, 128, 8, 128, 2048, 128, 768, 6),
@@ -191,7 +224,7 @@ def test_shapes_that_fill_no_programs_are_refused(shape):
 
 def test_programs_that_could_not_run_at_once_are_refused():
     with (
-        mock.patch("clusterkv_jax.kernels.hopper.device_kind", return_value="NVIDIA H100 PCIe"),
+        mock.patch("clusterkv_jax.kernels.dispatch.device_kind", return_value="NVIDIA H100 PCIe"),
         mock.patch("clusterkv_jax.kernels.expert_block.plan.device_kind", return_value="NVIDIA H100 PCIe"),
         mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=114),
         pytest.raises(NotImplementedError, match="needs a Hopper GPU of 128 multiprocessors, got NVIDIA H100 PCIe of"),

@@ -233,7 +233,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("op", BACKENDS["step_in_groups"].values(), ids=BACKENDS["step_in_groups"])
+@pytest.mark.parametrize(
+    "op", [*BACKENDS["step_in_groups"].values(), *map(joined, BACKENDS["step_in_splits"].values())]
+)
 def test_a_step_in_groups_has_derivatives(op):
     shape = (1, 2, ((1,), (0,)), (6, 4), 4, jnp.float32)
     q, new, (position, _), score, buffers, lengths = case(shape, 3, 1.0, [4])
