@@ -3,14 +3,14 @@
     grid (programs,)   all of them at once, one on a multiprocessor
 
 A program has its part of every step. It waits for the others by counters in memory where a step needs what all of them
-made: the splits combined, the output projection, the norm with the router's logits, gate and up, down. Between launches
-the memory would rest while one ends and the next one begins. Here copies run ahead of the products, through a ring of
-tiles in shared memory: the output projection's while splits are combined, those of down while gate and up go on.
+made: the splits combined, the output projection, the router's logits, gate and up. Between launches the memory would
+rest while one ends and the next one begins. Here copies run ahead of the products, through a ring of tiles in shared
+memory: the output projection's while splits are combined, those of down while gate and up go on.
 
-Programs that did not run at once would wait for ever. So there are fewer than multiprocessors, and nothing that decodes
-has two such launches side by side. Two processes must not decode on one GPU under MPS, which runs them side by side.
+Programs that did not run at once would wait for ever. So there are no more than multiprocessors, and nothing that
+decodes has two such launches side by side. Two processes must not decode on one GPU under MPS, which runs both at once.
 
-Bytes: the weights of the projection and of the chosen experts, once. Bound: reads, and five times of waiting.
+Bytes: the weights of the projection and of the chosen experts, once. Bound: reads, and four times of waiting.
 """
 
 import math
