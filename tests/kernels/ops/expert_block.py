@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kernels.expert_block import pallas_gpu, reference
-from clusterkv_jax.kernels.expert_block.plan import COLUMNS, PROGRAMS, ROWS, Plan
+from clusterkv_jax.kernels.expert_block.plan import COLUMNS, PROGRAMS, ROWS, TRIED, Plan, refusal
 from clusterkv_jax.kernels.expert_block.tiles import gate_block
 from clusterkv_jax.kernels.splits import COUNTERS, Splits
 from tests.kernels.base import compiled, near, normal
@@ -133,6 +133,7 @@ def _for_hopper():
     with (
         mock.patch("clusterkv_jax.kernels.dispatch.device_kind", return_value="NVIDIA H200"),
         mock.patch("clusterkv_jax.kernels.expert_block.plan.multiprocessors", return_value=132),
+        mock.patch("clusterkv_jax.kernels.expert_block.plan.TRIED", tuple(_plans())),
         hopper.lowered(),
     ):
         yield
@@ -220,6 +221,17 @@ def test_the_kernel_has_the_derivatives_of_the_reference():
 def test_shapes_that_fill_no_programs_are_refused(shape):
     with pytest.raises(NotImplementedError, match="shares heads, inputs, experts and units equally among 128 programs"):
         _lowered(shape)
+
+
+@pytest.mark.usefixtures("_for_hopper")
+def test_shapes_whose_launch_has_not_been_run_are_refused():
+    others = [plan for plan in _plans() if plan not in TRIED]
+    with mock.patch("clusterkv_jax.kernels.expert_block.plan.TRIED", TRIED):
+        assert refusal((4, 128, 8, 128), (4096, 2048), (128, 2048, 768), 8, jnp.bfloat16) is None
+        for plan in others:
+            heads = plan.kv_heads, plan.splits, plan.queries, plan.dim
+            shapes = heads, (plan.inputs, plan.width), (plan.experts, plan.width, plan.units)
+            assert "has been run with" in str(refusal(*shapes, plan.per_token, jnp.bfloat16)), plan
 
 
 def test_programs_that_could_not_run_at_once_are_refused():
