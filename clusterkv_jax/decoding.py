@@ -291,8 +291,9 @@ def _step_layer(
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         scores = None
     sinks = transformer.sink_logits(weights, config)
-    splits = few_tokens.most_splits(weights, config, hidden)
-    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap, splits)
+    most = few_tokens.most_splits(weights, config, hidden)
+    beside = {"rope": config.rope, "soft_cap": config.soft_cap, "most_splits": most}
+    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, **beside)
     attended, layer, state = step_layer(method, layer, state, new)
     return transformer.finish(weights, config, hidden, attended), layer, state
 

@@ -164,8 +164,8 @@ def test_experts_that_a_kernel_cannot_take_are_left_to_xla(monkeypatch):
     assert served == {"qwen3_moe": True, "mixtral": True, "gpt_oss": False}
 
 
-def _moe(**changes):
-    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=2, **changes)
+def _moe():
+    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=2)
     return transformer.init(jax.random.key(0), config, jnp.float32), config
 
 

@@ -63,12 +63,12 @@ def run(plan, splits, hidden, projection, scale, router, gate, up, down, *, norm
     return total + jnp.sum(rows, axis=0).astype(total.dtype)
 
 
-def _changing(counters, run, *results):
-    """`run` of counters that change where they lie: an array that is only read might be shared."""
+def _changing(counters, launch, *results):
+    """`launch` of counters that change where they lie: an array that is only read might be shared."""
 
     def body(state):
         counters, *outs = state
-        for out, value in zip(outs, run(counters), strict=True):
+        for out, value in zip(outs, launch(counters), strict=True):
             out[...] = value
 
     return pl.run_state(body)((counters, *(jnp.zeros(*one) for one in results)))[1:]

@@ -33,9 +33,9 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import is_hopper, multiprocessors
+from clusterkv_jax.kernels.dispatch import is_hopper
 from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block.plan import PROGRAMS
+from clusterkv_jax.kernels.expert_block.plan import unfit_device
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
@@ -76,7 +76,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     if is_hopper():
         versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
         versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
-    if is_hopper() and multiprocessors() >= PROGRAMS:
+    if unfit_device() is None:
         versions["expert_block"] = partial(expert_block, backend="gpu")
     return versions
 
