@@ -119,8 +119,7 @@ class NewTokens:
 
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
     read, for methods that look ahead; None is `q`. `scores` are what the tokens are worth, for methods that ask for it.
-    `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once. Attention may be
-    left as `Splits`, of up to `most_splits` of each head, for a launch that combines them on its way.
+    `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once.
     """
 
     q: Float[Array, "B T H D"]
@@ -133,7 +132,6 @@ class NewTokens:
     sink_logits: Float[Array, " H"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
-    most_splits: int = field(default=0, metadata={"static": True})
 
 
 def groups(layer: Layer) -> tuple[Any, ...]:

@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from clusterkv_jax import reading
+from clusterkv_jax import layer_launch, reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.kernels.pending import Pending
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
 from clusterkv_jax.methods.base import Method
@@ -261,7 +262,7 @@ def append_step(
         state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
-    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+    hidden = jnp.take_along_axis(few_tokens.settled(hidden), places[..., None], axis=1)
     logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
     # A GPU's compiler would put the comparisons of all heads into the product of the logits, and find no fast one.
     over = jax.lax.optimization_barrier(overflowed(cache))
@@ -276,12 +277,15 @@ def _step_layer(
     needs: frozenset[str],
     layer: Layer,
     state: tuple[State, ...],
-    hidden: Float[Array, "B T M"],
-    before: Float[Array, "B T M"] | None,
+    hidden: Float[Array, "B T M"] | Pending,
+    before: Float[Array, "B T M"] | Pending | None,
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
+) -> tuple[Float[Array, "B T M"] | Pending, Layer, tuple[State, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
+    if layer_launch.takes(weights, config, method, needs, layer, state, hidden):
+        return layer_launch.step(weights, config, layer, state, hidden, positions, real)
+    hidden, before = few_tokens.settled(hidden), None if before is None else few_tokens.settled(before)
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
     _check_surrogate(weights, method, needs)
     if "scores" in needs:
@@ -291,9 +295,7 @@ def _step_layer(
         q, k, v = transformer.qkv(weights, config, hidden, positions)
         scores = None
     sinks = transformer.sink_logits(weights, config)
-    most = few_tokens.most_splits(weights, config, hidden)
-    beside = {"rope": config.rope, "soft_cap": config.soft_cap, "most_splits": most}
-    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, **beside)
+    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
     attended, layer, state = step_layer(method, layer, state, new)
     return transformer.finish(weights, config, hidden, attended), layer, state
 

@@ -11,18 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block.plan import refusal
+from clusterkv_jax.kernels.expert_layer import Weights, expert_layer
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.pending import Pending, pending, whole
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.kernels.splits import SPLITS, Splits
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
@@ -184,7 +183,7 @@ def _rows(x: Float[Array, "B T *rest"]) -> Float[Array, "n width"]:
     return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
-def turns(config: ModelConfig, q: Float[Array, "B T H D"]) -> bool:
+def turns(config: ModelConfig, q: Float[Array, "B T ..."]) -> bool:
     """Whether a kernel normalises and turns these heads: whole ones, each by its own norm."""
     rope, own_norm = config.rope, config.qk_norm and not config.qk_norm_whole and not config.qkv_bias
     whole = rope is not None and rope.dim == config.head_dim and not rope.interleaved
@@ -213,36 +212,50 @@ def mixes(config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], weigh
     return plain and few(x) and x.dtype == weights["up"].dtype == jnp.bfloat16
 
 
-def most_splits(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> int:
-    """Splits of a token's attention that a launch combines on its way through a layer of experts; 0 if none does."""
-    if config.decoder is not None or config.experts is None or "experts" not in layer or hidden.shape[:2] != (1, 1):
-        return 0
-    weights, group = _behind_attention(layer), config.num_heads // config.num_kv_heads
-    plain = projects(config, hidden) and not config.sink_logits
-    if not plain or not mixes(config, config.experts, hidden, layer["experts"]):
-        return 0
-    parts = config.num_kv_heads, SPLITS, group, config.head_dim
-    shapes = parts, weights[0].shape, weights[3].shape
-    types = {x.dtype for x in (hidden, *weights)}
-    return 0 if refusal(*shapes, config.experts.per_token, *types) else SPLITS
+def takes_layer(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"] | Pending) -> bool:
+    """Whether a kernel could take this token through the whole layer: one of experts, whose heads have norms."""
+    if config.decoder is not None or config.experts is None or "experts" not in layer:
+        return False
+    x = settled(hidden)
+    plain = not config.sink_logits and config.soft_cap is None and config.attention_scale is None
+    takes_heads = x.shape[:2] == (1, 1) and projects(config, x) and turns(config, x)
+    return plain and takes_heads and mixes(config, config.experts, x, layer["experts"])
 
 
-def through_experts(
-    layer: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"], splits: Splits
-) -> Float[Array, "1 1 M"]:
-    """The rest of a layer of experts after attention."""
-    assert config.experts is not None
-    route = {"per_token": config.experts.per_token, "normalize": config.experts.normalize}
-    operands = hidden.reshape(-1), *_behind_attention(layer)
-    out = expert_block(splits, *operands, **route, eps=config.norm_eps, offset=config.norm_offset)
-    return out.reshape(hidden.shape)
+def through_layer(
+    layer: Params,
+    config: ModelConfig,
+    hidden: Float[Array, "1 1 M"] | Pending,
+    token: tuple[Int[Array, "1 1"], Bool[Array, "1 1"]],
+    buffers: tuple[Any, ...],
+    lengths: tuple[Int[Array, "1 _"], ...],
+    heads: tuple[tuple[int, ...], ...],
+) -> tuple[Pending, tuple[Any, ...], tuple[Int[Array, "1 _"], ...]]:
+    """A token, its position and whether it is one, through a layer that `takes_layer`; as in `expert_layer`."""
+    assert config.experts is not None and config.rope is not None
+    if not isinstance(hidden, Pending):
+        hidden = pending(hidden.reshape(-1), config.experts.per_token)
+    cos, sin = (x.reshape(-1) for x in cosines_and_sines(token[0], config.rope))
+    route: Any = {"per_token": config.experts.per_token, "normalize": config.experts.normalize}
+    options = route | {"eps": config.norm_eps, "offset": config.norm_offset}
+    operands = hidden, token, (cos, sin), layer_weights(layer), buffers, lengths
+    return expert_layer(*operands, heads=heads, **options)
 
 
-def _behind_attention(layer: Params) -> tuple[Array, ...]:
-    """The weights of a layer of experts behind attention, in the order of `expert_block`."""
-    projection, experts = layer["attention"]["o"], layer["experts"]
+def layer_weights(layer: Params) -> Weights:
+    """The weights of a layer of experts as `expert_layer` takes them."""
+    attention, experts = layer["attention"], layer["experts"]
+    rows = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
+    of_heads = (rows(attention[name]) for name in "qkv")
+    norms = attention["q_norm"], attention["k_norm"]
     of_experts = (experts[name] for name in ("router", "gate", "up", "down"))
-    return projection.reshape(-1, projection.shape[-1]), layer["mlp_norm"]["scale"], *of_experts
+    scale, behind = (layer[name]["scale"] for name in ("attention_norm", "mlp_norm"))
+    return Weights(scale, *of_heads, *norms, rows(attention["o"]), behind, *of_experts)
+
+
+def settled(hidden: Float[Array, "B T M"] | Pending) -> Float[Array, "B T M"]:
+    """The hidden states, whether a launch has left them in parts or not."""
+    return whole(hidden)[None, None] if isinstance(hidden, Pending) else hidden
 
 
 def mixture(

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.kernels.splits import Splits
 from clusterkv_jax.models import experts as mixtures
 from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -262,12 +261,9 @@ def sink_logits(layer: Params, config: ModelConfig) -> Float[Array, " H"] | None
 
 @_or_of_decoder
 def finish(
-    layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"] | Splits
+    layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
-    if isinstance(attended, Splits):
-        with jax.named_scope("mlp"):
-            return few_tokens.through_experts(layer, config, hidden, attended)
     weights, out = layer["attention"], None
     with jax.named_scope("attention/output"):
         if few_tokens.projects(config, hidden):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding
-from clusterkv_jax.cache import NewTokens, from_tokens, quantised
+from clusterkv_jax import decoding, layer_launch
+from clusterkv_jax.cache import from_tokens, quantised
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.pending import Pending, pending
 from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.models import few_tokens, registry, transformer
@@ -170,63 +171,78 @@ def _moe():
 
 
 @pytest.mark.parametrize("by_heads", [True, False])
-def test_a_step_is_the_same_where_a_launch_combines_splits(by_heads, monkeypatch):
-    """Heads of unequal budgets, and a layer without groups."""
-    params, config = _moe()
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_steps_are_the_same_where_a_launch_takes_whole_layers(by_heads, in_a_row, monkeypatch):
+    """Heads of unequal budgets, and a layer without groups; layers behind one of another kind, and behind their like."""
+    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=4)
+    params = transformer.init(jax.random.key(0), config, jnp.float32)
     heads = config.num_kv_heads
-    shares = tuple(tuple(1.0 + (head + layer) % 2 for head in range(heads)) for layer in range(2)) if by_heads else None
+    shares = tuple(tuple(1.0 + (head + layer) % 2 for head in range(heads)) for layer in range(4)) if by_heads else None
     method = ckv.CentroidKV(ckv.Budget(ratio=0.5, shares=shares), sinks=2, recent=4, chunk=16)
     tokens = np.asarray(jax.random.randint(jax.random.key(1), (1, 48), 0, config.vocab_size))
     cache, _ = ckv.prefill(params, config, method, tokens, np.array([48]), max_new_tokens=4)
-    step = lambda: decoding.decode_step(params, config, method, cache, jnp.array([3]))  # noqa: E731
-    after, expected = step()
-    taken, op = [], few_tokens.expert_block
-    monkeypatch.setattr(few_tokens, "expert_block", lambda *args, **o: taken.append(1) or op(*args, **o))
-    monkeypatch.setattr(few_tokens, "most_splits", lambda layer, *_: 128 * ("experts" in layer))
+
+    def steps():
+        after, _ = decoding.decode_step(params, config, method, cache, jnp.array([3]))
+        return decoding.decode_step(params, config, method, after, jnp.array([5]))
+
+    expected, taken, op = steps(), [], few_tokens.expert_layer
+    monkeypatch.setattr(few_tokens, "expert_layer", lambda *args, **o: taken.append(1) or op(*args, **o))
+    takes = lambda *args: "experts" in args[0] and (in_a_row or not isinstance(args[-1], Pending))  # noqa: E731
+    monkeypatch.setattr(layer_launch, "takes", takes)
     monkeypatch.setattr(by_head, "platform", lambda: "gpu")
     jax.clear_caches()  # of layers that were traced without
-    mine, logits = step()
-    assert taken
-    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-    for new, old in zip(jax.tree.leaves(mine), jax.tree.leaves(after), strict=True):
+    result = steps()
+    assert len(taken) >= 1 + in_a_row
+    for new, old in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-4)
     jax.clear_caches()
 
 
-def test_splits_are_left_for_one_token_of_plain_experts_alone(monkeypatch):
+def test_a_launch_takes_one_token_through_a_layer_of_plain_experts_alone(monkeypatch):
     params, config = _moe()
     layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"][1])
     hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
-    assert few_tokens.most_splits(layer, config, hidden) == 0
+    assert not few_tokens.takes_layer(layer, config, hidden)
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     monkeypatch.setattr(few_tokens, "WHOLE", 1)
-    assert few_tokens.most_splits(layer, config, hidden) == 0  # of shapes that no programs share
-    asked = []
-    monkeypatch.setattr(few_tokens, "refusal", lambda *args: asked.append(args))
-    assert few_tokens.most_splits(layer, config, hidden) == 128
-    heads, dim, experts = config.num_heads, config.head_dim, config.experts
-    group = heads // config.num_kv_heads
-    assert asked[0][0] == (config.num_kv_heads, 128, group, dim)
-    assert asked[0][1:4] == ((heads * dim, 32), (experts.count, 32, experts.intermediate_size), experts.per_token)
-    router = layer["experts"] | {"router": layer["experts"]["router"].astype(jnp.float32)}
-    few_tokens.most_splits(layer | {"experts": router}, config, hidden)
-    assert {str(x) for x in asked[-1][4:]} == {"bfloat16", "float32"}  # which the kernel then refuses
-    assert few_tokens.most_splits(layer, config, jnp.tile(hidden, (2, 1, 1))) == 0
-    assert few_tokens.most_splits(layer, config, hidden.astype(jnp.float32)) == 0
+    assert few_tokens.takes_layer(layer, config, hidden)
+    assert few_tokens.takes_layer(layer, config, pending(hidden[0, 0], 2))
+    assert not few_tokens.takes_layer(layer, config, jnp.tile(hidden, (2, 1, 1)))
+    assert not few_tokens.takes_layer(layer, config, jnp.tile(hidden, (1, 2, 1)))
+    assert not few_tokens.takes_layer(layer, config, hidden.astype(jnp.float32))
+    assert not few_tokens.takes_layer({"mlp": layer["experts"]}, config, hidden)
     others = [{"sink_logits": True}, {"residual_scale": 0.5}, {"norm_place": "both"}, {"norm": "layer"}]
-    others += [{"experts": None}, {"output_bias": True}, {"activation": "gelu"}]
-    others += [{"experts": replace(experts, bias=True)}]
+    others += [{"experts": None}, {"output_bias": True}, {"activation": "gelu"}, {"attention_scale": 0.5}]
+    others += [{"qk_norm": False}, {"qk_norm_whole": True}, {"qkv_bias": True}, {"rope": None}, {"soft_cap": 3.0}]
+    others += [{"experts": replace(config.experts, bias=True)}, {"rope": replace(config.rope, interleaved=True)}]
     for changes in others:
-        assert few_tokens.most_splits(layer, replace(config, **changes), hidden) == 0, changes
-    assert few_tokens.most_splits({"mlp": layer["experts"]}, config, hidden) == 0
+        assert not few_tokens.takes_layer(layer, replace(config, **changes), hidden), changes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "most", "leaves"), [(None, 128, True), (None, 64, False), (None, 0, False), ("int8", 128, False)]
-)
-def test_splits_are_left_for_plain_rows_of_so_many_splits(dtype, most, leaves):
-    keys = jnp.zeros((1, 2, 64, 16), jnp.bfloat16)
-    rows = quantised(from_tokens(keys, keys, jnp.array([3])), dtype)
-    token = jnp.zeros((1, 1, 2, 16), jnp.bfloat16)
-    place = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
-    assert by_head._leaves_splits(rows, NewTokens(token, token, token, *place, most_splits=most)) == leaves
+def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(monkeypatch):
+    params, config = _moe()
+    layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"][1])
+    hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
+    keys = jnp.zeros((1, config.num_kv_heads, 64, config.head_dim), jnp.bfloat16)
+    rows, asked = from_tokens(keys, keys, jnp.array([3])), []
+    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
+    monkeypatch.setattr(few_tokens, "WHOLE", 1)
+    monkeypatch.setattr(layer_launch, "refusal", lambda *args: asked.append(args))
+    takes = lambda rows, state=None, needs=(): layer_launch.takes(  # noqa: E731
+        layer, config, ckv.CentroidKV(ckv.Budget(ratio=0.5)), frozenset(needs), rows, (state,), hidden
+    )
+    assert not takes(rows)  # of a CPU
+    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
+    assert takes(rows)
+    plan, types, slots = asked[-1]
+    assert (plan.kv_heads, plan.width, plan.experts) == (config.num_kv_heads, config.hidden_size, config.experts.count)
+    assert ({str(x) for x in types}, slots) == ({"bfloat16"}, [64])
+    takes(replace(rows, keys=keys.astype(jnp.float32)))
+    assert {str(x) for x in asked[-1][1]} == {"bfloat16", "float32"}  # which the kernel then refuses
+    assert not takes(quantised(rows, "int8"))
+    assert not takes(rows, {"scores": jnp.zeros(keys.shape[:3])})
+    assert not takes(rows, needs={"scores"})
+    assert not takes(rows, needs={"lookahead"})
+    monkeypatch.setattr(layer_launch, "refusal", lambda *_: "takes other shapes")
+    assert not takes(rows)

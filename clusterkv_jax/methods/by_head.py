@@ -35,10 +35,8 @@ from clusterkv_jax.cache import (
 )
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import power_of_two
-from clusterkv_jax.kernels.quantised import Quantised, as_stored
-from clusterkv_jax.kernels.splits import Splits
-from clusterkv_jax.kernels.step_in_groups import step_in_groups, step_in_splits
-from clusterkv_jax.kernels.step_in_groups.pallas_gpu import splits_of
+from clusterkv_jax.kernels.quantised import as_stored
+from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.sharding import on_one_device, over_heads, slot_ways
@@ -98,8 +96,8 @@ def put_back(
     return replace(layer, groups=tuple(held)), tuple(states)
 
 
-def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewTokens) -> bool:
-    """Whether one token enters every group of the layer by `append_and_attend`, and all rows of a head on one device.
+def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) -> bool:
+    """Whether so many tokens are one, which enters every group by `append_and_attend`, all rows of a head on one device.
 
     A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
     """
@@ -108,26 +106,18 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], tokens: NewT
         serves = platform() == "gpu" and slot_ways(layer.keys.shape[1]) == 1
     else:
         serves = isinstance(layer, HeadGroups) and on_one_device()
-    return serves and plain and tokens.q.shape[1] == 1
+    return serves and plain and count == 1
 
 
 def step(
     layer: Any, state: Sequence[State], tokens: NewTokens
-) -> tuple[Float[Array, "B 1 H D"] | Splits, HeadGroups | LayerCache, tuple[State, ...]]:
-    """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three.
-
-    In one launch where the next one takes the splits.
-    """
+) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
+    """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
     of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
     keys, values = (as_stored(of_heads(x), held[0].keys) for x in (tokens.k, tokens.v))
     scores = None if tokens.scores is None else of_heads(tokens.scores)
-    beside = [None if memory is None else memory.get("scores") for memory in state]
-    buffers = tuple(
-        (group.keys, group.values, group.degree, group.positions, of_rows)
-        for group, of_rows in zip(held, beside, strict=True)
-    )
-    lengths = tuple(group.length for group in held)
+    buffers, lengths = of_groups(layer, state)
 
     def enter(q: Array, keys: Any, values: Any, positions: Array, real: Array, *others: Any) -> Any:
         mine = heads if isinstance(layer, HeadGroups) else (tuple(range(keys.shape[1])),)
@@ -135,35 +125,38 @@ def step(
         out, lse, *after = step_in_groups(*token, *others, heads=mine, soft_cap=tokens.soft_cap)
         return of_heads(out), of_heads(lse), *after
 
-    if _leaves_splits(layer, tokens):
-        token = tokens.q, keys, values, tokens.positions, tokens.real, scores
-        attended, after, longer = step_in_splits(*token, buffers, lengths, heads=heads, soft_cap=tokens.soft_cap)
-    else:
-        # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
-        token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
-        run = enter if on_one_device() else partial(over_heads, enter)
-        out, lse, after, longer = run(*token, buffers, lengths)
-        attended = with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits)
+    # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
+    token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
+    run = enter if on_one_device() else partial(over_heads, enter)
+    out, lse, after, longer = run(*token, buffers, lengths)
+    attended = with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits)
+    return attended, *put_in_groups(layer, state, after, longer)
+
+
+def of_groups(layer: Any, state: Sequence[State]) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
+    """The arrays of each group, with the scores of its rows, and what its heads hold."""
+    beside = [None if memory is None else memory.get("scores") for memory in state]
+    buffers = tuple(
+        (group.keys, group.values, group.degree, group.positions, of_rows)
+        for group, of_rows in zip(groups(layer), beside, strict=True)
+    )
+    return buffers, tuple(group.length for group in groups(layer))
+
+
+def put_in_groups(
+    layer: Any, state: Sequence[State], buffers: Sequence[Any], lengths: Sequence[Array]
+) -> tuple[HeadGroups | LayerCache, tuple[State, ...]]:
+    """The layer and what is remembered of it, with arrays as `of_groups` gives them."""
     caches = tuple(
         LayerCache(keys, values, degree, length, positions)
-        for (keys, values, degree, positions, _), length in zip(after, longer, strict=True)
+        for (keys, values, degree, positions, _), length in zip(buffers, lengths, strict=True)
     )
     memories = tuple(
         memory if of_rows is None or memory is None else memory | {"scores": of_rows}
-        for memory, (*_, of_rows) in zip(state, after, strict=True)
+        for memory, (*_, of_rows) in zip(state, buffers, strict=True)
     )
     layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
-    return attended, layer, memories
-
-
-def _leaves_splits(layer: Any, tokens: NewTokens) -> bool:
-    """Whether whoever takes the token further combines the splits of its attention."""
-    rows, heads = groups(layer)[0].keys, group_heads(layer)
-    if not tokens.most_splits or isinstance(rows, Quantised) or not on_one_device():
-        return False
-    slots = [group.capacity for group in groups(layer)]
-    queries = tokens.q.shape[2] // sum(map(len, heads))
-    return splits_of(rows, slots, len(tokens.q), queries, heads) <= tokens.most_splits
+    return layer, memories
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

@@ -38,7 +38,6 @@ from clusterkv_jax.cache import (
     select_heads,
 )
 from clusterkv_jax.conditions import in_order
-from clusterkv_jax.kernels.splits import Splits
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -209,11 +208,11 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
 @jax.named_scope("attention/step")
 def step_layer(
     method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
-) -> tuple[Float[Array, "B T H D"] | Splits, Layer, tuple[State, ...]]:
+) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
         return *step_window(layer, tokens), state
-    if by_head.steps_alike(method, layer, state, tokens):
+    if by_head.steps_alike(method, layer, state, tokens.q.shape[1]):
         return by_head.step(layer, state, tokens)
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):

@@ -6,10 +6,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Quantised
-from clusterkv_jax.kernels.splits import Splits
 from clusterkv_jax.kernels.step_in_groups import pallas_gpu, reference
 
-IN_SPLITS = {"gpu": pallas_gpu.step_in_splits, "xla": reference.step_in_splits}
 BACKENDS = {"gpu": pallas_gpu.step_in_groups, "xla": reference.step_in_groups}
 Buffers = tuple[Any, Any, Array, Array | None, Array | None]
 
@@ -49,27 +47,3 @@ def step_in_groups(
     """
     new = q, new_keys, new_values, new_positions, real, new_scores
     return dispatch("step_in_groups", BACKENDS, backend, *new, buffers, lengths, heads=heads, soft_cap=soft_cap)
-
-
-def step_in_splits(
-    q: Float[Array, "1 1 H D"],
-    new_keys: Float[Array, "1 K 1 D"],
-    new_values: Float[Array, "1 K 1 D"],
-    new_positions: Int[Array, "1 1"],
-    real: Bool[Array, "1 1"],
-    new_scores: Float[Array, "1 K 1"] | None,
-    buffers: tuple[Buffers, ...],
-    lengths: tuple[Int[Array, "1 _"], ...],
-    *,
-    heads: tuple[tuple[int, ...], ...],
-    soft_cap: float | None = None,
-    backend: str | None = None,
-) -> tuple[Splits, tuple[Buffers, ...], tuple[Int[Array, "1 _"], ...]]:
-    """`step_in_groups` of one sequence whose attention another launch combines; rows are no codes.
-
-    Raises:
-        ValueError: if the backend is unknown.
-        NotImplementedError: if `backend` was named and cannot serve the call.
-    """
-    new = q, new_keys, new_values, new_positions, real, new_scores
-    return dispatch("step_in_splits", IN_SPLITS, backend, *new, buffers, lengths, heads=heads, soft_cap=soft_cap)

@@ -3,14 +3,11 @@
     attend    grid (splits of all heads, B)   a program: `span` slots of one KV head, the query heads that share it
     combine   grid (query rows, B K)          the splits of one query row, and what its head holds then
 
-`step_in_splits` leaves the second one to whoever takes the output further. What heads hold then is an array of its own.
-
 The token's row enters by the program that reads its slot, which then reads it among the others. A program finds its
 group by its number, which is compared with where the groups begin: the code of a group stands in a branch of its own,
 since each has arrays of its own.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -30,7 +27,6 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, is_packed, kind, rotated
-from clusterkv_jax.kernels.splits import COUNTERS, SPLITS, Splits
 from clusterkv_jax.kernels.step_in_groups import reference
 from clusterkv_jax.kernels.tuning import blocks
 
@@ -42,46 +38,24 @@ def step_in_groups(
     interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`; `sizes` as in `biased_attention`."""
-    _check("step_in_groups", q, new_keys, new_values, buffers, lengths, heads)
-    options = heads, soft_cap, tuple((sizes or {}).items()), interpret
-    return _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths)
-
-
-def step_in_splits(
-    q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, *, heads, soft_cap=None, sizes=None,
-    interpret=False,
-):  # fmt: skip
-    """See `clusterkv_jax.kernels.step_in_groups.step_in_splits`; `sizes` as in `biased_attention`."""
-    _check("step_in_splits", q, new_keys, new_values, buffers, lengths, heads)
-    if len(q) > 1 or isinstance(new_keys, Quantised):
-        raise NotImplementedError(
-            f"The GPU kernel of step_in_splits takes one sequence, and rows that are no codes, got {q.shape}."
-        )
-    options = heads, soft_cap, tuple((sizes or {}).items()), interpret
-    return _run_in_splits(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths)
-
-
-def splits_of(rows, slots, batch, queries, heads):
-    """Splits of the head with the most slots, as a multiple of what a launch combines at once."""
-    span = _sizes(as_array(rows), slots, batch, queries, heads, None)["span"]
-    return pl.cdiv(pl.cdiv(max(slots), span), SPLITS) * SPLITS
-
-
-def _check(op, q, new_keys, new_values, buffers, lengths, heads):
     rows = [x for group in buffers for x in group[:2]]
-    check_dtypes(op, q, *(x for x in rows if not isinstance(x, Quantised)))
+    check_dtypes("step_in_groups", q, *(x for x in rows if not isinstance(x, Quantised)))
     stored = {kind(x) if isinstance(x, Quantised) else str(x.dtype) for x in (*rows, new_keys, new_values)}
     group, dim = q.shape[2] // sum(map(len, heads)), q.shape[3]
     if len(stored) > 1:
-        raise NotImplementedError(f"The GPU kernel of {op} takes rows of one type, got {', '.join(stored)}.")
+        raise NotImplementedError(f"The GPU kernel of step_in_groups takes rows of one type, got {', '.join(stored)}.")
     if q.shape[1] != 1 or group > MOST_QUERIES or power_of_two(dim) > 256 or 0 in (q.size, *(x.size for x in lengths)):
-        raise NotImplementedError(f"The GPU kernel of {op} takes a token of D up to 256, got {q.shape}.")
+        raise NotImplementedError(f"The GPU kernel of step_in_groups takes a token of D up to 256, got {q.shape}.")
     if isinstance(new_keys, Quantised):
-        check_codes(op, kind(new_keys))
+        check_codes("step_in_groups", kind(new_keys))
         if as_array(new_keys).shape[3] % 2:
-            raise NotImplementedError(f"The GPU kernel of {op} reads codes in words of two bytes, got D {dim}.")
+            raise NotImplementedError(
+                f"The GPU kernel of step_in_groups reads codes in words of two bytes, got D {dim}."
+            )
     elif new_keys.dtype not in DTYPES:
-        raise NotImplementedError(f"The GPU kernel of {op} takes no rows of {new_keys.dtype}.")
+        raise NotImplementedError(f"The GPU kernel of step_in_groups takes no rows of {new_keys.dtype}.")
+    options = heads, soft_cap, tuple((sizes or {}).items()), interpret
+    return _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -107,55 +81,8 @@ def _run_jvp(options, operands, tangents):
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run_in_splits(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths):
-    heads, soft_cap, sizes, interpret = options
-    new = (new_keys, new_values), new_scores, new_positions, real
-    options = heads, None, soft_cap, dict(sizes), interpret
-    (parts, lses, ends, (filled, counters), buffers), _ = _attended(q, new, buffers, lengths, *options, combined=False)
-    lengths = tuple(ends if mine == tuple(range(ends.shape[1])) else ends[:, jnp.asarray(mine)] for mine in heads)
-    return Splits(parts, lses, filled, counters), buffers, lengths
-
-
-@_run_in_splits.defjvp
-def _run_in_splits_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can: the first split has all slots then, in the result too."""
-    count = jax.eval_shape(partial(_run_in_splits, options), *operands)[0].parts.shape[1]
-
-    def definition(*operands):
-        splits, *rest = reference.step_in_splits(*operands, heads=options[0], soft_cap=options[1])
-        wide = lambda x: jnp.pad(x, [(0, 0), (0, count - 1)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
-        return replace(splits, parts=wide(splits.parts), lses=wide(splits.lses)), *rest
-
-    return jax.jvp(definition, operands, tangents)
-
-
 def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret):
     """Buffers and lengths change where they lie: a sum beside the kernels would have lengths copied at every step."""
-    like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    options = heads, stored, soft_cap, sizes, interpret
-    (parts, lses, ends, _, buffers), (splits, common) = _attended(q, new, buffers, lengths, *options, combined=True)
-    out, lse, lengths = call(
-        partial(_combine, splits=splits, **common),
-        (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
-            like(lengths),
-        ),
-        *(parts, lses, ends, lengths),
-        grid=(parts.shape[2], len(parts), pl.cdiv(q.shape[3], COMBINED_COLUMNS)),
-        warps=4,
-        aliases={3 + i: 2 + i for i in range(len(lengths))},
-        interpret=interpret,
-    )
-    return out, lse, buffers, lengths
-
-
-def _attended(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret, *, combined):
-    """The launch of all splits: parts, logarithms, what heads hold then, and the buffers; and what combines them here.
-
-    Where they are not `combined` here there are the splits that have slots, and counters, before the buffers.
-    """
     batch, _, query_heads, dim = q.shape
     kv_heads = sum(map(len, heads))
     queries = query_heads // kv_heads
@@ -170,28 +97,37 @@ def _attended(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpre
         "stored": stored,
         "soft_cap": soft_cap,
     } | common
-    most = max(splits) if combined else pl.cdiv(max(splits), SPLITS) * SPLITS
-    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
     before = len(jax.tree.leaves((q, new, lengths)))
-    beside = None if combined else (numbers(kv_heads), numbers(COUNTERS))
-    first = 3 + len(jax.tree.leaves(beside))
-    results = call(
+    parts, lses, ends, buffers = call(
         partial(_attend, **attend),
         (
-            jax.ShapeDtypeStruct((batch * kv_heads, most, queries, dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch * kv_heads, most, queries), jnp.float32),
-            numbers(batch, kv_heads),
-            beside,
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), buffers),
+            jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries, dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch * kv_heads, max(splits), queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32),
+            like(buffers),
         ),
         *(q, *new, lengths, buffers),
         grid=(sum(n * len(mine) for n, mine in zip(splits, heads, strict=True)), batch),
         warps=options["warps"],
         stages=options["stages"],
-        aliases={before + i: first + i for i in range(len(jax.tree.leaves(buffers)))},
+        aliases={before + i: 3 + i for i in range(len(jax.tree.leaves(buffers)))},
         interpret=interpret,
     )
-    return results, (splits, common)
+    out, lse, lengths = call(
+        partial(_combine, splits=splits, **common),
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+            like(lengths),
+        ),
+        *(parts, lses, ends, lengths),
+        grid=(queries, batch * kv_heads, pl.cdiv(dim, COMBINED_COLUMNS)),
+        warps=4,
+        aliases={3 + i: 2 + i for i in range(len(lengths))},
+        interpret=interpret,
+    )
+    return out, lse, buffers, lengths
 
 
 def _sizes(rows, slots, batch, queries, heads, stored):
@@ -205,18 +141,12 @@ def _sizes(rows, slots, batch, queries, heads, stored):
 
 
 def _attend(
-    q, new, new_scores, new_positions, real, lengths, old, out, lse, ends, beside, buffers,
+    q, new, new_scores, new_positions, real, lengths, old, out, lse, ends, buffers,
     *, heads, splits, span, kv_heads, **options,
 ):  # fmt: skip
     """One split of one head, in the branch of its group."""
     del old  # in place: read and written as the outputs that alias them
     program, row, first = pl.program_id(0), pl.program_id(1), 0
-    if beside is not None:
-
-        @pl.when(program == 0)
-        def _():
-            plgpu.store(beside[1].at[arange(COUNTERS)], jnp.zeros((COUNTERS,), jnp.int32))
-
     for mine, count, length, group in zip(heads, splits, lengths, buffers, strict=True):
         number = program - first
 
@@ -239,8 +169,6 @@ def _attend(
             @pl.when(split == 0)
             def _():
                 ends[row, head] = end
-                if beside is not None:
-                    beside[0][head] = jnp.minimum(pl.cdiv(end, span), count)
 
             where = (row, place), row * kv_heads + head
             attend_split(

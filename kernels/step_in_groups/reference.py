@@ -1,13 +1,10 @@
 """The definition: group after group, by the ops that serve one group."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
-from clusterkv_jax.kernels.splits import COUNTERS, Splits
 
 
 def step_in_groups(
@@ -34,12 +31,3 @@ def step_in_groups(
         lse = lse.at[:, :, index].set(part[1].reshape(batch, 1, len(mine), -1))
         after.append(group)
     return out.reshape(q.shape), lse.reshape(batch, 1, query_heads), tuple(after), longer
-
-
-def step_in_splits(*new, heads, soft_cap=None):
-    """See `clusterkv_jax.kernels.step_in_groups.step_in_splits`: all slots are one split."""
-    out, lse, buffers, lengths = step_in_groups(*new, heads=heads, soft_cap=soft_cap)
-    kv_heads, dim = sum(map(len, heads)), out.shape[-1]
-    lses = lse.reshape(kv_heads, 1, -1) * math.log2(math.e)
-    ones, zeros = jnp.ones(kv_heads, jnp.int32), jnp.zeros(COUNTERS, jnp.int32)
-    return Splits(out.astype(jnp.float32).reshape(kv_heads, 1, -1, dim), lses, ones, zeros), buffers, lengths

@@ -34,8 +34,8 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.dispatch import is_hopper
-from clusterkv_jax.kernels.expert_block import expert_block
-from clusterkv_jax.kernels.expert_block.plan import unfit_device
+from clusterkv_jax.kernels.expert_layer import expert_layer
+from clusterkv_jax.kernels.expert_layer.plan import unfit_device
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
@@ -51,7 +51,7 @@ from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.kernels.step_in_groups import step_in_groups, step_in_splits
+from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.causal_attention import causal_attention
@@ -71,13 +71,12 @@ def kernels() -> dict[str, Callable[..., Any]]:
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
-    versions["step_in_splits"] = partial(step_in_splits, backend="gpu")
     versions["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
     if is_hopper():
         versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
         versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
     if unfit_device() is None:
-        versions["expert_block"] = partial(expert_block, backend="gpu")
+        versions["expert_layer"] = partial(expert_layer, backend="gpu")
     return versions
 
 

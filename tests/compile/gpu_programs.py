@@ -67,7 +67,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.hopper_lowering import lowered
 
 # As on a GPU whose multiprocessors are known: a described one has none.
-WHOLE_LAYER, PLAN = "decode with experts in one launch", "clusterkv_jax.kernels.expert_block.plan"
+WHOLE_LAYER, PLAN = "decode with experts in one launch", "clusterkv_jax.kernels.expert_layer.plan"
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 SHARES = tuple(tuple(0.2 + 0.3 * ((3 * head + layer) % HEADS) for head in range(HEADS)) for layer in range(2))

@@ -3,13 +3,13 @@
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
-from clusterkv_jax.kernels.expert_block.plan import IN_PLACE
+from clusterkv_jax.kernels.expert_layer.plan import IN_PLACE
 
 
 @contextmanager
 def lowered():
-    """Counters are read there as they are: nobody else has those of a test."""
-    plan, launch = "clusterkv_jax.kernels.expert_block.plan", "clusterkv_jax.kernels.expert_block.mosaic"
-    plain = mock.patch(f"{launch}._changing", lambda counters, launch, *_: launch(counters))
+    """What changes is read there as it is: nobody else has it in a test."""
+    plan, launch = "clusterkv_jax.kernels.expert_layer.plan", "clusterkv_jax.kernels.expert_layer.mosaic"
+    plain = mock.patch(f"{launch}._changing", lambda changed, launch, *_: (changed, launch(changed)))
     with mock.patch(f"{plan}.IN_PLACE", True), nullcontext() if IN_PLACE else plain:
         yield

@@ -1,7 +1,6 @@
 """A token that enters the heads of several groups and attends: checks, backends, broken variants, derivatives."""
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,15 +11,13 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, quantise
-from clusterkv_jax.kernels.splits import combined
 from clusterkv_jax.kernels.step_in_groups import pallas_gpu, reference
 from tests.kernels.base import F32, compiled, drawn, near, poisoned, tolerance
 from tests.kernels.ops.biased_attention import CODED, attention_oracle
 
-SMALL = {"sizes": {"block": 16, "span": 32}, "interpret": True}
 BACKENDS = {
-    "step_in_groups": {"xla": reference.step_in_groups, "gpu": partial(pallas_gpu.step_in_groups, **SMALL)},
-    "step_in_splits": {"xla": reference.step_in_splits, "gpu": partial(pallas_gpu.step_in_splits, **SMALL)},
+    "xla": reference.step_in_groups,
+    "gpu": partial(pallas_gpu.step_in_groups, sizes={"block": 16, "span": 32}, interpret=True),
 }
 
 # batch, query heads per KV head, KV heads of each group, slots of each group, head dim, dtype
@@ -185,41 +182,7 @@ def with_one_scale(q, keys, values, *others, **options):
     return reference.step_in_groups(q, keys, values, *others, **options)
 
 
-def joined(in_splits):
-    """A step in splits as one in groups: output and logarithms, once its splits are combined."""
-
-    def step(q, *new, **options):
-        splits, buffers, lengths = in_splits(q, *new, **options)
-        assert splits.counters.dtype == splits.filled.dtype == jnp.int32
-        there = jnp.arange(splits.parts.shape[1])[None, :, None] < splits.filled[:, None, None]
-        lses = jax.nn.logsumexp(jnp.where(there, splits.lses, -jnp.inf) * np.log(2), axis=1)
-        out = jnp.where(jnp.any(splits.counters != 0), jnp.nan, combined(splits))
-        return out.reshape(q.shape).astype(q.dtype), lses.reshape(q.shape[:3]), buffers, lengths
-
-    return step
-
-
-def check_step_in_splits(implementation, *, examples=4):
-    """Three groups, and one of all heads."""
-    for shape in (STEP_SHAPES[1], (1, 2, ((0, 1, 2),), (70,), 24, jnp.float32)):
-        check_step_of(shape, joined(implementation), examples)
-    check_step_of(STEP_SHAPES[1], joined(implementation), 1, soft_cap=0.7)
-
-
-def splits_of_another_base(*operands, **options):
-    splits, *rest = reference.step_in_splits(*operands, **options)
-    return replace(splits, lses=splits.lses * np.log(2)), *rest
-
-
-def splits_that_were_counted(*operands, **options):
-    splits, *rest = reference.step_in_splits(*operands, **options)
-    return replace(splits, counters=splits.counters + 1), *rest
-
-
-CHECKS = {
-    "step_in_groups": [check_step, check_capped_step, check_coded_step],
-    "step_in_splits": [check_step_in_splits],
-}
+CHECKS = [check_step, check_capped_step, check_coded_step]
 BROKEN = {
     check_step: [
         with_heads_in_the_groups_order,
@@ -229,13 +192,10 @@ BROKEN = {
     ],
     check_capped_step: [without_soft_cap],
     check_coded_step: [with_keys_for_values, with_one_scale],
-    check_step_in_splits: [splits_of_another_base, splits_that_were_counted],
 }
 
 
-@pytest.mark.parametrize(
-    "op", [*BACKENDS["step_in_groups"].values(), *map(joined, BACKENDS["step_in_splits"].values())]
-)
+@pytest.mark.parametrize("op", BACKENDS.values(), ids=BACKENDS)
 def test_a_step_in_groups_has_derivatives(op):
     shape = (1, 2, ((1,), (0,)), (6, 4), 4, jnp.float32)
     q, new, (position, _), score, buffers, lengths = case(shape, 3, 1.0, [4])

@@ -1,6 +1,7 @@
 """Which shapes of a layer of experts the programs of a launch share equally, and how."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.kernels.dispatch import device_kind, is_hopper, multiprocessors
-from clusterkv_jax.kernels.splits import SPLITS
 
 PROGRAMS, SLOTS = 128, 4  # and tiles of a program's ring
 ROWS, COLUMNS = 256, 64  # of a tile of weights: inputs and outputs
+BLOCK = 64  # slots of a head that are read at once
+LEAST = 128  # slots of a group of heads
 IN_PLACE = jax.__version_info__ >= (0, 11)  # whose launches of Mosaic can say that they change an argument
 # The counters: programs that are done with a step, and for each place among the best experts those done with its gate.
-COMBINED, PROJECTED, ROUTED, GATED = range(4)
+PROJECTED, ATTENDED, COMBINED, ADDED, ROUTED, GATED = range(6)
 
 
 @dataclass(frozen=True)
@@ -22,38 +24,59 @@ class Plan:
     """Who makes what: numbers of a program, which is one of `PROGRAMS`. They divide without a rest.
 
     Attributes:
-        kv_heads, splits, queries, dim: K, S, G, D of attention's parts.
-        inputs, width: I and M of the output projection.
+        kv_heads, queries, dim: K, G, D.
+        width: M.
         experts, units: E and F.
         per_token: experts of a token.
     """
 
     kv_heads: int
-    splits: int
     queries: int
     dim: int
-    inputs: int
     width: int
     experts: int
     units: int
     per_token: int
 
-    @classmethod
-    def of(cls, parts: tuple[int, ...], projection: tuple[int, ...], gate: tuple[int, ...], per_token: int) -> "Plan":
-        """By the shapes of attention's parts [K,S,G,D], of the output projection [I,M] and of gate [E,M,F]."""
-        kv_heads, splits, queries, dim = parts
-        inputs, width = projection
-        return cls(kv_heads, splits, queries, dim, inputs, width, gate[0], gate[2], per_token)
+    @property
+    def inputs(self) -> int:
+        """Of the output projection."""
+        return self.kv_heads * self.queries * self.dim
 
     @property
-    def columns(self) -> int:
-        """Of a query head's output, that a program combines."""
-        return self.inputs // PROGRAMS
+    def head_parts(self) -> int:
+        """Of the inputs of the heads' projections; a program has one of them."""
+        return self.width // ROWS
+
+    @property
+    def head_blocks(self) -> int:
+        """Blocks of the heads' outputs, that a program makes by its part of the inputs."""
+        return self.kv_heads * (self.queries + 2) * self.dim // COLUMNS * self.head_parts // PROGRAMS
+
+    @property
+    def splits(self) -> int:
+        """Programs of a KV head: spans of its slots."""
+        return PROGRAMS // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Of D, that a program combines for all queries of a KV head: a number for each thread."""
+        return 128 // self.queries
+
+    @property
+    def combining(self) -> int:
+        """Programs that combine splits."""
+        return self.kv_heads * self.dim // self.rows
 
     @property
     def parts(self) -> int:
-        """Of the output projection's inputs; a program has a block of its outputs by one part."""
+        """Of the output projection's inputs, each of one KV head; a program has a block of its outputs by one part."""
         return PROGRAMS * COLUMNS // self.width
+
+    @property
+    def project_tiles(self) -> int:
+        """Of the output projection."""
+        return self.inputs // self.parts // ROWS
 
     @property
     def each(self) -> int:
@@ -64,11 +87,6 @@ class Plan:
     def shares(self) -> int:
         """Of the inputs of gate and up: as few as give all programs of an expert equally many blocks of units."""
         return self.each // math.gcd(self.each, self.units // COLUMNS)
-
-    @property
-    def project_tiles(self) -> int:
-        """Of the output projection."""
-        return self.inputs // self.parts // ROWS
 
     @property
     def share_tiles(self) -> int:
@@ -95,25 +113,34 @@ class Plan:
         """Of a block of outputs."""
         return self.units // ROWS
 
+    def span(self, slots: int) -> int:
+        """Most slots that a program reads of so many, a multiple of its threads."""
+        blocks = _ceil(_ceil(slots, BLOCK), self.splits)
+        return _ceil(blocks * BLOCK, 128) * 128
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
 
 # Plans whose launch has been run: Qwen3-30B-A3B's. Programs that wait for each other hang where one of them is wrong.
-TRIED = (Plan(4, SPLITS, 8, 128, 4096, 2048, PROGRAMS, 768, 8),)
+TRIED = (Plan(4, 8, 128, 2048, PROGRAMS, 768, 8),)
 
 
 def unfit_device() -> str | None:
     """Why the kernel does not run on the device that is compiled for, or with this jax; None if it does."""
-    if not is_hopper() or multiprocessors() < PROGRAMS:
-        return f"needs a Hopper GPU of {PROGRAMS} multiprocessors, got {device_kind()} of {multiprocessors()}"
+    most = PROGRAMS + max(plan.kv_heads for plan in TRIED)
+    if not is_hopper() or multiprocessors() < most:
+        return f"needs a Hopper GPU of {most} multiprocessors, got {device_kind()} of {multiprocessors()}"
     return None if IN_PLACE else f"needs jax 0.11, got {jax.__version__}"
 
 
-def refusal(
-    parts: tuple[int, ...], projection: tuple[int, ...], gate: tuple[int, ...], per_token: int, *dtypes: Any
-) -> str | None:
-    """Why the kernel does not take these shapes and types on the device that is compiled for; None if it does."""
+def refusal(plan: Plan, dtypes: Collection[Any], slots: Collection[int]) -> str | None:
+    """Why the kernel does not take this plan, these types, or heads of so many slots; None if it does."""
     if reason := unfit_device():
         return reason
     if others := [str(dtype) for dtype in dtypes if dtype != jnp.bfloat16]:
         return f"takes bfloat16, got {others[0]}"
-    plan = Plan.of(parts, projection, gate, per_token)
+    if min(slots) < LEAST:
+        return f"takes from {LEAST} slots on, got {min(slots)}"
     return None if plan in TRIED else f"has been run with {', '.join(map(str, TRIED))} alone, got {plan}"

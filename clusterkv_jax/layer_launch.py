@@ -1,0 +1,59 @@
+"""A token through a layer of experts and its cache in one launch, where a kernel takes all of it."""
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.cache import Layer, State, group_heads
+from clusterkv_jax.kernels.expert_layer.pallas_gpu import plan_of
+from clusterkv_jax.kernels.expert_layer.plan import refusal
+from clusterkv_jax.kernels.pending import Pending
+from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.methods import by_head
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.models import few_tokens
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+
+BEFORE_ATTENTION = frozenset({"scores", "lookahead"})  # what a method may ask of a token before it attends
+
+
+def takes(
+    weights: Params,
+    config: ModelConfig,
+    method: Method,
+    needs: frozenset[str],
+    layer: Layer,
+    state: tuple[State, ...],
+    hidden: Float[Array, "B T M"] | Pending,
+) -> bool:
+    """Whether one launch takes these tokens through the layer: one token, whose rows enter the cache as they are."""
+    if needs & BEFORE_ATTENTION or not few_tokens.takes_layer(weights, config, hidden):
+        return False
+    if not by_head.steps_alike(method, layer, state, 1):
+        return False
+    buffers, _ = by_head.of_groups(layer, state)
+    if any(isinstance(keys, Quantised) or scores is not None for keys, *_, scores in buffers):
+        return False
+    of_layer = few_tokens.layer_weights(weights)
+    types = {x.dtype for x in (few_tokens.settled(hidden), *of_layer, *(x for group in buffers for x in group[:2]))}
+    plan = plan_of(of_layer, config.num_kv_heads, config.experts.per_token if config.experts else 0)
+    return refusal(plan, types, [degree.shape[2] for _, _, degree, *_ in buffers]) is None
+
+
+def step(
+    weights: Params,
+    config: ModelConfig,
+    layer: Any,
+    state: tuple[State, ...],
+    hidden: Float[Array, "1 1 M"] | Pending,
+    positions: Int[Array, "1 1"],
+    real: Bool[Array, "1 1"],
+) -> tuple[Pending, Layer, tuple[State, ...]]:
+    """The token behind the layer, and the layer with the token in it."""
+    buffers, lengths = by_head.of_groups(layer, state)
+    plain = tuple(group[:4] for group in buffers)
+    hidden, after, longer = few_tokens.through_layer(
+        weights, config, hidden, (positions, real), plain, lengths, group_heads(layer)
+    )
+    return hidden, *by_head.put_in_groups(layer, state, [(*group, None) for group in after], longer)

@@ -1,0 +1,83 @@
+"""What a program copies into its ring, one tile after the other, until it knows its expert."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.lax import div, rem
+
+from clusterkv_jax.kernels.expert_layer.attention import Held
+from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, ROWS, Plan
+from clusterkv_jax.kernels.expert_layer.tiles import slot_of
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a program has at hand.
+
+    Attributes:
+        number: of the program.
+        held: what its KV head holds.
+        weights: of the layer, in memory.
+        out, counters: what programs make for each other, and the steps that they count, in memory.
+        rings: its tiles as those of weights, of heads' weights, as rows are copied, and as they are read.
+        inputs: of its products, for the token or the queries.
+        arrived, both: barriers of tiles that are one copy, and of those that are two.
+    """
+
+    plan: Plan
+    number: Any
+    held: Held
+    weights: Any
+    out: Any
+    counters: Any
+    rings: tuple[Any, Any, Any, Any]
+    inputs: Any
+    arrived: Any
+    both: Any
+
+    @property
+    def before(self) -> Any:
+        """Tiles of the ring before those of the output projection."""
+        return self.plan.head_blocks + self.held.count
+
+    @property
+    def projection(self) -> tuple[Any, Any]:
+        """The part of the output projection's inputs, and its outputs."""
+        blocks = self.plan.width // COLUMNS
+        return div(self.number, blocks), pl.ds(rem(self.number, blocks) * COLUMNS, COLUMNS)
+
+
+def feed_heads(here: Here, t: Any) -> None:
+    """Begin to copy tile t of the heads' weights, none behind the last."""
+    plan, slot, begin = here.plan, slot_of(t), 0
+    block = div(here.number, plan.head_parts) * plan.head_blocks + t
+    columns = pl.ds(rem(here.number, plan.head_parts) * ROWS, ROWS)
+    for weights in (here.weights.q, here.weights.k, here.weights.v):
+        end = begin + weights.shape[0] // COLUMNS
+        source = weights.at[pl.ds((block - begin) * COLUMNS, COLUMNS), columns]
+        copy = partial(plgpu.copy_gmem_to_smem, source, here.rings[1].at[slot], here.arrived.at[slot])
+        pl.when((t < plan.head_blocks) & (block >= begin) & (block < end))(copy)
+        begin = end
+
+
+def feed_rows(here: Here, i: Any) -> None:
+    """Begin to copy block i of the span's keys and values, none behind the last."""
+    held = here.held
+
+    def copy(place: Any, keys: Any, values: Any, *_: Any) -> None:
+        slot, rows = slot_of(here.plan.head_blocks + i), pl.ds((held.first + i) * BLOCK, BLOCK)
+        for j, x in enumerate((keys, values)):
+            plgpu.copy_gmem_to_smem(x.at[0, place, rows], here.rings[2].at[slot, j], here.both.at[slot])
+
+    pl.when(i < held.count)(lambda: held.of_group(copy))
+
+
+def feed_projection(here: Here, t: Any) -> None:
+    """Begin to copy tile t of the output projection."""
+    slot, rows = slot_of(here.before + t), here.plan.inputs // here.plan.parts
+    part, columns = here.projection
+    source = here.weights.projection.at[pl.ds(part * rows + t * ROWS, ROWS), columns]
+    plgpu.copy_gmem_to_smem(source, here.rings[0].at[slot], here.arrived.at[slot])

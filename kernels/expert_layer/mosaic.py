@@ -1,0 +1,328 @@
+"""The launch of `expert_layer` for Hopper.
+
+    grid (programs and KV heads,)   all of them at once, one on a multiprocessor
+
+A program has its part of every step. It waits for the others by counters in memory where a step needs what all of them
+made: the heads, attention's splits, the splits combined, the output projection, the router's logits, gate and up.
+Between launches the memory would rest while one ends and the next one begins. Here copies run ahead of the products,
+through a ring of tiles in shared memory: rows of the cache while the heads are made, tiles of the output projection
+while splits are combined, those of down while gate and up go on. What a program reads or signals waits behind the
+copies that it has begun, so those of the next step begin behind the signal. Behind the programs there is one for each
+KV head: the token attends to itself there, and enters the cache.
+
+Programs that did not run at once would wait for ever. So there are no more than multiprocessors, and nothing that
+decodes has two such launches side by side. Two processes must not decode on one GPU under MPS, which runs both at once.
+
+Code that runs once comes from memory too, slower than weights: loops are not unrolled, and a copy stands in few places.
+
+Bytes: the weights of the heads, of the projection and of the chosen experts, and the cache, once. Bound: reads, and six
+times of waiting.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.lax import div, rem
+
+from clusterkv_jax.kernels.expert_layer import Weights
+from clusterkv_jax.kernels.expert_layer.attention import (
+    append,
+    attend,
+    attend_token,
+    combine,
+    held_by,
+    load_halves,
+    load_heads,
+    turned,
+    weigh,
+)
+from clusterkv_jax.kernels.expert_layer.copies import Here, feed_heads, feed_projection, feed_rows
+from clusterkv_jax.kernels.expert_layer.experts import chosen, fetch, gate_block, share_of
+from clusterkv_jax.kernels.expert_layer.plan import (
+    ADDED,
+    ATTENDED,
+    BLOCK,
+    COLUMNS,
+    COMBINED,
+    GATED,
+    PROGRAMS,
+    PROJECTED,
+    ROUTED,
+    ROWS,
+    SLOTS,
+)
+from clusterkv_jax.kernels.expert_layer.tiles import ACC, COPIED, TILED, column, products, put, put_heads, put_rows, slot_of, store_apart
+from clusterkv_jax.kernels.hopper import load, signal, spread, vector, wait
+from clusterkv_jax.kernels.pending import Pending
+
+EARLY = 2  # blocks of rows whose copies begin before the heads are there
+
+
+def run(plan, hidden, token, angles, weights, buffers, lengths, *, heads, normalize, eps, offset):
+    """See `clusterkv_jax.kernels.expert_layer.expert_layer`, of shapes that make this plan."""
+    wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    results = {
+        "projected": wide(plan.head_parts, plan.dim, plan.kv_heads * (plan.queries + 2)),
+        "parts": wide(plan.kv_heads, plan.splits + 1, plan.dim, plan.queries),
+        "lses": wide(plan.kv_heads, plan.splits + 1, COLUMNS, plan.queries),
+        "attended": wide(plan.kv_heads, plan.dim, plan.queries),
+        "added": wide(plan.parts, plan.width),
+        "total": jax.ShapeDtypeStruct((plan.width,), hidden.total.dtype),
+        "logits": wide(plan.experts),
+        "halves": wide(plan.per_token, plan.shares, 2, plan.units),
+        "outputs": wide(plan.per_token, plan.width),
+        "counters": jax.ShapeDtypeStruct(hidden.counters.shape, jnp.int32),
+    }
+    given = (hidden.total, hidden.outputs, *angles, *token, *weights)
+    changed, tree = jax.tree.flatten((hidden.counters, _with_lengths(buffers, lengths)))
+    settings = {"plan": plan, "heads": heads, "normalize": normalize, "eps": eps, "offset": offset}
+    launch = plgpu.kernel(
+        partial(_program, tree=tree, given=len(given), names=tuple(results), **settings),
+        out_type=list(results.values()),
+        grid=(PROGRAMS + plan.kv_heads,),
+        grid_names=("program",),
+        kernel_name="expert_layer",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    changed, values = _changing(changed, lambda changed: launch(*given, *changed), list(results.values()))
+    out = dict(zip(results, values, strict=True))
+    _, groups = jax.tree.unflatten(tree, changed)
+    after = Pending(out["total"], out["outputs"], out["counters"])
+    return after, tuple(group[:4] for group in groups), tuple(group[4] for group in groups)
+
+
+def _with_lengths(buffers, lengths):
+    return tuple((*group, length) for group, length in zip(buffers, lengths, strict=True))
+
+
+def _changing(changed, launch, results):
+    """`launch` of arrays that change where they lie, and its results: an array that is only read might be shared."""
+
+    def body(state):
+        changed, outs = state
+        for out, value in zip(outs, launch(changed), strict=True):
+            out[...] = value
+
+    return pl.run_state(body)((changed, [jnp.zeros(x.shape, x.dtype) for x in results]))
+
+
+def _program(*refs, tree, given, names, plan, **settings):
+    """Allocates: a ring of tiles, seen as each of its kinds; the token's inputs of a product; room for numbers; biases
+    of slots; the token's row; barriers for each tile of one copy, and of two.
+    """
+    state, outs = refs[given : given + tree.num_leaves], refs[given + tree.num_leaves :]
+    counters, buffers = jax.tree.unflatten(tree, state)
+    dtype, most = refs[0].dtype, max(plan.inputs // plan.parts, plan.width, plan.units)
+    span = max(plan.span(degree.shape[2]) for _, _, degree, *_ in buffers)
+    tiles = lambda *shape, transforms=TILED: plgpu.SMEM(shape, dtype, transforms=transforms)  # noqa: E731
+    operands = refs[:given], counters, buffers, dict(zip(names, outs, strict=True))
+    pl.run_scoped(
+        partial(_steps, *operands, plan=plan, **settings),
+        plgpu.RefUnion(
+            tiles(SLOTS, ROWS, COLUMNS),
+            tiles(SLOTS, COLUMNS, ROWS),
+            tiles(SLOTS, 2, BLOCK, plan.dim, transforms=COPIED),
+            tiles(SLOTS, 2, plan.dim // COLUMNS, BLOCK, COLUMNS),
+        ),
+        tiles(most // ROWS, 8, ROWS),
+        plgpu.SMEM((plan.experts,), jnp.float32),
+        plgpu.SMEM((span + BLOCK,), jnp.float32),
+        plgpu.SMEM((2, plan.dim), dtype),
+        plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+    )
+
+
+def _steps(given, counters, buffers, out, rings, inputs, room, bias, row, *barriers, plan, heads, normalize, **norm):
+    """What a program does: its part of the layer, or the token of a KV head."""
+    number, weights = jax.lax.axis_index("program"), Weights(*given[6:])
+    total, outputs, cos, sin, position, real = given[:6]
+    alone = number >= PROGRAMS
+    kv_head = jnp.where(alone, number - PROGRAMS, div(number, plan.splits))
+    split = jnp.where(alone, plan.splits, rem(number, plan.splits))
+    held = held_by(kv_head, split, buffers, heads, real[0, 0], plan)
+    here = Here(plan, number, held, weights, out, counters, rings, inputs, *barriers)
+
+    @pl.when(alone)
+    def _():
+        _token(here, (cos, sin), row, position[0, 0], **norm)
+
+    @pl.when(~alone)
+    def _():
+        state, scale, logit, rest = _make_heads(here, total, outputs, (cos, sin), bias, **norm)
+        early = _attend(here, bias, *rest, **norm)
+        state = _add_attention(here, early, state, total.dtype)
+        _route(here, state, scale, logit, total.dtype, **norm)
+        _through_experts(here, room, normalize)
+
+
+def _token(here, angles, row, position, *, eps, offset):
+    """The token attends to itself, and enters a KV head."""
+    plan, held, out, weights = here.plan, here.held, here.out, here.weights
+    scales = [load_halves(x) for x in (weights.q_scale, weights.k_scale)]
+    angles = [half for x in angles for half in load_halves(x)]
+    wait(here.counters, PROJECTED, PROGRAMS)
+    queries = load_heads(out["projected"], held.kv_head * plan.queries)
+    keys, values = load_heads(out["projected"], plan.kv_heads * plan.queries)()
+    queries = turned(*queries(), scales[0], angles, eps, offset)
+    turned_keys = turned(keys, values, scales[1], angles, eps, offset)
+    attend_token(queries, turned_keys, (keys, values), held, plan, row, out)
+    signal(here.counters, ATTENDED)
+    pl.when(held.stored)(partial(append, held, position, row))
+
+    wait(here.counters, COMBINED, plan.combining)  # all have read what the heads held
+
+    def lengthen(place, keys, values, degree, positions, length):
+        del keys, values, degree, positions
+        length[0, place] = held.slot + held.enters
+
+    held.of_group(lengthen)
+
+
+def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
+    """A part of the heads' products. Gives the hidden state, and what is loaded before the copies, behind which it would
+    wait: the scale of the next norm, a row of the router; and for attention the biases, scales and angles of queries.
+    """
+    plan, weights, inputs = here.plan, here.weights, here.inputs
+    whole = spread(plan.width)
+    y, added = load(total, whole), [load(outputs.at[i], whole) for i in range(plan.per_token)]
+    scales, logit = [load(x, whole) for x in (weights.scale, weights.behind)], load(weights.router.at[here.number], whole)
+    finish_bias = weigh(here.held, plan, bias)
+    q_scales, angles = load_halves(weights.q_scale), [half for x in angles for half in load_halves(x)]
+    pl.loop(0, SLOTS)(partial(feed_heads, here))
+    y = (y.astype(jnp.float32) + sum(added[1:], added[0]).astype(y.dtype).astype(jnp.float32)).astype(y.dtype)
+    y = y.astype(jnp.float32)
+    put(_normed(y, scales[0], plan, eps, offset), inputs)
+    ready = finish_bias()
+    part, group = rem(here.number, plan.head_parts), div(here.number, plan.head_parts)
+
+    @pl.loop(0, plan.head_blocks)
+    def _(t):
+        def program(sums):
+            slot = slot_of(t)
+            plgpu.barrier_wait(here.arrived.at[slot])
+            plgpu.wgmma(sums, here.rings[1].at[slot], inputs.at[part].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            plgpu.commit_smem()  # all have read the tile
+            feed_heads(here, t + SLOTS)
+            return column(sums[...])
+
+        block, of_head = group * plan.head_blocks + t, plan.dim // COLUMNS
+        rows = pl.ds(rem(block, of_head) * COLUMNS, COLUMNS)
+        made = pl.run_scoped(program, ACC((COLUMNS, 8), jnp.float32))
+        store_apart(made, here.out["projected"].at[part, rows, div(block, of_head)])
+
+    signal(here.counters, PROJECTED)
+    pl.loop(0, EARLY)(partial(feed_rows, here))
+    return y, scales[1], logit, (ready, q_scales, angles)
+
+
+def _normed(y, scale, plan, eps, offset):
+    factor = jax.lax.rsqrt(jnp.sum(y * y) / plan.width + eps)
+    return y * factor * (offset + scale.astype(jnp.float32))
+
+
+def _attend(here, bias, ready, scales, angles, *, eps, offset):
+    """Attention to a split. Gives how many tiles of the output projection are on their way."""
+    plan, held, inputs, out = here.plan, here.held, here.inputs, here.out
+    wait(here.counters, PROJECTED, PROGRAMS)
+    queries = load_heads(out["projected"], held.kv_head * plan.queries)
+    pl.loop(EARLY, SLOTS)(partial(feed_rows, here))
+    early = SLOTS - jnp.clip(held.count, EARLY, SLOTS)
+    pl.loop(0, early)(partial(feed_projection, here))
+    for j, x in enumerate(turned(*queries(), scales, angles, eps, offset)):
+        put_rows(x, inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)])
+    plgpu.commit_smem()
+    feed = lambda i: feed_rows(here, i + SLOTS)  # noqa: E731
+    mixed, lse = attend(here.rings[3], inputs, here.both, bias, held, *ready, plan.head_blocks, feed, plan)
+    split = rem(here.number, plan.splits)
+    for j, x in enumerate(mixed):
+        out["parts"][held.kv_head, split, pl.ds(j * COLUMNS, COLUMNS)] = x
+    out["lses"][held.kv_head, split] = lse
+    signal(here.counters, ATTENDED)
+    return early
+
+
+def _add_attention(here, early, state, dtype):
+    """Splits combined, their projection, and the hidden state with that."""
+    plan, out = here.plan, here.out
+
+    @pl.when(here.number < plan.combining)
+    def _():
+        wait(here.counters, ATTENDED, PROGRAMS + plan.kv_heads)
+        combine(out["parts"], out["lses"], out["attended"], here.number, plan)
+        signal(here.counters, COMBINED)
+
+    pl.loop(early, plan.project_tiles)(partial(feed_projection, here))
+    wait(here.counters, COMBINED, plan.combining)
+    part, columns = here.projection
+    layout = plgpu.Layout.WG_STRIDED((plan.dim, plan.queries), 4)
+    put_heads(load(out["attended"].at[part], layout, optimized=False), layout, here.inputs)
+    tile = lambda i, _: (slot_of(here.before + i), i, None)  # noqa: E731
+    (sums,) = products(here.rings[0], here.inputs, here.arrived, 1, plan.project_tiles, tile)
+    out["added"][part, columns] = sums
+    signal(here.counters, ADDED)
+
+    wait(here.counters, ADDED, PROGRAMS)
+    more = sum([vector(out["added"].at[i]) for i in range(1, plan.parts)], vector(out["added"].at[0]))
+    return (state + more.astype(dtype).astype(jnp.float32)).astype(dtype)
+
+
+def _route(here, state, scale, row, dtype, *, eps, offset):
+    """One logit of the router; the norm of the hidden state is what the experts take."""
+    plan, out = here.plan, here.out
+
+    @pl.when(here.number == 0)
+    def _():
+        out["total"][...] = state
+        zeros = jnp.zeros(here.counters.shape, jnp.int32)
+        out["counters"][...] = plgpu.layout_cast(zeros, spread(here.counters.shape[0]))
+
+    x = _normed(state.astype(jnp.float32), scale, plan, eps, offset).astype(dtype).astype(jnp.float32)
+    out["logits"][here.number] = jnp.sum(row.astype(jnp.float32) * x)
+    signal(here.counters, ROUTED)
+    put(x, here.inputs)
+
+
+def _through_experts(here, room, normalize):
+    """A part of one expert: of gate and up, and of its outputs."""
+    plan, out, inputs, weights = here.plan, here.out, here.inputs, here.weights
+    multiply = partial(products, here.rings[0], inputs, here.arrived)
+    wait(here.counters, ROUTED, PROGRAMS)
+    before = here.before + plan.project_tiles
+    place, mine = div(here.number, plan.each), rem(here.number, plan.each)
+    expert = chosen(out["logits"], room, place)
+    tiles = (weights.gate, weights.up, weights.down), here.rings[0], here.arrived
+    copy = partial(fetch, *tiles, expert, mine, plan, before)
+    pl.loop(0, SLOTS)(copy)
+    share = share_of(out["logits"], room, place, plan.per_token, normalize)
+
+    @pl.loop(0, plan.gate_blocks)
+    def _(u):
+        columns, part = gate_block(mine, u, plan)
+
+        def tile(i, which):
+            t = 2 * (u * plan.share_tiles + i) + which
+            return slot_of(before + t), part * plan.share_tiles + i, lambda: copy(t + SLOTS)
+
+        for which, sums in enumerate(multiply(2, plan.share_tiles, tile)):
+            out["halves"][place, part, which, columns] = sums
+
+    signal(here.counters, GATED + place)
+
+    wait(here.counters, GATED + place, plan.each)
+    halves = [[vector(out["halves"].at[place, i, which]) for i in range(plan.shares)] for which in range(2)]
+    gates, ups = (sum(parts[1:], parts[0]) for parts in halves)
+    put(gates / (1 + jnp.exp(-gates)) * ups, inputs)
+
+    @pl.loop(0, plan.down_blocks)
+    def _(u):
+        def tile(i, _):
+            t = plan.gate_tiles + u * plan.down_tiles + i
+            return slot_of(before + t), i, lambda: copy(t + SLOTS)
+
+        (sums,) = multiply(1, plan.down_tiles, tile)
+        out["outputs"][place, pl.ds((mine * plan.down_blocks + u) * COLUMNS, COLUMNS)] = sums * share
