@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from clusterkv_jax import layer_launch, reading
+from clusterkv_jax import reading
 from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.conditions import repeated, where_due
@@ -32,6 +32,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.pending import Pending
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
+from clusterkv_jax.methods import layer_launch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
 from clusterkv_jax.methods.compressing import (

@@ -232,7 +232,8 @@ def through_layer(
     heads: tuple[tuple[int, ...], ...],
 ) -> tuple[Pending, tuple[Any, ...], tuple[Int[Array, "1 _"], ...]]:
     """A token, its position and whether it is one, through a layer that `takes_layer`; as in `expert_layer`."""
-    assert config.experts is not None and config.rope is not None
+    assert config.experts is not None
+    assert config.rope is not None
     if not isinstance(hidden, Pending):
         hidden = pending(hidden.reshape(-1), config.experts.per_token)
     cos, sin = (x.reshape(-1) for x in cosines_and_sines(token[0], config.rope))
@@ -245,12 +246,21 @@ def through_layer(
 def layer_weights(layer: Params) -> Weights:
     """The weights of a layer of experts as `expert_layer` takes them."""
     attention, experts = layer["attention"], layer["experts"]
-    rows = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731
-    of_heads = (rows(attention[name]) for name in "qkv")
-    norms = attention["q_norm"], attention["k_norm"]
-    of_experts = (experts[name] for name in ("router", "gate", "up", "down"))
-    scale, behind = (layer[name]["scale"] for name in ("attention_norm", "mlp_norm"))
-    return Weights(scale, *of_heads, *norms, rows(attention["o"]), behind, *of_experts)
+    rows = lambda name: attention[name].reshape(-1, attention[name].shape[-1])  # noqa: E731
+    return Weights(
+        scale=layer["attention_norm"]["scale"],
+        q=rows("q"),
+        k=rows("k"),
+        v=rows("v"),
+        q_scale=attention["q_norm"],
+        k_scale=attention["k_norm"],
+        projection=rows("o"),
+        behind=layer["mlp_norm"]["scale"],
+        router=experts["router"],
+        gate=experts["gate"],
+        up=experts["up"],
+        down=experts["down"],
+    )
 
 
 def settled(hidden: Float[Array, "B T M"] | Pending) -> Float[Array, "B T M"]:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding, layer_launch
+from clusterkv_jax import decoding
 from clusterkv_jax.cache import from_tokens, quantised
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.pending import Pending, pending
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.methods import by_head
+from clusterkv_jax.methods import by_head, layer_launch
 from clusterkv_jax.models import few_tokens, registry, transformer
 from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
@@ -173,7 +173,7 @@ def _moe():
 @pytest.mark.parametrize("by_heads", [True, False])
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_steps_are_the_same_where_a_launch_takes_whole_layers(by_heads, in_a_row, monkeypatch):
-    """Heads of unequal budgets, and a layer without groups; layers behind one of another kind, and behind their like."""
+    """Heads of unequal budgets, and a layer without groups; behind a layer of another kind, and of the same."""
     config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=4)
     params = transformer.init(jax.random.key(0), config, jnp.float32)
     heads = config.num_kv_heads

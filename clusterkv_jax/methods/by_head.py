@@ -97,7 +97,7 @@ def put_back(
 
 
 def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) -> bool:
-    """Whether so many tokens are one, which enters every group by `append_and_attend`, all rows of a head on one device.
+    """Whether it is one token, which enters every group by `append_and_attend`, all rows of a head on one device.
 
     A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
     """

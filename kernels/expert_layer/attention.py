@@ -1,7 +1,7 @@
 """A program's part of attention: the span of a KV head's slots that it reads, or the token that enters the head."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ class Held:
                 pl.when(here)(partial(function, place, *arrays))
 
 
-def held_by(kv_head: Any, split: Any, buffers: Any, heads: tuple[tuple[int, ...], ...], enters: Any, plan: Plan) -> Held:
+def held_by(kv_head: Any, split: Any, buffers: Any, heads: Sequence[tuple[int, ...]], enters: Any, plan: Plan) -> Held:
     """What a head holds; behind the last split there is an empty one."""
     groups, slot, rows, room = [], jnp.int32(0), jnp.int32(0), jnp.bool_(False)
     for arrays, mine in zip(buffers, heads, strict=True):
@@ -117,12 +117,17 @@ def weigh(held: Held, plan: Plan, bias: Any) -> Callable[[], tuple[Any, Any]]:
 
 def load_heads(projected: Any, first: Any) -> Callable[[], tuple[Block, Block]]:
     """Begin to load eight heads of the token, for what gives their halves as the rows of two blocks."""
+
     def parts_of(rows: Any) -> list[Block]:
         places = [projected.at[part, rows, pl.ds(first, 8)] for part in range(projected.shape[0])]
         return [load(place, FULL, optimized=False) for place in places]
 
     each = [parts_of(pl.ds(i, COLUMNS)) for i in (0, COLUMNS)]
-    whole = lambda parts: sum(parts[1:], parts[0]).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+
+    def whole(parts: list[Block]) -> Block:
+        total: Any = sum(parts[1:], parts[0])
+        return total.astype(jnp.bfloat16).astype(jnp.float32)
+
     return lambda: (whole(each[0]), whole(each[1]))
 
 

@@ -54,7 +54,18 @@ from clusterkv_jax.kernels.expert_layer.plan import (
     ROWS,
     SLOTS,
 )
-from clusterkv_jax.kernels.expert_layer.tiles import ACC, COPIED, TILED, column, products, put, put_heads, put_rows, slot_of, store_apart
+from clusterkv_jax.kernels.expert_layer.tiles import (
+    ACC,
+    COPIED,
+    TILED,
+    column,
+    products,
+    put,
+    put_heads,
+    put_rows,
+    slot_of,
+    store_apart,
+)
 from clusterkv_jax.kernels.hopper import load, signal, spread, vector, wait
 from clusterkv_jax.kernels.pending import Pending
 
@@ -183,13 +194,14 @@ def _token(here, angles, row, position, *, eps, offset):
 
 
 def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
-    """A part of the heads' products. Gives the hidden state, and what is loaded before the copies, behind which it would
-    wait: the scale of the next norm, a row of the router; and for attention the biases, scales and angles of queries.
+    """A part of the heads' products. Gives the hidden state, and what is loaded before the copies, behind which it
+    would wait: the scale of the next norm, a row of the router; and for attention biases, scales and angles of queries.
     """
     plan, weights, inputs = here.plan, here.weights, here.inputs
     whole = spread(plan.width)
     y, added = load(total, whole), [load(outputs.at[i], whole) for i in range(plan.per_token)]
-    scales, logit = [load(x, whole) for x in (weights.scale, weights.behind)], load(weights.router.at[here.number], whole)
+    scales = [load(x, whole) for x in (weights.scale, weights.behind)]
+    logit = load(weights.router.at[here.number], whole)
     finish_bias = weigh(here.held, plan, bias)
     q_scales, angles = load_halves(weights.q_scale), [half for x in angles for half in load_halves(x)]
     pl.loop(0, SLOTS)(partial(feed_heads, here))
@@ -237,7 +249,8 @@ def _attend(here, bias, ready, scales, angles, *, eps, offset):
         put_rows(x, inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)])
     plgpu.commit_smem()
     feed = lambda i: feed_rows(here, i + SLOTS)  # noqa: E731
-    mixed, lse = attend(here.rings[3], inputs, here.both, bias, held, *ready, plan.head_blocks, feed, plan)
+    start, holes = ready
+    mixed, lse = attend(here.rings[3], inputs, here.both, bias, held, start, holes, plan.head_blocks, feed, plan)
     split = rem(here.number, plan.splits)
     for j, x in enumerate(mixed):
         out["parts"][held.kv_head, split, pl.ds(j * COLUMNS, COLUMNS)] = x

@@ -13,7 +13,7 @@ from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.few_tokens import Params
 
 BEFORE_ATTENTION = frozenset({"scores", "lookahead"})  # what a method may ask of a token before it attends
 
