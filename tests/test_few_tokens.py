@@ -10,7 +10,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
-from clusterkv_jax.cache import from_tokens, quantised
+from clusterkv_jax.cache import WindowCache, from_tokens, quantised
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.pending import Pending, pending
 from clusterkv_jax.kernels.split_product import split_product
@@ -229,8 +229,9 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     monkeypatch.setattr(few_tokens, "WHOLE", 1)
     monkeypatch.setattr(layer_launch, "refusal", lambda *args: asked.append(args))
-    takes = lambda rows, state=None, needs=(): layer_launch.takes(  # noqa: E731
-        layer, config, ckv.CentroidKV(ckv.Budget(ratio=0.5)), frozenset(needs), rows, (state,), hidden
+    plain, recalls = ckv.CentroidKV(ckv.Budget(ratio=0.5)), ckv.ClusterKV(ckv.Budget(tokens=32))
+    takes = lambda rows, state=None, needs=(), method=plain: layer_launch.takes(  # noqa: E731
+        layer, config, method, frozenset(needs), rows, (state,), hidden
     )
     assert not takes(rows)  # of a CPU
     monkeypatch.setattr(by_head, "platform", lambda: "gpu")
@@ -242,6 +243,8 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     assert {str(x) for x in asked[-1][1]} == {"bfloat16", "float32"}  # which the kernel then refuses
     assert not takes(quantised(rows, "int8"))
     assert not takes(rows, {"scores": jnp.zeros(keys.shape[:3])})
+    assert not takes(rows, {"labels": jnp.zeros(keys.shape[:3])}, method=recalls)  # by a step of its own
+    assert not takes(WindowCache(rows, 32))
     assert not takes(rows, needs={"scores"})
     assert not takes(rows, needs={"lookahead"})
     monkeypatch.setattr(layer_launch, "refusal", lambda *_: "takes other shapes")

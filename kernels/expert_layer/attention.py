@@ -70,9 +70,9 @@ def held_by(kv_head: Any, split: Any, buffers: Any, heads: Sequence[tuple[int, .
         else:
             slot, rows, room = (jnp.where(here, *pair) for pair in zip(own, (slot, rows, room), strict=True))
     blocks = div(rows + (BLOCK - 1), BLOCK)
-    begin = lambda i: jnp.minimum(blocks, div(i * blocks + (plan.splits - 1), plan.splits))  # noqa: E731
-    first = begin(split)
-    return Held(tuple(groups), kv_head, slot, enters, (enters > 0) & room, rows, first, begin(split + 1) - first)
+    first = plan.begin(split, blocks)
+    count = plan.begin(split + 1, blocks) - first
+    return Held(tuple(groups), kv_head, slot, enters, (enters > 0) & room, rows, first, count)
 
 
 # --- biases of slots ---
@@ -188,84 +188,122 @@ def append(held: Held, position: Any, row: Any) -> None:
     held.of_group(write)
 
 
-def attend(
-    ring: Any, inputs: Any, arrived: Any, bias: Any, held: Held, start: Any, holes: Any, before: int,
-    feed: Callable[[Any], None], plan: Plan,
-) -> tuple[list[Block], Block]:  # fmt: skip
+@dataclass(frozen=True)
+class Span:
+    """What attention to a span of slots reads.
+
+    Attributes:
+        ring: blocks of keys and values, the first behind so many other tiles: `before`.
+        inputs: of products: the queries, and behind them room for weights.
+        arrived: barriers of the ring's tiles.
+        bias: of slots, from slot `start` on.
+        holes: whether any of the rows that are held is none.
+    """
+
+    plan: Plan
+    held: Held
+    ring: Any
+    inputs: Any
+    arrived: Any
+    bias: Any
+    start: Any
+    holes: Any
+    before: int
+
+    def slot(self, i: Any) -> Any:
+        """Of the ring, that has block i."""
+        return slot_of(self.before + i)
+
+
+def _bias_of(span: Span, i: Any) -> Float[Array, " block"]:
+    """Of block i, and none of those behind the last."""
+    held = span.held
+    first = jnp.minimum(held.first + i, held.first + held.count - 1) * BLOCK - span.start
+    own = load(span.bias.at[pl.ds(first, BLOCK)], ALONG_ROWS, optimized=False)
+    return jnp.where(i < held.count, own, -jnp.inf)
+
+
+def _wait_for(span: Span, i: Any) -> None:
+    """Until block i is there, without the values of what is no row: they may be NaN."""
+    slot = span.slot(i)
+    plgpu.barrier_wait(span.arrived.at[slot])
+
+    @pl.when(span.holes | ((span.held.first + i + 1) * BLOCK > span.held.rows))
+    def _():
+        there = jax.lax.broadcast_in_dim(_bias_of(span, i), (BLOCK, COLUMNS), (0,)) > -jnp.inf
+
+        @pl.loop(0, span.plan.dim // COLUMNS)
+        def _(j):
+            tile = span.ring.at[slot, 1, j]
+            tile[...] = jnp.where(there, load(tile, FULL, optimized=False), jnp.bfloat16(0))
+
+        plgpu.commit_smem()
+
+
+def _scores(span: Span, blocks: list[Any]) -> list[Block]:
+    """Of two blocks' slots, in units of ln 2; -inf where there is no row."""
+    dim = span.plan.dim
+
+    def multiply(*accumulators: Any) -> list[Block]:
+        for i, scores in zip(blocks, accumulators, strict=True):
+            for j in range(dim // COLUMNS):
+                x = span.inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0))
+                plgpu.wgmma(scores, span.ring.at[span.slot(i), 0, j], x)
+        plgpu.wgmma_wait(0)
+        return [scores[...] for scores in accumulators]
+
+    scores = pl.run_scoped(multiply, *[ACC((BLOCK, 8), jnp.float32)] * 2)
+    biases = [_along(_bias_of(span, i)) for i in blocks]
+    return [
+        jnp.where(b > -jnp.inf, s * (LOG2_E / math.sqrt(dim)) + b, -jnp.inf)
+        for s, b in zip(scores, biases, strict=True)
+    ]
+
+
+def _mixed(span: Span, blocks: list[Any], weights: list[Block], before: list[Block]) -> list[Block]:
+    """Values by their weights, added to what is there, for each block of their columns."""
+    for j, weight in enumerate(weights):
+        put_rows(weight, span.inputs.at[1, :, pl.ds(j * BLOCK, BLOCK)])
+    plgpu.commit_smem()
+
+    def mix(totals: Any) -> None:
+        for j, i in enumerate(blocks):
+            x = span.inputs.at[1, :, pl.ds(j * BLOCK, BLOCK)].transpose((1, 0))
+            for k, total in enumerate(totals):
+                plgpu.wgmma(total, span.ring.at[span.slot(i), 1, k].transpose((1, 0)), x)
+        plgpu.wgmma_wait(0)
+
+    after: Any = pl.run_state(mix)([ACC.init(x) for x in before])
+    plgpu.commit_smem()  # all have read the blocks
+    return after
+
+
+def attend(span: Span, feed: Callable[[Any], None]) -> tuple[list[Block], Block]:
     """Attention to the span's blocks, two at a time, and the base 2 logarithms of its sums, the same in all rows.
 
-    Queries are the first of `inputs`; weights become the second.
-
-    Args:
-        before: tiles of the ring before the first block.
-        feed: begins to copy a block.
+    `feed` begins to copy what comes into the place of a block.
     """
-    dim, count = plan.dim, held.count
-
-    def bias_of(i: Any) -> Float[Array, " block"]:
-        first = jnp.minimum(held.first + i, held.first + count - 1) * BLOCK - start
-        own = load(bias.at[pl.ds(first, BLOCK)], ALONG_ROWS, optimized=False)
-        return jnp.where(i < count, own, -jnp.inf)
-
-    def wait_for(i: Any) -> None:
-        slot = slot_of(before + i)
-        plgpu.barrier_wait(arrived.at[slot])
-
-        @pl.when(holes | ((held.first + i + 1) * BLOCK > held.rows))
-        def _():
-            there = jax.lax.broadcast_in_dim(bias_of(i), (BLOCK, COLUMNS), (0,)) > -jnp.inf
-
-            @pl.loop(0, dim // COLUMNS)
-            def _(j):
-                tile = ring.at[slot, 1, j]  # what is no row may be NaN
-                tile[...] = jnp.where(there, load(tile, FULL, optimized=False), jnp.bfloat16(0))
-
-            plgpu.commit_smem()
+    count = span.held.count
 
     def read(pair: Any, state: Any) -> Any:
         peak, total, mixed = state
-        blocks = [2 * pair, 2 * pair + 1]  # the second may be none: then it has no weight, whatever is in its place
-        slots = [slot_of(before + i) for i in blocks]
-        pl.loop(blocks[0], jnp.minimum(blocks[0] + 2, count))(wait_for)
-
-        def multiply(*accumulators: Any) -> list[Block]:
-            for slot, scores in zip(slots, accumulators, strict=True):
-                for j in range(dim // COLUMNS):
-                    x = inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)].transpose((1, 0))
-                    plgpu.wgmma(scores, ring.at[slot, 0, j], x)
-            plgpu.wgmma_wait(0)
-            return [scores[...] for scores in accumulators]
-
-        scores = pl.run_scoped(multiply, *[ACC((BLOCK, 8), jnp.float32)] * 2)
-        biases = [_along(bias_of(i)) for i in blocks]
-        scores = [
-            jnp.where(b > -jnp.inf, s * (LOG2_E / math.sqrt(dim)) + b, -jnp.inf)
-            for s, b in zip(scores, biases, strict=True)
-        ]
+        # The second may be none: it has no weight then, and what is in its place is finite, a weight or an old block.
+        blocks = [2 * pair, 2 * pair + 1]
+        pl.loop(blocks[0], jnp.minimum(blocks[0] + 2, count))(partial(_wait_for, span))
+        scores = _scores(span, blocks)
         higher = jnp.maximum(peak, jnp.max(jnp.maximum(*scores), axis=0))
         base = jnp.where(higher > -jnp.inf, higher, 0.0)
         shrink = jnp.exp2(peak - base)
         weights = [jnp.exp2(s - _beside(base, BLOCK)) for s in scores]
-        for j, weight in enumerate(weights):
-            put_rows(weight, inputs.at[1, :, pl.ds(j * BLOCK, BLOCK)])
-        plgpu.commit_smem()
-
-        def mix(totals: Any) -> None:
-            for i, slot in enumerate(slots):
-                x = inputs.at[1, :, pl.ds(i * BLOCK, BLOCK)].transpose((1, 0))
-                for j, total in enumerate(totals):
-                    plgpu.wgmma(total, ring.at[slot, 1, j].transpose((1, 0)), x)
-            plgpu.wgmma_wait(0)
-
-        mixed = pl.run_state(mix)([ACC.init(x * _beside(shrink, COLUMNS)) for x in mixed])
-        plgpu.commit_smem()  # all have read the blocks
+        total = total * _beside(shrink, BLOCK) + weights[0] + weights[1]
+        mixed = _mixed(span, blocks, weights, [x * _beside(shrink, COLUMNS) for x in mixed])
         pl.loop(blocks[0], blocks[0] + 2)(feed)
-        return higher, total * _beside(shrink, BLOCK) + weights[0] + weights[1], mixed
+        return higher, total, mixed
 
     nothing = plgpu.layout_cast(jnp.full((8,), -jnp.inf, jnp.float32), ALONG_COLUMNS)
     zeros = lambda: plgpu.layout_cast(jnp.zeros((COLUMNS, 8), jnp.float32), FULL)  # noqa: E731
-    start_state = nothing, zeros(), [zeros() for _ in range(dim // COLUMNS)]
-    peak, total, mixed = jax.lax.fori_loop(0, div(count + 1, 2), read, start_state)
+    start = nothing, zeros(), [zeros() for _ in range(span.plan.dim // COLUMNS)]
+    peak, total, mixed = jax.lax.fori_loop(0, div(count + 1, 2), read, start)
     total = jnp.sum(total, axis=0)
     whole = _beside(jnp.where(total > 0, total, 1.0), COLUMNS)
     return [x / whole for x in mixed], _beside(peak + jnp.log(total) * LOG2_E, COLUMNS)

@@ -39,6 +39,11 @@ class Here:
     both: Any
 
     @property
+    def heads(self) -> tuple[Any, Any]:
+        """The part of the inputs of the heads' products, and the first block of their outputs."""
+        return rem(self.number, self.plan.head_parts), div(self.number, self.plan.head_parts) * self.plan.head_blocks
+
+    @property
     def before(self) -> Any:
         """Tiles of the ring before those of the output projection."""
         return self.plan.head_blocks + self.held.count
@@ -53,8 +58,8 @@ class Here:
 def feed_heads(here: Here, t: Any) -> None:
     """Begin to copy tile t of the heads' weights, none behind the last."""
     plan, slot, begin = here.plan, slot_of(t), 0
-    block = div(here.number, plan.head_parts) * plan.head_blocks + t
-    columns = pl.ds(rem(here.number, plan.head_parts) * ROWS, ROWS)
+    part, first = here.heads
+    block, columns = first + t, pl.ds(part * ROWS, ROWS)
     for weights in (here.weights.q, here.weights.k, here.weights.v):
         end = begin + weights.shape[0] // COLUMNS
         source = weights.at[pl.ds((block - begin) * COLUMNS, COLUMNS), columns]

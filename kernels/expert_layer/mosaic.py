@@ -29,6 +29,7 @@ from jax.lax import div, rem
 
 from clusterkv_jax.kernels.expert_layer import Weights
 from clusterkv_jax.kernels.expert_layer.attention import (
+    Span,
     append,
     attend,
     attend_token,
@@ -209,7 +210,7 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
     y = y.astype(jnp.float32)
     put(_normed(y, scales[0], plan, eps, offset), inputs)
     ready = finish_bias()
-    part, group = rem(here.number, plan.head_parts), div(here.number, plan.head_parts)
+    part, first = here.heads
 
     @pl.loop(0, plan.head_blocks)
     def _(t):
@@ -222,7 +223,7 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
             feed_heads(here, t + SLOTS)
             return column(sums[...])
 
-        block, of_head = group * plan.head_blocks + t, plan.dim // COLUMNS
+        block, of_head = first + t, plan.dim // COLUMNS
         rows = pl.ds(rem(block, of_head) * COLUMNS, COLUMNS)
         made = pl.run_scoped(program, ACC((COLUMNS, 8), jnp.float32))
         store_apart(made, here.out["projected"].at[part, rows, div(block, of_head)])
@@ -248,9 +249,9 @@ def _attend(here, bias, ready, scales, angles, *, eps, offset):
     for j, x in enumerate(turned(*queries(), scales, angles, eps, offset)):
         put_rows(x, inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)])
     plgpu.commit_smem()
-    feed = lambda i: feed_rows(here, i + SLOTS)  # noqa: E731
     start, holes = ready
-    mixed, lse = attend(here.rings[3], inputs, here.both, bias, held, start, holes, plan.head_blocks, feed, plan)
+    span = Span(plan, held, here.rings[3], inputs, here.both, bias, start, holes, plan.head_blocks)
+    mixed, lse = attend(span, lambda i: feed_rows(here, i + SLOTS))
     split = rem(here.number, plan.splits)
     for j, x in enumerate(mixed):
         out["parts"][held.kv_head, split, pl.ds(j * COLUMNS, COLUMNS)] = x

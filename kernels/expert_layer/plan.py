@@ -13,7 +13,7 @@ from clusterkv_jax.kernels.dispatch import device_kind, is_hopper, multiprocesso
 PROGRAMS, SLOTS = 128, 4  # and tiles of a program's ring
 ROWS, COLUMNS = 256, 64  # of a tile of weights: inputs and outputs
 BLOCK = 64  # slots of a head that are read at once
-LEAST = 128  # slots of a group of heads
+LEAST, MOST = 128, 131072  # slots of a group of heads: a program has the biases of its span at once
 IN_PLACE = jax.__version_info__ >= (0, 11)  # whose launches of Mosaic can say that they change an argument
 # The counters: programs that are done with a step, and for each place among the best experts those done with its gate.
 PROJECTED, ATTENDED, COMBINED, ADDED, ROUTED, GATED = range(6)
@@ -113,6 +113,10 @@ class Plan:
         """Of a block of outputs."""
         return self.units // ROWS
 
+    def begin(self, split: Any, blocks: Any) -> Any:
+        """The first of so many blocks of slots that a split has; behind the last split there is an empty one."""
+        return jnp.minimum(blocks, jax.lax.div(split * blocks + (self.splits - 1), self.splits))
+
     def span(self, slots: int) -> int:
         """Most slots that a program reads of so many, a multiple of its threads."""
         blocks = _ceil(_ceil(slots, BLOCK), self.splits)
@@ -141,6 +145,6 @@ def refusal(plan: Plan, dtypes: Collection[Any], slots: Collection[int]) -> str 
         return reason
     if others := [str(dtype) for dtype in dtypes if dtype != jnp.bfloat16]:
         return f"takes bfloat16, got {others[0]}"
-    if min(slots) < LEAST:
-        return f"takes from {LEAST} slots on, got {min(slots)}"
+    if others := [count for count in slots if not LEAST <= count <= MOST]:
+        return f"takes {LEAST} to {MOST} slots, got {others[0]}"
     return None if plan in TRIED else f"has been run with {', '.join(map(str, TRIED))} alone, got {plan}"
