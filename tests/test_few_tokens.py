@@ -11,6 +11,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.cache import WindowCache, from_tokens, quantised
+from clusterkv_jax.kernels.expert_layer import pallas_gpu
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.pending import Pending, pending
 from clusterkv_jax.kernels.split_product import split_product
@@ -228,7 +229,7 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     rows, asked = from_tokens(keys, keys, jnp.array([3])), []
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
     monkeypatch.setattr(few_tokens, "WHOLE", 1)
-    monkeypatch.setattr(layer_launch, "refusal", lambda *args: asked.append(args))
+    monkeypatch.setattr(pallas_gpu, "refusal", lambda *args: asked.append(args))
     plain, recalls = ckv.CentroidKV(ckv.Budget(ratio=0.5)), ckv.ClusterKV(ckv.Budget(tokens=32))
     takes = lambda rows, state=None, needs=(), method=plain: layer_launch.takes(  # noqa: E731
         layer, config, method, frozenset(needs), rows, (state,), hidden
@@ -247,5 +248,5 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     assert not takes(WindowCache(rows, 32))
     assert not takes(rows, needs={"scores"})
     assert not takes(rows, needs={"lookahead"})
-    monkeypatch.setattr(layer_launch, "refusal", lambda *_: "takes other shapes")
+    monkeypatch.setattr(pallas_gpu, "refusal", lambda *_: "takes other shapes")
     assert not takes(rows)

@@ -5,8 +5,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import Layer, State, group_heads
-from clusterkv_jax.kernels.expert_layer.pallas_gpu import plan_of
-from clusterkv_jax.kernels.expert_layer.plan import refusal
+from clusterkv_jax.kernels.expert_layer.pallas_gpu import refused
 from clusterkv_jax.kernels.pending import Pending
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import by_head
@@ -35,10 +34,9 @@ def takes(
     buffers, _ = by_head.of_groups(layer, state)
     if any(isinstance(keys, Quantised) or scores is not None for keys, *_, scores in buffers):
         return False
-    of_layer = few_tokens.layer_weights(weights)
-    types = {x.dtype for x in (few_tokens.settled(hidden), *of_layer, *(x for group in buffers for x in group[:2]))}
-    plan = plan_of(of_layer, config.num_kv_heads, config.experts.per_token if config.experts else 0)
-    return refusal(plan, types, [degree.shape[2] for _, _, degree, *_ in buffers]) is None
+    assert config.experts is not None
+    of_layer = few_tokens.settled(hidden), few_tokens.layer_weights(weights), buffers
+    return refused(*of_layer, config.num_kv_heads, config.experts.per_token) is None
 
 
 def step(

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -109,7 +110,7 @@ def weigh(held: Held, plan: Plan, bias: Any) -> Callable[[], tuple[Any, Any]]:
     none = lambda: (jnp.int32(0), jnp.bool_(False))  # noqa: E731
     each = [jax.lax.cond(here, lambda x=x, at=at: begin(at, *x)(), none) for x, here, at in held.groups]
     starts, holes = zip(*each, strict=True)
-    return lambda: (sum(starts[1:], starts[0]), sum(holes[1:], holes[0]))
+    return lambda: (sum(starts[1:], starts[0]), reduce(or_, holes))
 
 
 # --- heads of the token ---
@@ -160,7 +161,10 @@ def _beside(x: Float[Array, " 8"], rows: int) -> Block:
 
 
 def attend_token(queries: Any, keys: Any, values: Any, held: Held, plan: Plan, row: Any, out: Any) -> None:
-    """The split that is the token alone; leaves its key and its value in `row`."""
+    """The split that is the token alone; leaves its key and its value in `row`.
+
+    Heads come by halves, as columns: queries of the KV head, keys of all heads, and values behind all keys.
+    """
     keys = [column(x, held.kv_head) for x in keys]
     values = [column(x, plan.kv_heads + held.kv_head) for x in values]
     score: Any = sum(jnp.sum(q * _along(k), axis=0) for q, k in zip(queries, keys, strict=True))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,6 +11,17 @@ from jax.lax import div, rem
 from clusterkv_jax.kernels.expert_layer.attention import Held
 from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, ROWS, Plan
 from clusterkv_jax.kernels.expert_layer.tiles import slot_of
+
+
+class Rings(NamedTuple):
+    """A program's tiles, the same memory each: of weights [ROWS, COLUMNS], of heads' weights [COLUMNS, ROWS], of keys
+    and values as they are copied [2, BLOCK, D], and as they are read [2, D / COLUMNS, BLOCK, COLUMNS].
+    """
+
+    weights: Any
+    heads: Any
+    copied: Any
+    rows: Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Here:
         held: what its KV head holds.
         weights: of the layer, in memory.
         out, counters: what programs make for each other, and the steps that they count, in memory.
-        rings: its tiles as those of weights, of heads' weights, as rows are copied, and as they are read.
+        rings: its tiles.
         inputs: of its products, for the token or the queries.
         arrived, both: barriers of tiles that are one copy, and of those that are two.
     """
@@ -33,7 +44,7 @@ class Here:
     weights: Any
     out: Any
     counters: Any
-    rings: tuple[Any, Any, Any, Any]
+    rings: Rings
     inputs: Any
     arrived: Any
     both: Any
@@ -63,7 +74,7 @@ def feed_heads(here: Here, t: Any) -> None:
     for weights in (here.weights.q, here.weights.k, here.weights.v):
         end = begin + weights.shape[0] // COLUMNS
         source = weights.at[pl.ds((block - begin) * COLUMNS, COLUMNS), columns]
-        copy = partial(plgpu.copy_gmem_to_smem, source, here.rings[1].at[slot], here.arrived.at[slot])
+        copy = partial(plgpu.copy_gmem_to_smem, source, here.rings.heads.at[slot], here.arrived.at[slot])
         pl.when((t < plan.head_blocks) & (block >= begin) & (block < end))(copy)
         begin = end
 
@@ -75,7 +86,7 @@ def feed_rows(here: Here, i: Any) -> None:
     def copy(place: Any, keys: Any, values: Any, *_: Any) -> None:
         slot, rows = slot_of(here.plan.head_blocks + i), pl.ds((held.first + i) * BLOCK, BLOCK)
         for j, x in enumerate((keys, values)):
-            plgpu.copy_gmem_to_smem(x.at[0, place, rows], here.rings[2].at[slot, j], here.both.at[slot])
+            plgpu.copy_gmem_to_smem(x.at[0, place, rows], here.rings.copied.at[slot, j], here.both.at[slot])
 
     pl.when(i < held.count)(lambda: held.of_group(copy))
 
@@ -85,4 +96,4 @@ def feed_projection(here: Here, t: Any) -> None:
     slot, rows = slot_of(here.before + t), here.plan.inputs // here.plan.parts
     part, columns = here.projection
     source = here.weights.projection.at[pl.ds(part * rows + t * ROWS, ROWS), columns]
-    plgpu.copy_gmem_to_smem(source, here.rings[0].at[slot], here.arrived.at[slot])
+    plgpu.copy_gmem_to_smem(source, here.rings.weights.at[slot], here.arrived.at[slot])

@@ -40,7 +40,7 @@ from clusterkv_jax.kernels.expert_layer.attention import (
     turned,
     weigh,
 )
-from clusterkv_jax.kernels.expert_layer.copies import Here, feed_heads, feed_projection, feed_rows
+from clusterkv_jax.kernels.expert_layer.copies import Here, Rings, feed_heads, feed_projection, feed_rows
 from clusterkv_jax.kernels.expert_layer.experts import chosen, fetch, gate_block, share_of
 from clusterkv_jax.kernels.expert_layer.plan import (
     ADDED,
@@ -89,7 +89,8 @@ def run(plan, hidden, token, angles, weights, buffers, lengths, *, heads, normal
         "counters": jax.ShapeDtypeStruct(hidden.counters.shape, jnp.int32),
     }
     given = (hidden.total, hidden.outputs, *angles, *token, *weights)
-    changed, tree = jax.tree.flatten((hidden.counters, _with_lengths(buffers, lengths)))
+    groups = tuple((*group, length) for group, length in zip(buffers, lengths, strict=True))
+    changed, tree = jax.tree.flatten((hidden.counters, groups))
     settings = {"plan": plan, "heads": heads, "normalize": normalize, "eps": eps, "offset": offset}
     launch = plgpu.kernel(
         partial(_program, tree=tree, given=len(given), names=tuple(results), **settings),
@@ -104,10 +105,6 @@ def run(plan, hidden, token, angles, weights, buffers, lengths, *, heads, normal
     _, groups = jax.tree.unflatten(tree, changed)
     after = Pending(out["total"], out["outputs"], out["counters"])
     return after, tuple(group[:4] for group in groups), tuple(group[4] for group in groups)
-
-
-def _with_lengths(buffers, lengths):
-    return tuple((*group, length) for group, length in zip(buffers, lengths, strict=True))
 
 
 def _changing(changed, launch, results):
@@ -156,7 +153,7 @@ def _steps(given, counters, buffers, out, rings, inputs, room, bias, row, *barri
     kv_head = jnp.where(alone, number - PROGRAMS, div(number, plan.splits))
     split = jnp.where(alone, plan.splits, rem(number, plan.splits))
     held = held_by(kv_head, split, buffers, heads, real[0, 0], plan)
-    here = Here(plan, number, held, weights, out, counters, rings, inputs, *barriers)
+    here = Here(plan, number, held, weights, out, counters, Rings(*rings), inputs, *barriers)
 
     @pl.when(alone)
     def _():
@@ -164,10 +161,10 @@ def _steps(given, counters, buffers, out, rings, inputs, room, bias, row, *barri
 
     @pl.when(~alone)
     def _():
-        state, scale, logit, rest = _make_heads(here, total, outputs, (cos, sin), bias, **norm)
+        state, scale, of_router, rest = _make_heads(here, total, outputs, (cos, sin), bias, **norm)
         early = _attend(here, bias, *rest, **norm)
         state = _add_attention(here, early, state, total.dtype)
-        _route(here, state, scale, logit, total.dtype, **norm)
+        _route(here, state, scale, of_router, total.dtype, **norm)
         _through_experts(here, room, normalize)
 
 
@@ -178,10 +175,10 @@ def _token(here, angles, row, position, *, eps, offset):
     angles = [half for x in angles for half in load_halves(x)]
     wait(here.counters, PROJECTED, PROGRAMS)
     queries = load_heads(out["projected"], held.kv_head * plan.queries)
-    keys, values = load_heads(out["projected"], plan.kv_heads * plan.queries)()
+    values = load_heads(out["projected"], plan.kv_heads * plan.queries)()  # and keys, in the columns before them
     queries = turned(*queries(), scales[0], angles, eps, offset)
-    turned_keys = turned(keys, values, scales[1], angles, eps, offset)
-    attend_token(queries, turned_keys, (keys, values), held, plan, row, out)
+    keys = turned(*values, scales[1], angles, eps, offset)
+    attend_token(queries, keys, values, held, plan, row, out)
     signal(here.counters, ATTENDED)
     pl.when(held.stored)(partial(append, held, position, row))
 
@@ -202,7 +199,7 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
     whole = spread(plan.width)
     y, added = load(total, whole), [load(outputs.at[i], whole) for i in range(plan.per_token)]
     scales = [load(x, whole) for x in (weights.scale, weights.behind)]
-    logit = load(weights.router.at[here.number], whole)
+    of_router = load(weights.router.at[here.number], whole)
     finish_bias = weigh(here.held, plan, bias)
     q_scales, angles = load_halves(weights.q_scale), [half for x in angles for half in load_halves(x)]
     pl.loop(0, SLOTS)(partial(feed_heads, here))
@@ -217,7 +214,7 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
         def program(sums):
             slot = slot_of(t)
             plgpu.barrier_wait(here.arrived.at[slot])
-            plgpu.wgmma(sums, here.rings[1].at[slot], inputs.at[part].transpose((1, 0)))
+            plgpu.wgmma(sums, here.rings.heads.at[slot], inputs.at[part].transpose((1, 0)))
             plgpu.wgmma_wait(0)
             plgpu.commit_smem()  # all have read the tile
             feed_heads(here, t + SLOTS)
@@ -230,7 +227,7 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
 
     signal(here.counters, PROJECTED)
     pl.loop(0, EARLY)(partial(feed_rows, here))
-    return y, scales[1], logit, (ready, q_scales, angles)
+    return y, scales[1], of_router, (ready, q_scales, angles)
 
 
 def _normed(y, scale, plan, eps, offset):
@@ -250,7 +247,7 @@ def _attend(here, bias, ready, scales, angles, *, eps, offset):
         put_rows(x, inputs.at[0, :, pl.ds(j * COLUMNS, COLUMNS)])
     plgpu.commit_smem()
     start, holes = ready
-    span = Span(plan, held, here.rings[3], inputs, here.both, bias, start, holes, plan.head_blocks)
+    span = Span(plan, held, here.rings.rows, inputs, here.both, bias, start, holes, plan.head_blocks)
     mixed, lse = attend(span, lambda i: feed_rows(here, i + SLOTS))
     split = rem(here.number, plan.splits)
     for j, x in enumerate(mixed):
@@ -276,7 +273,7 @@ def _add_attention(here, early, state, dtype):
     layout = plgpu.Layout.WG_STRIDED((plan.dim, plan.queries), 4)
     put_heads(load(out["attended"].at[part], layout, optimized=False), layout, here.inputs)
     tile = lambda i, _: (slot_of(here.before + i), i, None)  # noqa: E731
-    (sums,) = products(here.rings[0], here.inputs, here.arrived, 1, plan.project_tiles, tile)
+    (sums,) = products(here.rings.weights, here.inputs, here.arrived, 1, plan.project_tiles, tile)
     out["added"][part, columns] = sums
     signal(here.counters, ADDED)
 
@@ -285,7 +282,7 @@ def _add_attention(here, early, state, dtype):
     return (state + more.astype(dtype).astype(jnp.float32)).astype(dtype)
 
 
-def _route(here, state, scale, row, dtype, *, eps, offset):
+def _route(here, state, scale, of_router, dtype, *, eps, offset):
     """One logit of the router; the norm of the hidden state is what the experts take."""
     plan, out = here.plan, here.out
 
@@ -296,7 +293,7 @@ def _route(here, state, scale, row, dtype, *, eps, offset):
         out["counters"][...] = plgpu.layout_cast(zeros, spread(here.counters.shape[0]))
 
     x = _normed(state.astype(jnp.float32), scale, plan, eps, offset).astype(dtype).astype(jnp.float32)
-    out["logits"][here.number] = jnp.sum(row.astype(jnp.float32) * x)
+    out["logits"][here.number] = jnp.sum(of_router.astype(jnp.float32) * x)
     signal(here.counters, ROUTED)
     put(x, here.inputs)
 
@@ -304,12 +301,12 @@ def _route(here, state, scale, row, dtype, *, eps, offset):
 def _through_experts(here, room, normalize):
     """A part of one expert: of gate and up, and of its outputs."""
     plan, out, inputs, weights = here.plan, here.out, here.inputs, here.weights
-    multiply = partial(products, here.rings[0], inputs, here.arrived)
+    multiply = partial(products, here.rings.weights, inputs, here.arrived)
     wait(here.counters, ROUTED, PROGRAMS)
     before = here.before + plan.project_tiles
     place, mine = div(here.number, plan.each), rem(here.number, plan.each)
     expert = chosen(out["logits"], room, place)
-    tiles = (weights.gate, weights.up, weights.down), here.rings[0], here.arrived
+    tiles = (weights.gate, weights.up, weights.down), here.rings.weights, here.arrived
     copy = partial(fetch, *tiles, expert, mine, plan, before)
     pl.loop(0, SLOTS)(copy)
     share = share_of(out["logits"], room, place, plan.per_token, normalize)

@@ -16,16 +16,20 @@ def expert_layer(
     hidden, token, angles, weights, buffers, lengths, *, heads, per_token, normalize, eps, offset
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.expert_layer.expert_layer`."""
-    plan = plan_of(weights, sum(map(len, heads)), per_token)
-    rows = [x for keys, values, *_ in buffers for x in (keys, values)]
-    types = {x.dtype for x in (hidden.total, *weights, *rows)}
-    if reason := refusal(plan, types, [degree.shape[2] for _, _, degree, _ in buffers]):
+    if reason := refused(hidden.total, weights, buffers, sum(map(len, heads)), per_token):
         raise NotImplementedError(f"The GPU kernel of expert_layer {reason}.")
     options = heads, per_token, normalize, eps, offset
     return _run(options, hidden, token, angles, weights, buffers, lengths)
 
 
-def plan_of(weights, kv_heads, per_token):
+def refused(hidden, weights, buffers, kv_heads, per_token):
+    """Why the kernel does not take a hidden state through this layer; None if it does."""
+    rows = [x for keys, values, *_ in buffers for x in (keys, values)]
+    types = {x.dtype for x in (hidden, *weights, *rows)}
+    return refusal(_plan(weights, kv_heads, per_token), types, [degree.shape[2] for _, _, degree, *_ in buffers])
+
+
+def _plan(weights, kv_heads, per_token):
     """How the programs would share these weights."""
     dim, (experts, width, units) = weights.q_scale.shape[0], weights.gate.shape
     return Plan(kv_heads, weights.q.shape[0] // dim // kv_heads, dim, width, experts, units, per_token)
@@ -36,7 +40,7 @@ def _run(options, hidden, token, angles, weights, buffers, lengths):
     from clusterkv_jax.kernels.expert_layer.mosaic import run
 
     heads, per_token, normalize, eps, offset = options
-    plan = plan_of(weights, sum(map(len, heads)), per_token)
+    plan = _plan(weights, sum(map(len, heads)), per_token)
     token = token[0], token[1].astype(jnp.int32)
     settings = {"heads": heads, "normalize": normalize, "eps": eps, "offset": offset}
     return run(plan, hidden, token, angles, weights, buffers, lengths, **settings)
