@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.lax import div, rem
+from jax.lax import div
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, Plan
@@ -313,18 +313,20 @@ def attend(span: Span, feed: Callable[[Any], None]) -> tuple[list[Block], Block]
     return [x / whole for x in mixed], _beside(peak + jnp.log(total) * LOG2_E, COLUMNS)
 
 
-def combine(parts: Any, lses: Any, out: Any, number: Any, plan: Plan) -> None:
-    """Some rows of D of all queries of a KV head: the splits by their shares of the whole sum."""
-    kv_head, rows = div(number, plan.dim // plan.rows), pl.ds(rem(number, plan.dim // plan.rows) * plan.rows, plan.rows)
-    layout = plgpu.Layout.WG_STRIDED((plan.rows, plan.queries), 1)
-    splits = range(plan.splits + 1)
-    logarithms = [load(lses.at[kv_head, i, pl.ds(0, plan.rows)], layout, optimized=False) for i in splits]
-    values = [load(parts.at[kv_head, i, rows], layout, optimized=False) for i in splits]
-    peak = logarithms[0]
-    for logarithm in logarithms[1:]:
-        peak = jnp.maximum(peak, logarithm)
-    peak = jnp.where(peak > -jnp.inf, peak, 0.0)
-    weights = [jnp.exp2(logarithm - peak) for logarithm in logarithms]
-    mixed = [weight * value for weight, value in zip(weights, values, strict=True)]
-    whole = sum(weights[1:], weights[0])
-    out[kv_head, rows] = sum(mixed[1:], mixed[0]) / jnp.where(whole > 0, whole, 1.0)
+def combine(parts: Any, lses: Any, kv_head: Any, block: Any, plan: Plan) -> Callable[[], Block]:
+    """Begin to load a block of D of all queries of a KV head, for what adds up the splits by their shares."""
+    splits, rows = range(plan.splits + 1), pl.ds(block * COLUMNS, COLUMNS)
+    logarithms = [load(lses.at[kv_head, i, 0], ALONG_COLUMNS, optimized=False) for i in splits]
+    values = [load(parts.at[kv_head, i, rows], FULL, optimized=False) for i in splits]
+
+    def finish() -> Block:
+        peak = logarithms[0]
+        for logarithm in logarithms[1:]:
+            peak = jnp.maximum(peak, logarithm)
+        peak = jnp.where(peak > -jnp.inf, peak, 0.0)
+        weights = [jnp.exp2(logarithm - peak) for logarithm in logarithms]
+        mixed: Any = [_beside(weight, COLUMNS) * value for weight, value in zip(weights, values, strict=True)]
+        whole: Any = sum(weights[1:], weights[0])
+        return sum(mixed[1:], mixed[0]) / _beside(jnp.where(whole > 0, whole, 1.0), COLUMNS)
+
+    return finish

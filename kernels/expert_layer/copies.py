@@ -9,16 +9,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import div, rem
 
 from clusterkv_jax.kernels.expert_layer.attention import Held
-from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, ROWS, Plan
+from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, PROGRAMS, ROWS, Plan
 from clusterkv_jax.kernels.expert_layer.tiles import slot_of
 
 
 class Rings(NamedTuple):
-    """A program's tiles, the same memory each: of weights [ROWS, COLUMNS], of heads' weights [COLUMNS, ROWS], of keys
-    and values as they are copied [2, BLOCK, D], and as they are read [2, D / COLUMNS, BLOCK, COLUMNS].
+    """A program's tiles, the same memory each: of weights [ROWS, COLUMNS], the same for inputs that are not in a row
+    [ROWS / COLUMNS, COLUMNS, COLUMNS], of heads' weights [COLUMNS, ROWS], of keys and values as they are copied
+    [2, BLOCK, D], and as they are read [2, D / COLUMNS, BLOCK, COLUMNS].
     """
 
     weights: Any
+    apart: Any
     heads: Any
     copied: Any
     rows: Any
@@ -60,10 +62,16 @@ class Here:
         return self.plan.head_blocks + self.held.count
 
     @property
-    def projection(self) -> tuple[Any, Any]:
-        """The part of the output projection's inputs, and its outputs."""
-        blocks = self.plan.width // COLUMNS
-        return div(self.number, blocks), pl.ds(rem(self.number, blocks) * COLUMNS, COLUMNS)
+    def part(self) -> tuple[Any, Any]:
+        """Of the output projection's inputs: a KV head, and a block of D."""
+        part, blocks = div(self.number, PROGRAMS // self.plan.parts), self.plan.dim // COLUMNS
+        return div(part, blocks), rem(part, blocks)
+
+    def outputs(self, i: Any) -> Any:
+        """Of the output projection, block i of the program's."""
+        plan = self.plan
+        block = rem(self.number, PROGRAMS // plan.parts) * plan.project_blocks + i
+        return pl.ds(block * COLUMNS, COLUMNS)
 
 
 def feed_heads(here: Here, t: Any) -> None:
@@ -92,8 +100,10 @@ def feed_rows(here: Here, i: Any) -> None:
 
 
 def feed_projection(here: Here, t: Any) -> None:
-    """Begin to copy tile t of the output projection."""
-    slot, rows = slot_of(here.before + t), here.plan.inputs // here.plan.parts
-    part, columns = here.projection
-    source = here.weights.projection.at[pl.ds(part * rows + t * ROWS, ROWS), columns]
-    plgpu.copy_gmem_to_smem(source, here.rings.weights.at[slot], here.arrived.at[slot])
+    """Begin to copy tile t of the output projection: its blocks of outputs in turns."""
+    plan, slot, several = here.plan, slot_of(here.before + t), ROWS // COLUMNS
+    kv_head, block = here.part
+    queries = pl.ds(kv_head * plan.queries + div(t, plan.project_blocks) * several, several)
+    columns = here.outputs(rem(t, plan.project_blocks))
+    source = here.weights.projection.at[queries, pl.ds(block * COLUMNS, COLUMNS), columns]
+    plgpu.copy_gmem_to_smem(source, here.rings.apart.at[slot], here.arrived.at[slot])

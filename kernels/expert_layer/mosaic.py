@@ -3,10 +3,10 @@
     grid (programs and KV heads,)   all of them at once, one on a multiprocessor
 
 A program has its part of every step. It waits for the others by counters in memory where a step needs what all of them
-made: the heads, attention's splits, the splits combined, the output projection, the router's logits, gate and up.
+made: the heads, attention's splits, the output projection, the router's logits, gate and up.
 Between launches the memory would rest while one ends and the next one begins. Here copies run ahead of the products,
 through a ring of tiles in shared memory: rows of the cache while the heads are made, tiles of the output projection
-while splits are combined, those of down while gate and up go on. What a program reads or signals waits behind the
+while programs attend, those of down while gate and up go on. What a program reads or signals waits behind the
 copies that it has begun, so those of the next step begin behind the signal. Behind the programs there is one for each
 KV head: the token attends to itself there, and enters the cache.
 
@@ -15,8 +15,8 @@ decodes has two such launches side by side. Two processes must not decode on one
 
 Code that runs once comes from memory too, slower than weights: loops are not unrolled, and a copy stands in few places.
 
-Bytes: the weights of the heads, of the projection and of the chosen experts, and the cache, once. Bound: reads, and six
-times of waiting.
+Bytes: the weights of the heads, of the projection and of the chosen experts, and the cache, once. Bound: reads, and
+five times of waiting.
 """
 
 from functools import partial
@@ -47,7 +47,6 @@ from clusterkv_jax.kernels.expert_layer.plan import (
     ATTENDED,
     BLOCK,
     COLUMNS,
-    COMBINED,
     GATED,
     PROGRAMS,
     PROJECTED,
@@ -62,7 +61,7 @@ from clusterkv_jax.kernels.expert_layer.tiles import (
     column,
     products,
     put,
-    put_heads,
+    put_columns,
     put_rows,
     slot_of,
     store_apart,
@@ -80,14 +79,14 @@ def run(plan, hidden, token, angles, weights, buffers, lengths, *, heads, normal
         "projected": wide(plan.head_parts, plan.dim, plan.kv_heads * (plan.queries + 2)),
         "parts": wide(plan.kv_heads, plan.splits + 1, plan.dim, plan.queries),
         "lses": wide(plan.kv_heads, plan.splits + 1, COLUMNS, plan.queries),
-        "attended": wide(plan.kv_heads, plan.dim, plan.queries),
-        "added": wide(plan.parts, plan.width),
+        "added": wide(plan.kv_heads, plan.dim // COLUMNS, plan.width),
         "total": jax.ShapeDtypeStruct((plan.width,), hidden.total.dtype),
         "logits": wide(plan.experts),
         "halves": wide(plan.per_token, plan.shares, 2, plan.units),
         "outputs": wide(plan.per_token, plan.width),
         "counters": jax.ShapeDtypeStruct(hidden.counters.shape, jnp.int32),
     }
+    weights = weights._replace(projection=weights.projection.reshape(-1, plan.dim, plan.width))
     given = (hidden.total, hidden.outputs, *angles, *token, *weights)
     groups = tuple((*group, length) for group, length in zip(buffers, lengths, strict=True))
     changed, tree = jax.tree.flatten((hidden.counters, groups))
@@ -124,7 +123,7 @@ def _program(*refs, tree, given, names, plan, **settings):
     """
     state, outs = refs[given : given + tree.num_leaves], refs[given + tree.num_leaves :]
     counters, buffers = jax.tree.unflatten(tree, state)
-    dtype, most = refs[0].dtype, max(plan.inputs // plan.parts, plan.width, plan.units)
+    dtype, most = refs[0].dtype, max(plan.part_tiles * ROWS, plan.width, plan.units)
     span = max(plan.span(degree.shape[2]) for _, _, degree, *_ in buffers)
     tiles = lambda *shape, transforms=TILED: plgpu.SMEM(shape, dtype, transforms=transforms)  # noqa: E731
     operands = refs[:given], counters, buffers, dict(zip(names, outs, strict=True))
@@ -132,6 +131,7 @@ def _program(*refs, tree, given, names, plan, **settings):
         partial(_steps, *operands, plan=plan, **settings),
         plgpu.RefUnion(
             tiles(SLOTS, ROWS, COLUMNS),
+            tiles(SLOTS, ROWS // COLUMNS, COLUMNS, COLUMNS),
             tiles(SLOTS, COLUMNS, ROWS),
             tiles(SLOTS, 2, BLOCK, plan.dim, transforms=COPIED),
             tiles(SLOTS, 2, plan.dim // COLUMNS, BLOCK, COLUMNS),
@@ -179,10 +179,11 @@ def _token(here, angles, row, position, *, eps, offset):
     queries = turned(*queries(), scales[0], angles, eps, offset)
     keys = turned(*values, scales[1], angles, eps, offset)
     attend_token(queries, keys, values, held, plan, row, out)
-    signal(here.counters, ATTENDED)
+    attended = ATTENDED + held.kv_head
+    signal(here.counters, attended)
     pl.when(held.stored)(partial(append, held, position, row))
 
-    wait(here.counters, COMBINED, plan.combining)  # all have read what the heads held
+    wait(here.counters, attended, plan.splits + 1)  # all have read what the head held
 
     def lengthen(place, keys, values, degree, positions, length):
         del keys, values, degree, positions
@@ -253,32 +254,28 @@ def _attend(here, bias, ready, scales, angles, *, eps, offset):
     for j, x in enumerate(mixed):
         out["parts"][held.kv_head, split, pl.ds(j * COLUMNS, COLUMNS)] = x
     out["lses"][held.kv_head, split] = lse
-    signal(here.counters, ATTENDED)
+    signal(here.counters, ATTENDED + held.kv_head)
     return early
 
 
 def _add_attention(here, early, state, dtype):
     """Splits combined, their projection, and the hidden state with that."""
     plan, out = here.plan, here.out
-
-    @pl.when(here.number < plan.combining)
-    def _():
-        wait(here.counters, ATTENDED, PROGRAMS + plan.kv_heads)
-        combine(out["parts"], out["lses"], out["attended"], here.number, plan)
-        signal(here.counters, COMBINED)
-
+    kv_head, block = here.part
+    wait(here.counters, ATTENDED + kv_head, plan.splits + 1)
+    combined = combine(out["parts"], out["lses"], kv_head, block, plan)
     pl.loop(early, plan.project_tiles)(partial(feed_projection, here))
-    wait(here.counters, COMBINED, plan.combining)
-    part, columns = here.projection
-    layout = plgpu.Layout.WG_STRIDED((plan.dim, plan.queries), 4)
-    put_heads(load(out["attended"].at[part], layout, optimized=False), layout, here.inputs)
-    tile = lambda i, _: (slot_of(here.before + i), i, None)  # noqa: E731
-    (sums,) = products(here.rings.weights, here.inputs, here.arrived, 1, plan.project_tiles, tile)
-    out["added"][part, columns] = sums
+    put_columns(combined(), here.inputs)
+    tile = lambda i, which: (slot_of(here.before + i * plan.project_blocks + which), i, None)  # noqa: E731
+    counts = plan.project_blocks, plan.part_tiles
+    for i, sums in enumerate(products(here.rings.weights, here.inputs, here.arrived, *counts, tile)):
+        out["added"][kv_head, block, here.outputs(i)] = sums
     signal(here.counters, ADDED)
 
     wait(here.counters, ADDED, PROGRAMS)
-    more = sum([vector(out["added"].at[i]) for i in range(1, plan.parts)], vector(out["added"].at[0]))
+    blocks = range(plan.dim // COLUMNS)
+    added = [vector(out["added"].at[i, j]) for i in range(plan.kv_heads) for j in blocks]
+    more = sum(added[1:], added[0])
     return (state + more.astype(dtype).astype(jnp.float32)).astype(dtype)
 
 

@@ -15,8 +15,10 @@ ROWS, COLUMNS = 256, 64  # of a tile of weights: inputs and outputs
 BLOCK = 64  # slots of a head that are read at once
 LEAST, MOST = 128, 131072  # slots of a group of heads: a program has the biases of its span at once
 IN_PLACE = jax.__version_info__ >= (0, 11)  # whose launches of Mosaic can say that they change an argument
-# The counters: programs that are done with a step, and for each place among the best experts those done with its gate.
-PROJECTED, ATTENDED, COMBINED, ADDED, ROUTED, GATED = range(6)
+# The counters: programs that are done with a step; for each KV head those that attended to it, and for each place among
+# the best experts those done with its gate.
+PROJECTED, ADDED, ROUTED = range(3)
+ATTENDED, GATED = 32, 64
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,6 @@ class Plan:
     per_token: int
 
     @property
-    def inputs(self) -> int:
-        """Of the output projection."""
-        return self.kv_heads * self.queries * self.dim
-
-    @property
     def head_parts(self) -> int:
         """Of the inputs of the heads' projections; a program has one of them."""
         return self.width // ROWS
@@ -59,24 +56,24 @@ class Plan:
         return PROGRAMS // self.kv_heads
 
     @property
-    def rows(self) -> int:
-        """Of D, that a program combines for all queries of a KV head: a number for each thread."""
-        return 128 // self.queries
-
-    @property
-    def combining(self) -> int:
-        """Programs that combine splits."""
-        return self.kv_heads * self.dim // self.rows
-
-    @property
     def parts(self) -> int:
-        """Of the output projection's inputs, each of one KV head; a program has a block of its outputs by one part."""
-        return PROGRAMS * COLUMNS // self.width
+        """Of the output projection's inputs: a block of D of all queries of a KV head."""
+        return self.kv_heads * self.dim // COLUMNS
+
+    @property
+    def part_tiles(self) -> int:
+        """Of a part, for one block of outputs."""
+        return self.queries * COLUMNS // ROWS
+
+    @property
+    def project_blocks(self) -> int:
+        """Blocks of the output projection's outputs, that a program makes by one part of its inputs."""
+        return self.width // COLUMNS * self.parts // PROGRAMS
 
     @property
     def project_tiles(self) -> int:
         """Of the output projection."""
-        return self.inputs // self.parts // ROWS
+        return self.project_blocks * self.part_tiles
 
     @property
     def each(self) -> int:

@@ -77,20 +77,19 @@ def put(values: Float[Array, " n"], inputs: Any) -> None:
     plgpu.commit_smem()
 
 
-def put_heads(values: Float[Array, "D G"], layout: Any, inputs: Any) -> None:
-    """`put` of query after query: its own numbers lie side by side."""
-    dim, queries = values.shape
+def put_columns(values: Float[Array, "64 8"], inputs: Any) -> None:
+    """`put` of column after column."""
 
     def write(context: Any, values: Any, target: Any) -> None:
         del context
-        size = values.layout.vec_size
+        several = ROWS // COLUMNS
         for i, register in enumerate(values.registers.flat):
-            for j in range(size):
-                number = _plus(_times(_plus(_thread(), 128 * i), size), j)
-                place = arith.addi(_times(_rem(number, queries), dim), _div(number, queries))
-                memref.store(_extract(register, j), target, _first_row(place))
+            for j in range(2):
+                row, number = _place(i, j)
+                place = [_div(number, several), _number(0), _rem(number, several), _number(0), row]
+                memref.store(_extract(register, j), target, place)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(TILED)))(write)
+    inline: Any = plgpu.inline_mgpu(arg_types=(FULL, plgpu.RefType(TILED)))(write)
     inline(values.astype(inputs.dtype), inputs)
     plgpu.commit_smem()
 
@@ -100,12 +99,9 @@ def put_rows(values: Float[Array, "64 8"], inputs: Any) -> None:
 
     def write(context: Any, values: Any, target: Any) -> None:
         del context
-        warp, lane = _div(_thread(), 32), _rem(_thread(), 32)
-        first = arith.addi(_times(warp, 16), _div(lane, 4))
         for i, register in enumerate(values.registers.flat):
-            number = _plus(first, 8 * i)
             for j in range(2):
-                row = _plus(_times(_rem(lane, 4), 2), j)
+                number, row = _place(i, j)
                 chunk = arith.xori(_div(number, 8), row)  # the swizzle
                 place = arith.addi(_times(chunk, 8), _rem(number, 8))
                 memref.store(_extract(register, j), target, [_number(0), _number(0), row, place])
@@ -125,6 +121,13 @@ def store_apart(values: Float[Array, " 64"], target: Any) -> None:
 
     inline: Any = plgpu.inline_mgpu(arg_types=(ALONG_ROWS, plgpu.RefType()))(write)
     inline(values, target)
+
+
+def _place(i: int, j: int) -> tuple[Any, Any]:
+    """The row and the column of a thread's number j in register i of 64 rows of 8."""
+    warp, lane = _div(_thread(), 32), _rem(_thread(), 32)
+    row = _plus(arith.addi(_times(warp, 16), _div(lane, 4)), 8 * i)
+    return row, _plus(_times(_rem(lane, 4), 2), j)
 
 
 def _first_row(place: Any) -> list[Any]:

@@ -14,12 +14,14 @@ from clusterkv_jax.kernels.expert_layer import Weights, pallas_gpu, reference
 from clusterkv_jax.kernels.expert_layer.copies import Here
 from clusterkv_jax.kernels.expert_layer.experts import gate_block
 from clusterkv_jax.kernels.expert_layer.plan import (
+    ATTENDED,
     BLOCK,
     COLUMNS,
     GATED,
     LEAST,
     MOST,
     PROGRAMS,
+    ROUTED,
     ROWS,
     SLOTS,
     TRIED,
@@ -305,21 +307,21 @@ def test_programs_have_every_tile_once(plan):
     ]
     width = plan.kv_heads * (plan.queries + 2) * plan.dim
     assert sorted(found) == sorted(itertools.product(range(plan.head_parts), range(width // COLUMNS)))
-    found = [(int(part), int(columns.start)) for part, columns in (x.projection for x in programs)]
-    assert sorted(found) == sorted(itertools.product(range(plan.parts), range(0, plan.width, COLUMNS)))
+    blocks = range(plan.project_blocks)
+    found = [(*map(int, x.part), int(x.outputs(i).start)) for x in programs for i in blocks]
+    parts = range(plan.kv_heads), range(plan.dim // COLUMNS)
+    assert sorted(found) == sorted(itertools.product(*parts, range(0, plan.width, COLUMNS)))
     assert plan.each * plan.per_token == plan.experts == PROGRAMS
     assert plan.shares * plan.share_tiles * ROWS == plan.width
     assert plan.down_blocks * plan.each * COLUMNS == plan.width
     assert plan.down_tiles * ROWS == plan.units
-    assert plan.parts * plan.width == PROGRAMS * COLUMNS
-    assert plan.parts * plan.project_tiles * ROWS == plan.inputs
-    assert plan.parts == plan.kv_heads  # whose queries a program puts in order
+    assert plan.part_tiles * ROWS == plan.queries * COLUMNS
     assert plan.queries == 2 * plan.kv_heads == 8  # columns of a block, with queries, or with keys and values
-    assert plan.combining * plan.rows == plan.kv_heads * plan.dim
-    assert plan.rows * plan.queries == 128  # threads
     assert plan.dim == 2 * COLUMNS  # the halves that turn
     assert 2 * BLOCK <= ROWS < plan.width  # weights of two blocks, behind the queries
     assert plan.project_tiles <= SLOTS <= plan.head_blocks
+    assert ROUTED < ATTENDED
+    assert ATTENDED + plan.kv_heads <= GATED
     assert GATED + plan.per_token <= COUNTERS
 
 
