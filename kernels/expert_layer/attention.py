@@ -54,9 +54,11 @@ class Held:
                 pl.when(here)(partial(function, place, *arrays))
 
 
-def held_by(kv_head: Any, split: Any, buffers: Any, heads: Sequence[tuple[int, ...]], enters: Any, plan: Plan) -> Held:
-    """What a head holds; behind the last split there is an empty one."""
-    groups, slot, rows, room = [], jnp.int32(0), jnp.int32(0), jnp.bool_(False)
+def held_by(
+    kv_head: Any, split: Any, buffers: Any, heads: Sequence[tuple[int, ...]], enters: Any, plan: Plan
+) -> Callable[[], Held]:
+    """Begin to load what a head holds, for what says it; behind the last split there is an empty one."""
+    groups, lengths, enters = [], [], enters[0, 0]
     for arrays, mine in zip(buffers, heads, strict=True):
         here, place = jnp.bool_(False), jnp.int32(0)
         for i, number in enumerate(mine):
@@ -64,16 +66,23 @@ def held_by(kv_head: Any, split: Any, buffers: Any, heads: Sequence[tuple[int, .
         if mine == tuple(range(plan.kv_heads)):
             here, place = None, kv_head
         groups.append((arrays, here, place))
-        slots, length = arrays[2].shape[2], arrays[4][0, place]
-        own = length, jnp.minimum(length, slots), length < slots
-        if here is None:
-            slot, rows, room = own
-        else:
-            slot, rows, room = (jnp.where(here, *pair) for pair in zip(own, (slot, rows, room), strict=True))
-    blocks = div(rows + (BLOCK - 1), BLOCK)
-    first = plan.begin(split, blocks)
-    count = plan.begin(split + 1, blocks) - first
-    return Held(tuple(groups), kv_head, slot, enters, (enters > 0) & room, rows, first, count)
+        lengths.append(arrays[4][0, place])
+
+    def finish() -> Held:
+        slot, rows, room = jnp.int32(0), jnp.int32(0), jnp.bool_(False)
+        for (arrays, here, _), length in zip(groups, lengths, strict=True):
+            slots = arrays[2].shape[2]
+            own = length, jnp.minimum(length, slots), length < slots
+            if here is None:
+                slot, rows, room = own
+            else:
+                slot, rows, room = (jnp.where(here, *pair) for pair in zip(own, (slot, rows, room), strict=True))
+        blocks = div(rows + (BLOCK - 1), BLOCK)
+        first = plan.begin(split, blocks)
+        count = plan.begin(split + 1, blocks) - first
+        return Held(tuple(groups), kv_head, slot, enters, (enters > 0) & room, rows, first, count)
+
+    return finish
 
 
 # --- biases of slots ---

@@ -8,7 +8,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.lax import div, rem
 
-from clusterkv_jax.kernels.expert_layer.attention import Held
 from clusterkv_jax.kernels.expert_layer.plan import BLOCK, COLUMNS, PROGRAMS, ROWS, Plan
 from clusterkv_jax.kernels.expert_layer.tiles import slot_of
 
@@ -32,7 +31,7 @@ class Here:
 
     Attributes:
         number: of the program.
-        held: what its KV head holds.
+        held: what its KV head holds; None before that is known.
         weights: of the layer, in memory.
         out, counters: what programs make for each other, and the steps that they count, in memory.
         rings: its tiles.
@@ -42,7 +41,7 @@ class Here:
 
     plan: Plan
     number: Any
-    held: Held
+    held: Any
     weights: Any
     out: Any
     counters: Any

@@ -19,6 +19,7 @@ Bytes: the weights of the heads, of the projection and of the chosen experts, an
 five times of waiting.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -152,20 +153,20 @@ def _steps(given, counters, buffers, out, rings, inputs, room, bias, row, *barri
     alone = number >= PROGRAMS
     kv_head = jnp.where(alone, number - PROGRAMS, div(number, plan.splits))
     split = jnp.where(alone, plan.splits, rem(number, plan.splits))
-    held = held_by(kv_head, split, buffers, heads, real[0, 0], plan)
-    here = Here(plan, number, held, weights, out, counters, Rings(*rings), inputs, *barriers)
+    holds = held_by(kv_head, split, buffers, heads, real, plan)
+    here = Here(plan, number, None, weights, out, counters, Rings(*rings), inputs, *barriers)
 
     @pl.when(alone)
     def _():
-        _token(here, (cos, sin), row, position[0, 0], **norm)
+        _token(replace(here, held=holds()), (cos, sin), row, position[0, 0], **norm)
 
     @pl.when(~alone)
     def _():
-        state, scale, of_router, rest = _make_heads(here, total, outputs, (cos, sin), bias, **norm)
-        early = _attend(here, bias, *rest, **norm)
-        state = _add_attention(here, early, state, total.dtype)
-        _route(here, state, scale, of_router, total.dtype, **norm)
-        _through_experts(here, room, normalize)
+        mine, state, scale, of_router, rest = _make_heads(here, holds, total, outputs, (cos, sin), bias, **norm)
+        early = _attend(mine, bias, *rest, **norm)
+        state = _add_attention(mine, early, state, total.dtype)
+        _route(mine, state, scale, of_router, total.dtype, **norm)
+        _through_experts(mine, room, normalize)
 
 
 def _token(here, angles, row, position, *, eps, offset):
@@ -192,22 +193,24 @@ def _token(here, angles, row, position, *, eps, offset):
     held.of_group(lengthen)
 
 
-def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
-    """A part of the heads' products. Gives the hidden state, and what is loaded before the copies, behind which it
-    would wait: the scale of the next norm, a row of the router; and for attention biases, scales and angles of queries.
+def _make_heads(here, holds, total, outputs, angles, bias, *, eps, offset):
+    """A part of the heads' products. Gives what the program's KV head holds; the hidden state; what is loaded before
+    the copies, behind which it would wait: the scale of the next norm, a row of the router; and for attention biases,
+    scales and angles of queries.
     """
     plan, weights, inputs = here.plan, here.weights, here.inputs
     whole = spread(plan.width)
     y, added = load(total, whole), [load(outputs.at[i], whole) for i in range(plan.per_token)]
     scales = [load(x, whole) for x in (weights.scale, weights.behind)]
     of_router = load(weights.router.at[here.number], whole)
-    finish_bias = weigh(here.held, plan, bias)
     q_scales, angles = load_halves(weights.q_scale), [half for x in angles for half in load_halves(x)]
     pl.loop(0, SLOTS)(partial(feed_heads, here))
     y = (y.astype(jnp.float32) + sum(added[1:], added[0]).astype(y.dtype).astype(jnp.float32)).astype(y.dtype)
     y = y.astype(jnp.float32)
     put(_normed(y, scales[0], plan, eps, offset), inputs)
-    ready = finish_bias()
+    # Where degrees are depends on lengths, which come from memory: the copies would wait for both.
+    here = replace(here, held=holds())
+    finish_bias = weigh(here.held, plan, bias)
     part, first = here.heads
 
     @pl.loop(0, plan.head_blocks)
@@ -228,7 +231,8 @@ def _make_heads(here, total, outputs, angles, bias, *, eps, offset):
 
     signal(here.counters, PROJECTED)
     pl.loop(0, EARLY)(partial(feed_rows, here))
-    return y, scales[1], of_router, (ready, q_scales, angles)
+    ready = finish_bias()
+    return here, y, scales[1], of_router, (ready, q_scales, angles)
 
 
 def _normed(y, scale, plan, eps, offset):
@@ -281,18 +285,17 @@ def _add_attention(here, early, state, dtype):
 
 def _route(here, state, scale, of_router, dtype, *, eps, offset):
     """One logit of the router; the norm of the hidden state is what the experts take."""
-    plan, out = here.plan, here.out
+    out = here.out
+    x = _normed(state.astype(jnp.float32), scale, here.plan, eps, offset).astype(dtype).astype(jnp.float32)
+    out["logits"][here.number] = jnp.sum(of_router.astype(jnp.float32) * x)
+    signal(here.counters, ROUTED)
+    put(x, here.inputs)
 
     @pl.when(here.number == 0)
     def _():
         out["total"][...] = state
         zeros = jnp.zeros(here.counters.shape, jnp.int32)
         out["counters"][...] = plgpu.layout_cast(zeros, spread(here.counters.shape[0]))
-
-    x = _normed(state.astype(jnp.float32), scale, plan, eps, offset).astype(dtype).astype(jnp.float32)
-    out["logits"][here.number] = jnp.sum(of_router.astype(jnp.float32) * x)
-    signal(here.counters, ROUTED)
-    put(x, here.inputs)
 
 
 def _through_experts(here, room, normalize):
