@@ -24,26 +24,32 @@ def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -
 def repeated(
     running: Callable[[Any], Bool[Array, ""]],
     step: Callable[[Any], Any],
-    late: Callable[[Any], Any],
+    room: Callable[[Any], Any],
     mend: Callable[[Any], Any],
     tree: Any,
 ) -> Any:
-    """`tree = step(tree)` while `running(tree)`, and `tree = mend(tree)` after each step that leaves it `late`.
+    """`tree = step(tree)` while `running(tree)`, and `tree = mend(tree)` after each step that leaves it no `room`.
 
-    `late` gives a scalar, or None, statically, where that never happens. The host of a GPU waits for a number of each
-    step, whether another one follows at once: the steps between two mends are a loop of their own, so that there is
-    only one.
+    `room` gives a whole number, of which a step takes one at most, or None, statically, where it never ends. The host
+    of a GPU waits for a number of each step, whether another one follows at once: the steps between two mends are a
+    loop of their own, so that there is only one. They count down the room that they begin with, which is the least of
+    all layers and would take time at each step.
     """
-    mends = late(tree) is not None
+    mends = room(tree) is not None
     first = lambda state: state[0]  # noqa: E731
 
     def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
         after = step(state[1])
-        return running(after) & ~late(after) if mends else running(after), after
+        return running(after), after
+
+    def counted(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        _, left, tree = state
+        after = step(tree)
+        return running(after) & (left > 1), left - 1, after
 
     def until_late(state: tuple[Array, Any]) -> tuple[Array, Any]:
-        _, after = jax.lax.while_loop(first, one, (jnp.ones((), bool), state[1]))
-        after = where_due(late(after), mend, after)
+        *_, after = jax.lax.while_loop(first, counted, (jnp.ones((), bool), room(state[1]), state[1]))
+        after = where_due(room(after) <= 0, mend, after)
         return running(after), after
 
     return jax.lax.while_loop(first, until_late if mends else one, (running(tree), tree))[1]

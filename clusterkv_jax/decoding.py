@@ -34,7 +34,7 @@ from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
 from clusterkv_jax.methods import layer_launch
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer
+from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer, steps_until_due
 from clusterkv_jax.methods.compressing import (
     ReadLayer,
     Workspace,
@@ -385,13 +385,16 @@ def decode_loop(
         tokens = jax.lax.dynamic_update_slice(tokens, jnp.where(state.ended, -1, token)[:, None], (0, step))
         return step + 1, DecodeState(cache, token, state.ended | jnp.isin(token, ends)), tokens
 
+    def room(carry):
+        return steps_until_due(method, carry[1].cache)
+
     def compressed(carry):
         step, state, tokens = carry
         return step, replace(state, cache=recompress(method, state.cache, rope=config.rope)), tokens
 
     tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
     start = jnp.zeros((), jnp.int32), state, tokens
-    step, state, tokens = repeated(running, one, lambda carry: due(method, carry[1].cache), compressed, start)
+    step, state, tokens = repeated(running, one, room, compressed, start)
     # As they are before a first segment: a mesh that splits them would have the same program compiled twice.
     position, token, ended = (constrain(x, None) for x in (state.cache.position, state.token, state.ended))
     return DecodeState(replace(state.cache, position=position), token, ended), tokens, step

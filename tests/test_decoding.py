@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import decoding, reading
 from clusterkv_jax.cache import groups, occupancy
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
-from clusterkv_jax.methods.chassis import due
+from clusterkv_jax.methods.chassis import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
@@ -225,6 +225,7 @@ def assert_budget_at_every_step(method):
         other, expected = step(method, other, [i + 2, i + 1])
         np.testing.assert_array_equal(logits[1], expected[1])
         assert [x.shape for x in jax.tree.leaves(cache)] == shapes
+        assert steps_until_due(method, cache) == (None if every == 1 else every - (i + 1) % every)
         for number, (layer, rows) in enumerate(zip(cache.layers, occupancy(cache), strict=True)):
             pyramid = (5 / 3, 1 / 3)[number] if isinstance(method, ckv.PyramidKV) else 1
             if method.holds == "pages":

@@ -28,7 +28,7 @@ from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.engine.draws import Draws, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, with_groups
+from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, steps_until_due, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
@@ -257,9 +257,10 @@ def run(
         token = jnp.where(active, new, token)
         return step + 1, (cache, token), active, active & ~jnp.isin(new, ends) & (step + 1 < left), tokens
 
-    def late(carry):
+    def room(carry):
+        # Only of slots that the last step moved: others do not grow, and what room they have would end loops early.
         _, (cache, _), moved, _, _ = carry
-        return due(method, _of_moved(cache, moved))
+        return steps_until_due(method, _of_moved(cache, moved))
 
     def compressed(carry):
         step, (cache, token), moved, *others = carry
@@ -267,7 +268,7 @@ def run(
 
     tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
     start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, tokens
-    step, (cache, token), _, _, tokens = repeated(running, one, late, compressed, start)
+    step, (cache, token), _, _, tokens = repeated(running, one, room, compressed, start)
     return _laid(method, Slots(cache, token, slots.logits)), tokens, step
 
 

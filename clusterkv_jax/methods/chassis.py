@@ -11,7 +11,7 @@ method with a schedule `budget`, B of each sequence, and `due`, the rows at whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -228,26 +228,32 @@ def step_layer(
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
+    steps = steps_until_due(method, cache)
+    return None if steps is None else steps <= 0
+
+
+def steps_until_due(method: Method, cache: KVCache) -> Int[Array, ""] | None:
+    """The fewest steps of a token that can make the cache due; none or less where it is. None as in `due`."""
     # Layers first: devices that share heads then tell each other one number, not one of each layer.
-    late: dict[tuple[int, ...], Bool[Array, "B heads"]] = {}
+    room: dict[tuple[int, ...], list[Int[Array, "B heads"]]] = {}
     for layer, state in zip(cache.layers, cache.state, strict=True):
-        for heads in _late_heads(layer, state).values():
-            late[heads.shape] = heads | late[heads.shape] if heads.shape in late else heads
-    return jnp.any(jnp.stack([jnp.any(heads) for heads in late.values()])) if late else None
+        for heads in _room(layer, state).values():
+            room.setdefault(heads.shape, []).append(heads)
+    return jnp.min(jnp.stack([jnp.min(reduce(jnp.minimum, heads)) for heads in room.values()])) if room else None
 
 
 def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
     """Whether any sequence is due, of the layer's groups that can ever be."""
-    return {i: jnp.any(heads) for i, heads in _late_heads(layer, state).items()}
+    return {i: jnp.any(heads <= 0) for i, heads in _room(layer, state).items()}
 
 
-def _late_heads(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, "B heads"]]:
-    """Which heads are due, of the layer's groups that can ever be; of pages all at once.
+def _room(layer: Layer, state: tuple[State, ...]) -> dict[int, Int[Array, "B heads"]]:
+    """Rows that each head takes until it is due, of the layer's groups that can ever be; of pages all at once.
 
     Every head is asked, though all hold equally many: the first one may be another device's.
     """
     return {
-        i: (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length) >= memory["due"][:, None]
+        i: memory["due"][:, None] - (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length)
         for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
         if memory is not None and "due" in memory
     }
