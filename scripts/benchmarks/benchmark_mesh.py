@@ -31,7 +31,7 @@ from benchmark_common import environment, timed
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import random_params
 from clusterkv_jax.cache import take_sequences
-from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
@@ -74,9 +74,7 @@ def main() -> None:
         "--variant", action="append", choices=VARIANTS, help="of the decode program; repeat it", default=None
     )
     parser.add_argument("--tokens", type=int, default=65536, help="of the prompt")
-    parser.add_argument(
-        "--steps", type=int, default=SEGMENT, help="of each of 4 calls of the decode program [%(default)s]"
-    )
+    parser.add_argument("--steps", type=int, default=128, help="of each of 4 calls of the decode program [%(default)s]")
     parser.add_argument("--layers", type=int, help="of the model, the first ones [all]")
     parser.add_argument("--batch", type=int, action="append", help="sequences; repeat it [1]", default=None)
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
