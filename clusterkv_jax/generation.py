@@ -165,7 +165,7 @@ def compile_ahead(
         token = compile(next_token_jit, logits, sampling, key, 0)
         if batch.max_new_tokens > 1:
             state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
-            args = model.params, model.config, method, state, key, jnp.int32(1), jnp.int32(1)
+            args = model.params, model.config, method, state, *_numbers(key, 1, 1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
 
@@ -278,7 +278,7 @@ def _decode(
             return state.cache, sequences, steps
         while len(under_way) < most_ahead and begun + 1 < max_new_tokens:
             limit = min(longest, max_new_tokens - 1 - begun)
-            numbers = key, jnp.int32(begun + 1), jnp.int32(limit)
+            numbers = _numbers(key, begun + 1, limit)
             state = replace(state, ended=jnp.asarray(ended)) if stop else state
             state, *made = decode_loop(
                 model.params, model.config, method, state, *numbers, sampling=sampling, eos_ids=ends, steps=SEGMENT
@@ -290,3 +290,11 @@ def _decode(
             sequences[i].extend(int(t) for t in tokens[: int(count)] if t != -1)
             ended[i] |= sequences[i][-1] in ends
         steps += int(count)
+
+
+def _numbers(key: jax.Array, first: int, limit: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    """What a call of the decode loop draws by, and its most steps.
+
+    On the host: made on the device, each would be a launch of its own that the call waits for.
+    """
+    return key, np.asarray(first, np.int32), np.asarray(limit, np.int32)

@@ -100,8 +100,10 @@ def steps(
     size, states = device_bytes((cache.layers, cache.state)), [DecodeState(cache, first, jnp.zeros(batch, bool))]
     fixed: dict[str, Any] = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": options.steps}
 
+    key = jax.random.key(0)
+
     def run(count: int = options.steps) -> Any:
-        numbers = jax.random.key(0), jnp.int32(1), jnp.int32(count)
+        numbers = key, np.asarray(1, np.int32), np.asarray(count, np.int32)  # on the host, as those of `generate`
         state, tokens, _ = decode_loop(params, config, method, states.pop(), *numbers, **fixed)
         states.append(state)
         return tokens
