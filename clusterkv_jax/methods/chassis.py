@@ -11,7 +11,7 @@ method with a schedule `budget`, B of each sequence, and `due`, the rows at whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -228,18 +228,25 @@ def step_layer(
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
     """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
-    steps = steps_until_due(method, cache)
-    return None if steps is None else steps <= 0
+    room = _least_room(cache)
+    return jnp.any(jnp.stack([jnp.any(heads <= 0) for heads in room])) if room else None
 
 
 def steps_until_due(method: Method, cache: KVCache) -> Int[Array, ""] | None:
     """The fewest steps of a token that can make the cache due; none or less where it is. None as in `due`."""
-    # Layers first: devices that share heads then tell each other one number, not one of each layer.
-    room: dict[tuple[int, ...], list[Int[Array, "B heads"]]] = {}
+    room = _least_room(cache)
+    return jnp.min(jnp.stack([jnp.min(heads) for heads in room])) if room else None
+
+
+def _least_room(cache: KVCache) -> list[Int[Array, "B heads"]]:
+    """The least of all layers, for each number of heads: devices that share heads then tell each other one number, not
+    one of each layer.
+    """
+    room: dict[tuple[int, ...], Int[Array, "B heads"]] = {}
     for layer, state in zip(cache.layers, cache.state, strict=True):
         for heads in _room(layer, state).values():
-            room.setdefault(heads.shape, []).append(heads)
-    return jnp.min(jnp.stack([jnp.min(reduce(jnp.minimum, heads)) for heads in room.values()])) if room else None
+            room[heads.shape] = jnp.minimum(room[heads.shape], heads) if heads.shape in room else heads
+    return list(room.values())
 
 
 def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:

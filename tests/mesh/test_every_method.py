@@ -154,7 +154,7 @@ def test_a_step_moves_no_cache(text, kv_heads, method):
 
 
 def test_what_devices_tell_each_other_beside_hidden_states_does_not_grow_with_layers():
-    """A scalar each, along two axes: in how many steps heads are due, and whether they overflow."""
+    """Whether heads are due, and whether they overflow."""
 
     def step(params, config, cache, token):
         cache, logits = append_step(params, config, CENTROID, cache, token, jnp.ones_like(token[:, 0]))
@@ -169,8 +169,7 @@ def test_what_devices_tell_each_other_beside_hidden_states_does_not_grow_with_la
 
     one, three = beside(1), beside(3)
     assert three == one
-    assert len(one) <= 4
-    assert max(one) <= 4
+    assert sum(one) <= 4
 
 
 def test_slots_lie_on_the_devices_that_heads_leave():
