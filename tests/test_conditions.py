@@ -68,7 +68,12 @@ def test_what_is_late_is_mended_after_the_step_that_made_it_so(platform, monkeyp
 @pytest.mark.parametrize("start", [4, 5, 40])
 def test_without_room_at_the_start_one_step_comes_before_the_mend(start):
     number, steps, before, halved = jax.jit(looped)(1, 4, start)
-    assert (int(number), int(steps), int(before[0]), halved.tolist()) == ((start + 1) // 2, 1, start, [1] + [0] * 11)
+    assert (int(number), int(steps), int(before[0]), halved.tolist()) == (
+        (start + 1) // 2,
+        1,
+        start,
+        [1] + [0] * (MOST - 1),
+    )
 
 
 def test_steps_between_two_mends_are_counted():

@@ -72,6 +72,13 @@ class Here:
         block = rem(self.number, PROGRAMS // plan.parts) * plan.project_blocks + i
         return pl.ds(block * COLUMNS, COLUMNS)
 
+    def projection(self, t: Any) -> tuple[Any, Any, Any]:
+        """Tile t of the output projection [K G, D, M]: its blocks of outputs come in turns."""
+        plan, several = self.plan, ROWS // COLUMNS
+        kv_head, block = self.part
+        queries = pl.ds(kv_head * plan.queries + div(t, plan.project_blocks) * several, several)
+        return queries, pl.ds(block * COLUMNS, COLUMNS), self.outputs(rem(t, plan.project_blocks))
+
 
 def feed_heads(here: Here, t: Any) -> None:
     """Begin to copy tile t of the heads' weights, none behind the last."""
@@ -99,10 +106,7 @@ def feed_rows(here: Here, i: Any) -> None:
 
 
 def feed_projection(here: Here, t: Any) -> None:
-    """Begin to copy tile t of the output projection: its blocks of outputs in turns."""
-    plan, slot, several = here.plan, slot_of(here.before + t), ROWS // COLUMNS
-    kv_head, block = here.part
-    queries = pl.ds(kv_head * plan.queries + div(t, plan.project_blocks) * several, several)
-    columns = here.outputs(rem(t, plan.project_blocks))
-    source = here.weights.projection.at[queries, pl.ds(block * COLUMNS, COLUMNS), columns]
+    """Begin to copy tile t of the output projection."""
+    slot = slot_of(here.before + t)
+    source = here.weights.projection.at[here.projection(t)]
     plgpu.copy_gmem_to_smem(source, here.rings.apart.at[slot], here.arrived.at[slot])

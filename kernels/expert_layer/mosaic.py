@@ -2,8 +2,8 @@
 
     grid (programs and KV heads,)   all of them at once, one on a multiprocessor
 
-A program has its part of every step. It waits for the others by counters in memory where a step needs what all of them
-made: the heads, attention's splits, the output projection, the router's logits, gate and up.
+A program has its part of every step. It waits for others by counters in memory where a step needs what they made: the
+heads, attention's splits, the output projection, the router's logits, gate and up.
 Between launches the memory would rest while one ends and the next one begins. Here copies run ahead of the products,
 through a ring of tiles in shared memory: rows of the cache while the heads are made, tiles of the output projection
 while programs attend, those of down while gate and up go on. What a program reads or signals waits behind the
@@ -79,7 +79,7 @@ def run(plan, hidden, token, angles, weights, buffers, lengths, *, heads, normal
     results = {
         "projected": wide(plan.head_parts, plan.dim, plan.kv_heads * (plan.queries + 2)),
         "parts": wide(plan.kv_heads, plan.splits + 1, plan.dim, plan.queries),
-        "lses": wide(plan.kv_heads, plan.splits + 1, COLUMNS, plan.queries),
+        "lses": wide(plan.kv_heads, plan.splits + 1, COLUMNS, plan.queries),  # equal rows, as registers hold them
         "added": wide(plan.kv_heads, plan.dim // COLUMNS, plan.width),
         "total": jax.ShapeDtypeStruct((plan.width,), hidden.total.dtype),
         "logits": wide(plan.experts),
@@ -184,7 +184,7 @@ def _token(here, angles, row, position, *, eps, offset):
     signal(here.counters, attended)
     pl.when(held.stored)(partial(append, held, position, row))
 
-    wait(here.counters, attended, plan.splits + 1)  # all have read what the head held
+    wait(here.counters, attended, plan.splits + 1)  # all that need it have read what the head held
 
     def lengthen(place, keys, values, degree, positions, length):
         del keys, values, degree, positions

@@ -16,7 +16,7 @@ BLOCK = 64  # slots of a head that are read at once
 LEAST, MOST = 128, 131072  # slots of a group of heads: a program has the biases of its span at once
 IN_PLACE = jax.__version_info__ >= (0, 11)  # whose launches of Mosaic can say that they change an argument
 # The counters: programs that are done with a step; for each KV head those that attended to it, and for each place among
-# the best experts those done with its gate.
+# the best experts those done with its gate. The three kinds lie 128 bytes apart.
 PROJECTED, ADDED, ROUTED = range(3)
 ATTENDED, GATED = 32, 64
 

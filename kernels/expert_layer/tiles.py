@@ -115,9 +115,9 @@ def store_apart(values: Float[Array, " 64"], target: Any) -> None:
 
     def write(context: Any, values: Any, target: Any) -> None:
         del context
-        first = arith.addi(_times(_div(_thread(), 32), 16), _div(_rem(_thread(), 32), 4))
         for i, register in enumerate(values.registers.flat):
-            memref.store(_extract(register, 0), target, [_plus(first, 8 * i)])
+            row, _ = _place(i, 0)
+            memref.store(_extract(register, 0), target, [row])
 
     inline: Any = plgpu.inline_mgpu(arg_types=(ALONG_ROWS, plgpu.RefType()))(write)
     inline(values, target)

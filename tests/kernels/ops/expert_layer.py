@@ -307,10 +307,17 @@ def test_programs_have_every_tile_once(plan):
     ]
     width = plan.kv_heads * (plan.queries + 2) * plan.dim
     assert sorted(found) == sorted(itertools.product(range(plan.head_parts), range(width // COLUMNS)))
-    blocks = range(plan.project_blocks)
-    found = [(*map(int, x.part), int(x.outputs(i).start)) for x in programs for i in blocks]
-    parts = range(plan.kv_heads), range(plan.dim // COLUMNS)
-    assert sorted(found) == sorted(itertools.product(*parts, range(0, plan.width, COLUMNS)))
+    tiles = [x.projection(t) for x in programs for t in range(plan.project_tiles)]
+    heads = range(0, plan.kv_heads * plan.queries, ROWS // COLUMNS)
+    starts = heads, range(0, plan.dim, COLUMNS), range(0, plan.width, COLUMNS)
+    assert sorted(tuple(int(x.start) for x in tile) for tile in tiles) == sorted(itertools.product(*starts))
+    for program, i, which in itertools.product(programs, range(plan.part_tiles), range(plan.project_blocks)):
+        queries, rows, columns = program.projection(i * plan.project_blocks + which)
+        kv_head, block = program.part
+        assert (rows.start, columns.start) == (block * COLUMNS, program.outputs(which).start)
+        assert (
+            queries.start == kv_head * plan.queries + i * ROWS // COLUMNS
+        )  # of the inputs that `put_columns` has there
     assert plan.each * plan.per_token == plan.experts == PROGRAMS
     assert plan.shares * plan.share_tiles * ROWS == plan.width
     assert plan.down_blocks * plan.each * COLUMNS == plan.width
