@@ -45,7 +45,8 @@ def repeated(
     def counted(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         _, left, tree = state
         after = step(tree)
-        return running(after) & (left > 1), left - 1, after
+        left = jnp.where(running(after), left - 1, 0)
+        return left > 0, left, after
 
     def until_late(state: tuple[Array, Any]) -> tuple[Array, Any]:
         *_, after = jax.lax.while_loop(first, counted, (jnp.ones((), bool), room(state[1]), state[1]))
