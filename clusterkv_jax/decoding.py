@@ -256,7 +256,8 @@ def append_step(
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         needs = needs_of_layer(config, method, number)
-        static, rows = (config.of_layer(number), method, needs), (cache.layers[number], cache.state[number])
+        static = config.of_layer(number), method, needs, layer_launch.in_common(cache, number)
+        rows = cache.layers[number], cache.state[number]
         entering = hidden, before if "lookahead" in needs else None
         with jax.named_scope(f"layer_{number}"):
             before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
@@ -271,12 +272,13 @@ def append_step(
     return cache, jnp.where(over, jnp.nan, logits)
 
 
-@partial(jax.jit, static_argnames=("config", "method", "needs"))
+@partial(jax.jit, static_argnames=("config", "method", "needs", "in_common"))
 def _step_layer(
     weights: Params,
     config: ModelConfig,
     method: Method,
     needs: frozenset[str],
+    in_common: bool,
     layer: Layer,
     state: tuple[State, ...],
     hidden: Float[Array, "B T M"] | Pending,
@@ -285,7 +287,7 @@ def _step_layer(
     real: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T M"] | Pending, Layer, tuple[State, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
-    if layer_launch.takes(weights, config, method, needs, layer, state, hidden):
+    if layer_launch.takes(weights, config, method, needs, in_common, layer, state, hidden):
         return layer_launch.step(weights, config, layer, state, hidden, positions, real)
     hidden, before = few_tokens.settled(hidden), None if before is None else few_tokens.settled(before)
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]

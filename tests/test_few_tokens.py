@@ -231,8 +231,8 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     monkeypatch.setattr(few_tokens, "WHOLE", 1)
     monkeypatch.setattr(pallas_gpu, "refusal", lambda *args: asked.append(args))
     plain, recalls = ckv.CentroidKV(ckv.Budget(ratio=0.5)), ckv.ClusterKV(ckv.Budget(tokens=32))
-    takes = lambda rows, state=None, needs=(), method=plain: layer_launch.takes(  # noqa: E731
-        layer, config, method, frozenset(needs), rows, (state,), hidden
+    takes = lambda rows, state=None, needs=(), method=plain, in_common=True: layer_launch.takes(  # noqa: E731
+        layer, config, method, frozenset(needs), in_common, rows, (state,), hidden
     )
     assert not takes(rows)  # of a CPU
     monkeypatch.setattr(by_head, "platform", lambda: "gpu")
@@ -246,7 +246,29 @@ def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(
     assert not takes(rows, {"scores": jnp.zeros(keys.shape[:3])})
     assert not takes(rows, {"labels": jnp.zeros(keys.shape[:3])}, method=recalls)  # by a step of its own
     assert not takes(WindowCache(rows, 32))
+    assert not takes(rows, in_common=False)
     assert not takes(rows, needs={"scores"})
     assert not takes(rows, needs={"lookahead"})
     monkeypatch.setattr(pallas_gpu, "refusal", lambda *_: "takes other shapes")
     assert not takes(rows)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([4, 4, 4], [True, True, True]),
+        ([4, 9, 4], [True, False, True]),  # the last layer's launch is behind that of the next step's first
+        ([4, 9, 9, 20], [False, True, True, False]),
+        ([4, 9, 4, 9], [False, False, False, False]),
+        ([4], [True]),
+    ],
+)
+def test_a_launch_is_for_layers_of_which_a_neighbour_has_rows_of_the_same_shapes(shares, expected):
+    """Shares of the first head of each layer; the second one has 4."""
+    of_heads = tuple((float(share), 4.0) for share in shares)
+    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=len(shares), num_kv_heads=2)
+    params = transformer.init(jax.random.key(0), config, jnp.float32)
+    method = ckv.CentroidKV(ckv.Budget(ratio=0.5, shares=of_heads), sinks=1, recent=1, chunk=16)
+    tokens = np.zeros((1, 80), np.int32)
+    cache, _ = ckv.prefill(params, config, method, tokens, np.array([80]), reserve=300)
+    assert [layer_launch.in_common(cache, number) for number in range(len(shares))] == expected

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import Layer, State, group_heads
+from clusterkv_jax.cache import KVCache, Layer, State, group_heads
 from clusterkv_jax.kernels.expert_layer.pallas_gpu import refused
 from clusterkv_jax.kernels.pending import Pending
 from clusterkv_jax.kernels.quantised import Quantised
@@ -17,17 +18,33 @@ from clusterkv_jax.models.few_tokens import Params
 BEFORE_ATTENTION = frozenset({"scores", "lookahead"})  # what a method may ask of a token before it attends
 
 
+def in_common(cache: KVCache, number: int) -> bool:
+    """Whether a neighbour of this layer has its rows in arrays of the same shapes, so that both have the same launch.
+
+    The code of a launch that only one layer has comes from memory at every step, and takes longer than single ops.
+    """
+    layers = len(cache.layers)
+    mine, *others = (_shapes(cache, i % layers) for i in (number, number - 1, number + 1))
+    return mine in others
+
+
+def _shapes(cache: KVCache, number: int) -> Any:
+    leaves, tree = jax.tree.flatten((cache.layers[number], cache.state[number]))
+    return tree, [x.shape for x in leaves]
+
+
 def takes(
     weights: Params,
     config: ModelConfig,
     method: Method,
     needs: frozenset[str],
+    in_common: bool,
     layer: Layer,
     state: tuple[State, ...],
     hidden: Float[Array, "B T M"] | Pending,
 ) -> bool:
     """Whether one launch takes these tokens through the layer: one token, whose rows enter the cache as they are."""
-    if needs & BEFORE_ATTENTION or not few_tokens.takes_layer(weights, config, hidden):
+    if not in_common or needs & BEFORE_ATTENTION or not few_tokens.takes_layer(weights, config, hidden):
         return False
     if not by_head.steps_alike(method, layer, state, 1):
         return False
