@@ -72,8 +72,8 @@ def shared_answers(first: Path, second: Path) -> tuple[dict[Key, Any], dict[Key,
 
 def interval(differences: Float[np.ndarray, " n"]) -> tuple[float, float]:
     """The 95 % interval of their mean: percentiles of the means of samples drawn with replacement (Efron, 1979)."""
-    rng = np.random.default_rng(0)
-    means = [rng.choice(differences, len(differences)).mean() for _ in range(SAMPLES)]
+    rng, at_once = np.random.default_rng(0), 100
+    means = [rng.choice(differences, (at_once, len(differences))).mean(axis=1) for _ in range(SAMPLES // at_once)]
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
