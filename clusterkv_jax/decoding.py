@@ -253,10 +253,10 @@ def append_step(
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
-    layers, state, before = [], [], None
+    layers, state, before, in_common = [], [], None, layer_launch.in_common(cache)
     for number, weights in enumerate(params["layers"]):
         needs = needs_of_layer(config, method, number)
-        static = config.of_layer(number), method, needs, layer_launch.in_common(cache, number)
+        static = config.of_layer(number), method, needs, in_common[number]
         rows = cache.layers[number], cache.state[number]
         entering = hidden, before if "lookahead" in needs else None
         with jax.named_scope(f"layer_{number}"):

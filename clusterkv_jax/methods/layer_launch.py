@@ -18,19 +18,15 @@ from clusterkv_jax.models.few_tokens import Params
 BEFORE_ATTENTION = frozenset({"scores", "lookahead"})  # what a method may ask of a token before it attends
 
 
-def in_common(cache: KVCache, number: int) -> bool:
-    """Whether a neighbour of this layer has its rows in arrays of the same shapes, so that both have the same launch.
+def in_common(cache: KVCache) -> list[bool]:
+    """Of each layer, whether a neighbour has its rows in arrays of the same shapes, so that both have the same launch.
 
-    The code of a launch that only one layer has comes from memory at every step, and takes longer than single ops.
+    The code of a launch that only one layer has comes from memory at every step, and takes longer than single ops. The
+    last layer is a neighbour of the first: steps follow each other.
     """
-    layers = len(cache.layers)
-    mine, *others = (_shapes(cache, i % layers) for i in (number, number - 1, number + 1))
-    return mine in others
-
-
-def _shapes(cache: KVCache, number: int) -> Any:
-    leaves, tree = jax.tree.flatten((cache.layers[number], cache.state[number]))
-    return tree, [x.shape for x in leaves]
+    flat = [jax.tree.flatten(rows) for rows in zip(cache.layers, cache.state, strict=True)]
+    shapes = [(tree, [x.shape for x in leaves]) for leaves, tree in flat]
+    return [mine in (shapes[i - 1], shapes[(i + 1) % len(shapes)]) for i, mine in enumerate(shapes)]
 
 
 def takes(
