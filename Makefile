@@ -21,7 +21,7 @@ ROOMS := mesh build engine sweeps learned caches pages kernels
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    answer a question from a book chapter with the full cache and with an eighth of it"
+	@echo "make demo    ask a book chapter for a number: the full cache, and an eighth of it by two methods"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
 	@echo "make test-rooms  what the eight targets from test-build to test-mesh run, at once"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
@@ -47,10 +47,7 @@ help:
 QUICKLY := --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 demo: $(STAMPS)/base
 	@QUICKLY="$$($(BIN)/python -c 'from importlib.metadata import version as v; print("$(QUICKLY)" * v("jaxlib").startswith("0.10."))')"; \
-	XLA_FLAGS="$$XLA_FLAGS $$QUICKLY" $(BIN)/clusterkv generate \
-		--prompt-file configs/demo/mast_head.txt \
-		--question "What is the special magic number for amber-lantern mentioned in the provided text?" \
-		--method full --method auto --cache-ratio 0.125 --max-new-tokens 32
+	XLA_FLAGS="$$XLA_FLAGS $$QUICKLY" $(BIN)/clusterkv demo
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from clusterkv_jax.calibration import push as push_calibration
     from clusterkv_jax.checkpoints import CheckpointError, Model, load
     from clusterkv_jax.decoding import decode_step, prefill
+    from clusterkv_jax.demo import demo_text
     from clusterkv_jax.engine import Context, Engine, EngineStats, Handle
     from clusterkv_jax.generation import generate
     from clusterkv_jax.methods import (
@@ -95,6 +96,7 @@ __all__ = [
     "completed",
     "compress",
     "decode_step",
+    "demo_text",
     "generate",
     "learned",
     "load",
@@ -130,6 +132,7 @@ _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "completed": "presets.completed",
     "compress": "tensors.compress",
     "decode_step": "decoding.decode_step",
+    "demo_text": "demo.demo_text",
     "generate": "generation.generate",
     "load": "checkpoints.load",
     "load_cache": "saving.load",
@@ -141,8 +144,10 @@ _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module, imported when it is first asked for."""
-    if name in _HOMES:
+    """A public name, a module or the version, looked up when it is first asked for."""
+    if name == "__version__":
+        value = import_module("importlib.metadata").version("clusterkv-jax")
+    elif name in _HOMES:
         module, attribute = _HOMES[name].split(".")
         value = getattr(import_module(f"{__name__}.{module}"), attribute)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
@@ -154,4 +159,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__", *(name for name in globals() if name.startswith("__"))})

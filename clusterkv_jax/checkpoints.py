@@ -26,6 +26,7 @@ from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.hub import CALIBRATION
+from clusterkv_jax.kept_programs import keep_programs
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import Generation, end_ids
@@ -83,10 +84,14 @@ def load(
     `calibration` is what `clusterkv calibrate` wrote for the model, a file, a folder or a hub id, by default
     `calibration.safetensors` of the model's folder, if there is one.
 
+    Compiled programs are kept in the user's cache folder from here on, as `jax_compilation_cache_dir` and
+    `jax_enable_compilation_cache` say.
+
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
     if not isinstance(mesh, Mesh | None):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}.")
+    keep_programs()
     checkpoint = open_checkpoint(name, revision)
     folder, config = checkpoint.folder, checkpoint.config
     mesh = None if mesh is None else auto_mesh(mesh)

@@ -104,26 +104,21 @@ def generate(
     with compilation() as compiled, on_mesh(model.mesh, model.config.num_kv_heads), explained:
         begin = time.perf_counter()
         key = jax.random.key(seed)
-        cache, logits, row_counts = _read(model, method, batch, key, progress)
+        cache, logits, held = _read(model, method, batch, key, progress)
         token = jax.block_until_ready(next_token_jit(logits, sampling, key, 0))
-        first = time.perf_counter()
-        cache_bytes, in_windows = nbytes(cache), window_bytes(cache)
+        first, compiled_first = time.perf_counter(), compiled.seconds
         cache, tokens, steps = _decode(model, method, batch, cache, token, key, sampling, stop, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
     stats = Stats(
-        ttft_s=first - begin,
-        tpot_s=(end - first) / steps if steps else 0.0,
+        ttft_s=first - begin - compiled_first,
+        tpot_s=(end - first - compiled.seconds + compiled_first) / steps if steps else 0.0,
         compile_s=compiled.seconds,
-        kept_rows=row_counts[0],
-        window_rows=row_counts[1],
+        **held,
         recalled_rows=recalled,
         union_rows=union,
-        cache_bytes=cache_bytes,
-        window_bytes=in_windows,
-        host_bytes=host_bytes(cache),
         **traffic(cache),
-        full_cache_bytes=full_bytes(model, batch.width + batch.reserve, len(batch.texts)),
+        full_cache_bytes=full_bytes(model, batch.width + batch.reserve, len(batch.unique)),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
         new_tokens=[len(sequence) for sequence in tokens],
@@ -179,10 +174,10 @@ def _doing(batch: Batch) -> str:
 
 def _read(
     model: Model, method: Method, batch: Batch, key: jax.Array, progress: Progress | None
-) -> tuple[KVCache, jax.Array, tuple[list[list[list[int]]], list[list[list[int]]]]]:
+) -> tuple[KVCache, jax.Array, dict[str, Any]]:
     """Prefill each different prompt once, give every question its own copy of the compressed cache, append it.
 
-    Returns the cache, the logits, and the rows kept per layer, prompt and head, by method and in windows.
+    Returns the cache, the logits, and what `Stats` says of the prompts' caches: their rows and bytes.
     """
     layers = model.config.num_layers
 
@@ -192,13 +187,14 @@ def _read(
             progress("prefill", number + 1, layers)
 
     cache, logits = prefill_batch(model, method, batch, key, on_layer=on_layer)
-    row_counts = occupancy(cache), occupancy(cache, windows=True)
+    rows = {"kept_rows": occupancy(cache), "window_rows": occupancy(cache, windows=True)}
+    sizes = {"cache_bytes": nbytes(cache), "window_bytes": window_bytes(cache), "host_bytes": host_bytes(cache)}
     if len(batch.unique) != len(batch.texts):
         numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
         cache, logits = take_sequences((cache, logits), numbers)
     if batch.questions:
         cache, logits = _append_questions(model, method, cache, batch.questions, batch.step_tokens)
-    return cache, logits, row_counts
+    return cache, logits, rows | sizes
 
 
 @partial(annotate_function, name="prefill")

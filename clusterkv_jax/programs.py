@@ -41,7 +41,8 @@ _lock = threading.Lock()
 # Whose compiling a block of `compilation` counts: its thread's, and that of threads it waits for.
 _aside: ContextVar["_Aside | None"] = ContextVar("aside", default=None)
 
-# What jax calls compiling, and finding a program in its compilation cache; tracing is not among them.
+# What jax calls tracing, compiling, and finding a program in its compilation cache.
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
@@ -136,8 +137,8 @@ def mappings() -> int:
 
 @dataclass
 class Compilation:
-    """Seconds in which a program was lowered or compiled, how many programs came of it, and how many of them a cache on
-    disk had ready.
+    """Seconds in which a program was traced, lowered or compiled, how many programs came of it, and how many of them a
+    cache on disk had ready.
     """
 
     seconds: float = 0.0
@@ -159,7 +160,7 @@ class _Aside:
 
 @contextlib.contextmanager
 def compilation() -> Iterator[Compilation]:
-    """What compiling takes inside the block, tracing left out; waits for what a `compiler` still compiles. What other
+    """What compiling takes inside the block, tracing included; waits for what a `compiler` still compiles. What other
     threads compile for themselves, another replica's say, is not counted.
 
     A program's error is raised at the block's end. After an error, or an interrupt, no other program is begun.
@@ -168,7 +169,7 @@ def compilation() -> Iterator[Compilation]:
     aside = _Aside({threading.get_ident()}, [])
 
     def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
-        if threading.get_ident() in aside.threads and event in (_LOWERED, _COMPILED):
+        if threading.get_ident() in aside.threads and event in (_TRACED, _LOWERED, _COMPILED):
             end = time.monotonic()
             with lock:
                 spans.append((end - duration_secs, end))

@@ -12,23 +12,26 @@ class Stats:
     """What a call of `generate` took. Bytes are those allocated, padding included.
 
     Attributes:
-        ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question.
-        tpot_s: seconds per decode step after the first token, 0 if there was none.
-        compile_s: seconds within this call that went into compiling programs not seen before.
-        kept_rows: rows held at the end of prefill `[layer][prompt][KV head]`, in layers that see every token; equal
+        ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question;
+            without those of `compile_s`. In an engine with them, and with those of waiting.
+        tpot_s: seconds per decode step after the first token, 0 if there was none; without those of `compile_s`.
+        compile_s: seconds within this call that went into tracing and compiling programs not seen before. What ran
+            meanwhile is in neither of the other two, so a first call's are a little too small.
+        kept_rows: KV pairs held at the end of prefill `[layer][prompt][KV head]`, in layers that see every token; equal
             prompts are read and counted once.
         window_rows: the same of the layers with a window, whose rows no method sees.
         recalled_rows: rows that the last step chose to attend to `[layer][sequence][query head]`, of methods that keep
             more than they attend to; a layer that attends to everything, and any other method, has none.
         union_rows: how many different ones the query heads of a KV head chose together `[layer][sequence][KV head]`.
-        cache_bytes: bytes of the compressed cache of the batch, and of what the method keeps beside it; in an engine
-            those of a slot.
+        cache_bytes: bytes of the compressed caches of all different prompts, with room for a question and its answer,
+            and of what the method keeps beside them; in an engine those of a slot. While questions about one prompt are
+            answered at once, each has a copy.
         window_bytes: those of them that are in windows.
         host_bytes: those of them in the host store of a method that has one.
         moved_bytes: bytes of the rows moved from there, of questions' and generated tokens; 0 without a host store.
         cluster_hit_rate: share of the clusters recalled in these steps that the device held in whole.
         row_hit_rate: the same of rows, other than sinks and those not clustered yet, which are always on the device.
-        full_cache_bytes: bytes of the same batch's cache, or slot, without compression, windows as windows.
+        full_cache_bytes: bytes of the same prompts' caches, or slot, without compression, windows as windows.
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
         new_tokens: tokens generated for each prompt.

@@ -90,7 +90,7 @@ def test_one_method_streams_its_text_and_ends_with_a_table(model, text):
     as_json = _generate(model, text, "--method", "centroidkv", "--cache-ratio", 0.5, "--json")
     answer = json.loads(as_json.stdout)["runs"][0]["texts"][0]
     assert result.stdout.startswith(answer)
-    for part in ("kept rows", "cache MB", "TTFT", "tokens/s", "150 of 300"):
+    for part in ("KV pairs", "50.0%", "cache MB", "TTFT", "tokens/s", "150 of 300"):
         assert part in result.stdout[len(answer) :]
 
 

@@ -36,7 +36,8 @@ Requests that come and go, with 1k to 16k tokens, in 16 slots:
   clusterkv benchmark --model llama-3.1-8b --methods full,centroidkv \\
     --budgets 0.2 --engine 200 --lengths 1k,16k --batches 16
 
-The same command goes on where it was stopped, and prints the table of a run that is done.
+The same command goes on where it was stopped, and prints the table of a run
+that is done.
 """
 MODEL = "'demo', a folder or hub id in Hugging Face format, or a packaged shape such as llama-3.1-8b."
 STORED = "How rows are stored, between commas: model (its own type), int8, float8_e4m3, int4."

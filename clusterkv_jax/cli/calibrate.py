@@ -16,25 +16,30 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, progr
 
 EXAMPLES = """[bold]What for[/bold]
 
-Heads need unequally many rows, and which rows matter can be told from what enters a layer's attention. Both are the
-model's, not the text's, so they are measured once, from plain text:
+Heads need unequally many rows, and which rows matter can be told from what
+enters a layer's attention. Both are the model's, not the text's, so they are
+measured once, from plain text:
 
   clusterkv calibrate ./my-llama --data books/ --output my-llama.safetensors
 
-The model repeats each piece of text, rows are worth what that looks at, and a small linear map (the surrogate) learns
-to predict it. Methods then take the file: "auto" and KVzap go by the surrogate, every other method gets its shares of
-the budget, Chelsea its outlier heads:
+The model repeats each piece of text, rows are worth what that looks at, and a
+small linear map (the surrogate) learns to predict it. Methods then take the
+file: "auto" and KVzap go by the surrogate, every other method gets its shares
+of the budget, Chelsea its outlier heads:
 
   clusterkv generate --model ./my-llama --prompt-file book.txt --method auto \\
     --cache-ratio 0.125 --calibration my-llama.safetensors
 
-Named calibration.safetensors and put into the model's folder, the file is loaded with the model.
+Named calibration.safetensors and put into the model's folder, the file is
+loaded with the model.
 
---push owner/name puts the file on the hub too, where --calibration owner/name and load(calibration="owner/name")
-find it. In the repository of the model itself it is loaded with the model.
+--push owner/name puts the file on the hub too, where --calibration owner/name
+and load(calibration="owner/name") find it. In the repository of the model
+itself it is loaded with the model.
 
-A .yaml file as --output holds the numbers alone, to read and edit. From the hub (needs the package datasets), with
-Llama-2's first layer whole as Chelsea has it:
+A .yaml file as --output holds the numbers alone, to read and edit. From the
+hub (needs the package datasets), with Llama-2's first layer whole as Chelsea
+has it:
 
   clusterkv calibrate meta-llama/Llama-2-7b-hf --whole-layer 0 \\
     --data Salesforce/wikitext:wikitext-2-raw-v1:test

@@ -3,18 +3,39 @@
 Everything heavy (jax, tokenizers, the model) is imported by the command that needs it, so that `--help` is quick.
 """
 
+import importlib.metadata
+from typing import Annotated
+
 import typer
 
-from clusterkv_jax.cli import benchmark, calibrate, convert, evaluate, generate, inspect, lists, plan
+from clusterkv_jax.cli import benchmark, calibrate, convert, demo, evaluate, generate, inspect, lists, plan
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Decode from long prompts with a clustered KV cache that keeps a fraction of the rows.",
+    help="Answer from long texts with a KV cache that keeps a fraction of the tokens.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(importlib.metadata.version("clusterkv-jax"))
+        raise typer.Exit
+
+
+@app.callback()
+def _version(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command()(demo.demo)
 app.command("methods")(lists.list_methods)
 app.command("models")(lists.list_models)
 app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)

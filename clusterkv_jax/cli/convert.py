@@ -8,17 +8,19 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, progr
 
 EXAMPLES = """[bold]What for[/bold]
 
-A model that many hosts share is read from one folder or bucket by all of them, each its own part of every tensor.
-Orbax's format (OCDBT) is made for that:
+A model that many hosts share is read from one folder or bucket by all of
+them, each its own part of every tensor. Orbax's format (OCDBT) is made for
+that:
 
   clusterkv convert meta-llama/Llama-3.1-70B gs://my-bucket/llama-70b
 
   clusterkv evaluate --suite ruler --model gs://my-bucket/llama-70b ...
 
-The model passes through memory in parts of half a gigabyte. One for a bucket is made on this machine first, and takes
-its size on the disk. Killed, the same command goes on where it was; the folder gets its name when it is whole. Weights
-in fp8, int8 or int4 are written as the numbers that they stand for. Needs the extra pods:
-pip install 'clusterkv-jax\\[pods]'.
+The model passes through memory in parts of half a gigabyte. One for a bucket
+is made on this machine first, and takes its size on the disk. Killed, the
+same command goes on where it was; the folder gets its name when it is whole.
+Weights in fp8, int8 or int4 are written as the numbers that they stand for.
+Needs the extra pods: pip install 'clusterkv-jax\\[pods]'.
 """
 
 

@@ -196,7 +196,7 @@ def lm_eval(
         from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import lm_eval_model
 
-        use_compilation_cache(cache_folder is not None, cache_folder)
+        use_compilation_cache(True, cache_folder)
         who = coordinator_address, num_processes, process_id
         others = stack.enter_context(together.together(distributed, None, *who, peer_timeout, debug))
         everywhere = together.the_replicas(mesh, others)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +36,7 @@ Answer from a book chapter with a quarter of the cache:
   clusterkv generate --prompt-file book.txt --question "Who kept watch?" \\
     --method centroidkv --cache-ratio 0.25
 
-Compare two methods on two questions, with 1,024 rows kept:
+Compare two methods on two questions, with 1,024 KV pairs kept:
 
   clusterkv generate --prompt-file book.txt --question "Who?" \\
     --question "Where?" --method full --method centroidkv --cache-tokens 1024
@@ -43,20 +44,23 @@ Compare two methods on two questions, with 1,024 rows kept:
 Answer about many texts, eight at a time:
 
   clusterkv generate --prompt-file one.txt --prompt-file two.txt \\
-    --prompt-file three.txt --question "Who?" --method centroidkv --cache-ratio .25
+    --prompt-file three.txt --question "Who?" --method snapkv --budget .25
 
 From a pipe to a program, with a model of your own:
 
   cat report.txt | clusterkv generate --model ./my-llama --prompt-file - \\
     --chat --question "Sum it up." --method centroidkv --cache-ratio .2 --json
 
-A model of the hub at a tag, drawing as its authors say, with a calibration of the hub:
+A model of the hub at a tag, drawing as its authors say, with a calibration of
+the hub:
 
-  clusterkv generate --model owner/name@v1.0 --sampling model --prompt-file book.txt \\
-    --method auto --cache-ratio .125 --calibration owner/name-calibration
+  clusterkv generate --model owner/name@v1.0 --sampling model \\
+    --prompt-file book.txt --method auto --cache-ratio .125 \\
+    --calibration owner/name-calibration
 
-Models come from the hub's cache where they are in it; HF_HUB_OFFLINE=1 asks for nothing
-else. For a gated model accept its licence on its page, then 'hf auth login'.
+Models come from the hub's cache where they are in it; HF_HUB_OFFLINE=1 asks
+for nothing else. For a gated model accept its licence on its page, then 'hf
+auth login'.
 
 [bold]clusterkv methods[/bold] lists what --method takes.
 """
@@ -323,25 +327,30 @@ def _answers(files: list[str], questions: list[str], runs: list[Run]) -> Table:
 
 
 def _costs(runs: list[Run]) -> Table:
-    """What each method kept and how fast it was."""
+    """What each method kept and how fast it was; megabytes are allocated, with room for question and answer."""
     table = Table(box=SIMPLE_HEAD)
     recalling = any(stats.recalled_rows for run in runs for stats in run.stats)
     recalled = ("recalled",) if recalling else ()
-    for column in ("method", "kept rows", *recalled, "cache MB", "of full", "TTFT s", "tokens/s"):
+    for column in ("method", "KV pairs", "kept", *recalled, "cache MB", "TTFT s", "tokens/s"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for run in runs:
         total = lambda name: sum(getattr(stats, name) for stats in run.stats)  # noqa: B023, E731
         recalled = [stats.recalled_rows for stats in run.stats if stats.recalled_rows]
         table.add_row(
             run.name,
-            " of ".join(_span([getattr(s, name) for s in run.stats]) for name in ("kept_rows", "prompt_tokens")),
+            f"{_span(list(map(_kept, run.stats)))} of {_span([stats.prompt_tokens for stats in run.stats])}",
+            f"{sum(map(_kept, run.stats)) / sum(stats.prompt_tokens[0] for stats in run.stats):.1%}",
             *([_span(recalled) if recalled else "-"] if recalling else []),
             f"{(run.engine.memory.slots if run.engine else total('cache_bytes')) / 1e6:.2f}",
-            f"{total('cache_bytes') / total('full_cache_bytes'):.1%}",
             f"{max(stats.ttft_s for stats in run.stats):.2f}",
             f"{run.engine.tokens_per_s:.1f}" if run.engine else _speed(run.stats[0]),
         )
     return table
+
+
+def _kept(stats: Any) -> int:
+    """KV pairs that a head keeps of the prompt, on average over all heads."""
+    return round(mean(_numbers(stats.kept_rows)))
 
 
 def _speed(stats: Any) -> str:

@@ -17,8 +17,7 @@ def list_methods(debug: _Debug = False) -> None:
     with one_sentence_errors(debug):
         from clusterkv_jax.presets import list_presets
 
-        entries = [(preset.name, preset.description, preset.source) for preset in list_presets().values()]
-        _print(("name", "what it does", "source"), entries)
+        _print(("name", "what it does"), [(preset.name, preset.description) for preset in list_presets().values()])
 
 
 def list_models(debug: _Debug = False) -> None:

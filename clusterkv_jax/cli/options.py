@@ -10,8 +10,10 @@ import typer
 CompilationCache = Annotated[
     bool,
     typer.Option(
-        "--compilation-cache/--no-compilation-cache",
-        help="Keep compiled programs in your cache folder, so that the next call starts at once.",
+        " /--no-compilation-cache",
+        help="Do not keep compiled programs in your cache folder for the next call.",
+        rich_help_panel="Compiled programs",
+        show_default="kept",
     ),
 ]
 

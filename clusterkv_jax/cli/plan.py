@@ -19,7 +19,8 @@ from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
 
-Does Llama-3.1-70B read 131,072 tokens on sixteen v5e chips, with a fifth of the cache?
+Does Llama-3.1-70B read 131,072 tokens on sixteen v5e chips, with a fifth of
+the cache?
 
   clusterkv plan --model llama-3.1-70b --method centroidkv --cache-ratio 0.2 \\
     --context 131072 --topology v5e:4x4
@@ -29,7 +30,8 @@ Your own model's shape, on eight H200, with a picture of memory over context:
   clusterkv plan --model ./my-llama --method snapkv --cache-ratio 0.25 \\
     --context 32768 --batch 8 --topology h200:8 --plot memory.png
 
-No chip is needed and no weights: TPU programs are compiled by libtpu (the extra `plan`).
+No chip is needed and no weights: TPU programs are compiled by libtpu (the
+extra `plan`).
 """
 
 MODEL = "A packaged shape such as llama-3.1-8b, a folder with a config.json, a hub id (@revision), or 'demo'."

@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import platformdirs
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -138,19 +136,15 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
 
 
 def use_compilation_cache(on: bool, folder: str | None = None) -> None:
-    """Keep compiled programs in a folder or bucket, the user's folder by default, however soon they were compiled."""
-    if not on:
-        return
+    """Keep compiled programs in a folder or bucket, the user's folder by default, or nowhere."""
     import jax
 
-    from clusterkv_jax.buckets import place
+    from clusterkv_jax.kept_programs import keep_programs
 
-    programs = place(folder or platformdirs.user_cache_path("clusterkv_jax", appauthor=False) / "programs")
-    jax.config.update("jax_compilation_cache_dir", str(programs))
-    if not isinstance(programs, Path):  # XLA, which would keep what it measures of kernels, opens no bucket
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if on:
+        keep_programs(folder)
+    else:
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 @contextmanager
