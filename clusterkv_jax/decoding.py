@@ -57,6 +57,7 @@ from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import few_tokens, transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.prng import own_key
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, next_token
 from clusterkv_jax.sharding import constrain, constrain_cache
@@ -143,7 +144,8 @@ def prefill(
         known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
         planned = cache(partial(planned_layer, config, method, request, *known))
         following = lambda number: planned(number + 1)[0] if number + 1 < config.num_layers else None  # noqa: E731
-        done, waiting, selection, workspace, layers = [], [], None, None, layers_in_a_row(config)
+        done, waiting, layers = [], [], layers_in_a_row(config)
+        selection = workspace = draws = None
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
             if rows is None:
@@ -162,8 +164,8 @@ def prefill(
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
             if not awaits(waiting, workspace, following(number)):
-                key = jax.random.key(0) if key is None else key
-                compressed, selection, workspace = compress(run, method, waiting, key, selection, workspace)
+                draws = own_key(key) if draws is None else draws
+                compressed, selection, workspace = compress(run, method, waiting, draws, selection, workspace)
                 done.extend(compressed)
                 waiting.clear()
             prompt = None  # a layer's rows go as soon as it is compressed
@@ -350,7 +352,7 @@ def decode_loop(
     config: ModelConfig,
     method: Method,
     state: DecodeState,
-    key: Key[Array, ""],
+    key: Key[Array, "..."],
     first: Int[Array | np.ndarray, ""],
     limit: Int[Array | np.ndarray, ""],
     *,
@@ -363,7 +365,7 @@ def decode_loop(
     Args:
         params, config, method: as in `decode_step`.
         state: donated.
-        key: PRNG key of the request.
+        key: PRNG key of each request, or one for all.
         first: number of the first token to be drawn, so that segments of a generation draw as an unbroken one does.
         limit: most steps.
         sampling: static.
@@ -410,7 +412,7 @@ recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache
 
 @jit(static_argnames=("sampling",))
 def next_token_jit(
-    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, ""], number: Int[Array, ""] | int
+    logits: Float[Array, "B V"], sampling: Sampling, key: Key[Array, "..."], number: Int[Array, ""] | int
 ) -> Int[Array, " B"]:
     """`next_token`, whole on every device of a mesh, as `decode_loop` gives it back."""
     return constrain(next_token(logits, sampling, key, number), None)

@@ -36,9 +36,10 @@ from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.presets import completed
+from clusterkv_jax.prng import seed_key, seed_keys, spread
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.results import Result, Stats, full_bytes
-from clusterkv_jax.sampling import Sampling, check_seed
+from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
 from clusterkv_jax.windows import window_bytes
@@ -57,13 +58,16 @@ def generate(
     questions: Texts | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
     prefill_chunk: int | None = None,
     on_text: OnText | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Read long texts, keep a compressed cache of each, and continue them or answer questions about them.
+
+    Without a question the first token comes from the prompt's own logits, before anything is compressed, as in other
+    implementations. Questions and all later tokens see the compressed cache.
 
     Args:
         model: from `load`.
@@ -73,7 +77,8 @@ def generate(
             method sees the question before it decides what to keep. Equal prompts are read once.
         max_new_tokens: most tokens generated per prompt.
         sampling: greedy by default.
-        seed: of the sampling, whose draws depend on a sequence's place in the batch, and of methods that draw.
+        seed: of the sampling: a list of one per prompt, or s for s, s + 1, ..., so that equal prompts differ. A
+            sequence's draws depend on its seed and on the number of the token alone. Methods that draw take the first.
         stop: a sequence ends when its text contains one of these; the text is cut before it.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
         on_text: called as on_text(sequence, text) with each new piece of text.
@@ -95,19 +100,20 @@ def generate(
             f"method and sampling must be objects such as Full() and Sampling(), got {shown(method)} and "
             f"{shown(sampling)}."
         )
-    check_seed(seed)
     method = completed(model, method)
     sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
     batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
     texts, question_ids = batch.texts, batch.questions
+    check_seeds(seed, len(texts))
+    seeds = spread(seed, len(texts))
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with compilation() as compiled, on_mesh(model.mesh, model.config.num_kv_heads), explained:
         begin = time.perf_counter()
-        key = jax.random.key(seed)
-        cache, logits, held = _read(model, method, batch, key, progress)
-        token = jax.block_until_ready(next_token_jit(logits, sampling, key, 0))
+        keys = seed_keys(seeds)
+        cache, logits, held = _read(model, method, batch, seed_key(seeds[0]), progress)
+        token = jax.block_until_ready(next_token_jit(logits, sampling, keys, 0))
         first, compiled_first = time.perf_counter(), compiled.seconds
-        cache, tokens, steps = _decode(model, method, batch, cache, token, key, sampling, stop, on_text, progress)
+        cache, tokens, steps = _decode(model, method, batch, cache, token, keys, sampling, stop, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
     stats = Stats(
@@ -147,8 +153,8 @@ def compile_ahead(
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):
         if method.holds == "host":
             return total
-        compile, key = compiler(on_program), jax.random.key(0)
-        cache, logits = prefill_batch(model, method, batch, key, run=compile)
+        compile, keys = compiler(on_program), seed_keys([0] * len(batch.texts))
+        cache, logits = prefill_batch(model, method, batch, seed_key(0), run=compile)
         if len(batch.unique) != len(batch.texts):
             numbers = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(copy_sequences, (cache, logits), numbers)
@@ -157,10 +163,10 @@ def compile_ahead(
             counts = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(append_step_jit, model.params, model.config, method, cache, tokens, counts)
             compile(due_jit, method, cache)
-        token = compile(next_token_jit, logits, sampling, key, 0)
+        token = compile(next_token_jit, logits, sampling, keys, 0)
         if batch.max_new_tokens > 1:
             state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
-            args = model.params, model.config, method, state, *_numbers(key, 1, 1)
+            args = model.params, model.config, method, state, *_numbers(keys, 1, 1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
 
@@ -243,7 +249,7 @@ def _decode(
     batch: Batch,
     cache: KVCache,
     token: jax.Array,
-    key: jax.Array,
+    keys: jax.Array,
     sampling: Sampling,
     stop: Sequence[str],
     on_text: OnText | None,
@@ -274,7 +280,7 @@ def _decode(
             return state.cache, sequences, steps
         while len(under_way) < most_ahead and begun + 1 < max_new_tokens:
             limit = min(longest, max_new_tokens - 1 - begun)
-            numbers = _numbers(key, begun + 1, limit)
+            numbers = _numbers(keys, begun + 1, limit)
             state = replace(state, ended=jnp.asarray(ended)) if stop else state
             state, *made = decode_loop(
                 model.params, model.config, method, state, *numbers, sampling=sampling, eos_ids=ends, steps=SEGMENT
@@ -288,9 +294,9 @@ def _decode(
         steps += int(count)
 
 
-def _numbers(key: jax.Array, first: int, limit: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+def _numbers(keys: jax.Array, first: int, limit: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
     """What a call of the decode loop draws by, and its most steps.
 
     On the host: made on the device, each would be a launch of its own that the call waits for.
     """
-    return key, np.asarray(first, np.int32), np.asarray(limit, np.int32)
+    return keys, np.asarray(first, np.int32), np.asarray(limit, np.int32)

@@ -30,6 +30,7 @@ from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.prng import own_key
 from clusterkv_jax.programs import jit
 
 # As of models.
@@ -104,7 +105,7 @@ def compress(
     if not plan.selects:  # there is no earlier layer whose selection could be reused
         plan = replace(plan, needs=method.needs(0))
     budgets = rows_of_request(method, plan, counts, layer, request)
-    key = jax.random.fold_in(jax.random.key(0) if key is None else key, layer)
+    key = jax.random.fold_in(own_key(key), layer)
     prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
     cache, found = _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
     arrays = {"queries": queries, "keys": keys, "values": values, "hidden": hidden, "scores": scores}
@@ -182,7 +183,7 @@ def build_index(
     method.check(request.lengths, request)
     rows = int(head_rows(method.budget, request.lengths, 0, request)[0, 0])
     count = method.most_recalled(tokens if rows >= MOST_ROWS else rows)
-    key = jax.random.key(0) if key is None else key
+    key = own_key(key)
     index, found = _build(method, count, keys, values, queries, min(rows, MOST_ROWS), key, options)
     refuse_unsound(found, None, {"queries": queries, "keys": keys, "values": values})
     return index

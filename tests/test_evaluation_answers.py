@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -51,10 +52,29 @@ def test_a_compressed_context_is_read_differently_and_counted():
     assert answer.rows == 40
     assert np.isfinite(answer.logprobs).all()
     places = 89 + np.arange(6)
+    first = responses.likelihoods(tiny(), method, [Prompt(pair.context, (), pair.continuation[:1])])[0]
+    assert first.logprobs == pytest.approx(answer.logprobs[:1], abs=1e-4)
     full = reference([pair])[0][places, np.asarray(pair.continuation)]
     assert not np.allclose(answer.logprobs, full, rtol=1e-3)
     assert responses.possible(tiny(), method, pair, 8)
     assert not responses.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
+
+
+@pytest.mark.parametrize("method", [ckv.StreamingLLM(ckv.Budget(tokens=24)), ckv.Full(cache_dtype="int4")])
+def test_an_answer_of_one_token_sees_the_compression(method):
+    """The last token of a context is read from the compressed cache of the others; one token alone is as it is."""
+    model, context, answer = tiny(), tuple(prompt(3, 90)), (7,)
+    pairs = [Prompt(context, (), answer), Prompt(context[:1], (), answer)]
+    one, alone = (responses.likelihoods(model, method, [pair])[0].logprobs[0] for pair in pairs)
+    both = [scored.logprobs[0] for scored in responses.likelihoods(model, method, pairs)]
+    options = {"max_new_tokens": 16, "reserve": 17}
+    cache, _ = ckv.prefill(model.params, model.config, method, np.asarray([context[:-1]]), np.asarray([89]), **options)
+    _, logits = ckv.decode_step(model.params, model.config, method, cache, jnp.asarray(context[-1:]))
+    assert one == pytest.approx(float(jax.nn.log_softmax(logits)[0, 7]), abs=1e-4)
+    assert both == pytest.approx([one, alone], abs=1e-4)
+    whole = reference(pairs)
+    assert abs(one - whole[0, 89, 7]) > 1e-3
+    assert alone == pytest.approx(whole[1, 0, 7], abs=1e-4)
 
 
 def test_methods_and_budgets_become_rows():

@@ -11,6 +11,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.batch import bucket
 from clusterkv_jax.decoding import extend_step
+from clusterkv_jax.prng import spread
 from clusterkv_jax.sampling import filtered, sample
 from tests.support.tiny import prompt, tiny
 
@@ -128,6 +129,26 @@ def test_tokens_are_the_same_whether_the_host_watches_or_runs_ahead():
     assert ahead.tokens[1] == (second[: second.index(end) + 1] if end in second else second)
 
 
+@pytest.mark.parametrize("off", [{"top_p": 1.0}, {"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0.0}])
+def test_what_other_servers_call_off_is_off(off):
+    assert ckv.Sampling(temperature=0.7, **off) == ckv.Sampling(temperature=0.7)
+
+
+def test_filters_have_no_effect_at_temperature_0():
+    assert ckv.Sampling(top_k=50, top_p=0.9, min_p=0.1) == ckv.Sampling()
+
+
+def test_a_draw_depends_on_its_seed_and_number_alone():
+    """Not on the place in a batch or on neighbours; and equal prompts under one seed differ."""
+    options = {"sampling": ckv.Sampling(temperature=1.0), "max_new_tokens": 8}
+    one, other = prompt(1, 20), prompt(2, 30)
+    alone = {seed: ckv.generate(tiny(), [one], seed=seed, **options).tokens[0] for seed in (3, 4, 5)}
+    assert ckv.generate(tiny(), [one] * 3, seed=3, **options).tokens == [alone[3], alone[4], alone[5]]
+    assert ckv.generate(tiny(), [other, one, one], seed=[9, 5, 3], **options).tokens[1:] == [alone[5], alone[3]]
+    assert len({tuple(tokens) for tokens in alone.values()}) == 3
+    assert len({*spread(2**32 - 1, 2)}) == 2
+
+
 def test_filters_keep_what_they_say():
     probs = np.asarray([[0.4, 0.3, 0.15, 0.1, 0.05]])
     logits = jnp.log(jnp.asarray(probs, jnp.float32))
@@ -186,14 +207,13 @@ def test_buckets(n, size):
             r"a prompt of 100 tokens has a budget of 50 rows, which must be more than sinks \+ recent",
         ),
         (lambda: ckv.Sampling(temperature=-1), "temperature must be a number of at least 0, got -1"),
-        (lambda: ckv.Sampling(top_k=0), "top_k must be a whole number of at least 1, got 0"),
+        (lambda: ckv.Sampling(top_k=-2), "top_k must be a whole number of at least 1, or None, 0 or -1 .*, got -2"),
         (lambda: ckv.Sampling(top_p=1.5), "top_p must be above 0 and at most 1, got 1.5"),
         (lambda: ckv.Sampling(min_p=-0.1), "min_p must be between 0 and 1, got -0.1"),
         (
             lambda: ckv.Sampling(temperature=1e-40),
             "must be 0, which is greedy, or at least 1e-30, got 1e-40",
         ),
-        (lambda: ckv.Sampling(top_k=3), "top_k must be None at temperature 0, which is greedy, got 3"),
         (lambda: ckv.generate("demo", [text()]), "model must be one that load or as_model returns, got 'demo'"),
         (lambda: ckv.Engine("demo"), "model must be one that load or as_model returns, got 'demo'"),
         (lambda: ckv.generate(tiny(), 5), "prompts must be a list of texts or of token ids, got 5"),
@@ -207,6 +227,8 @@ def test_buckets(n, size):
         (lambda: ckv.generate(demo(), [text()], stop=iter(["x"])), "stop must be a list of texts"),
         (lambda: ckv.generate(tiny(), [[1]], seed=1.5), "seed must be a whole number from 0 to 4294967295, got 1.5"),
         (lambda: ckv.generate(tiny(), [[1]], seed=2**32), "4294967295, got 4294967296"),
+        (lambda: ckv.generate(tiny(), [[1]], seed=[1, 2]), "Seeds must be one per prompt, got 2 for 1 prompts"),
+        (lambda: ckv.generate(tiny(), [[1]], seed=[-1]), "seed 0 must be a whole number from 0 to .*, got -1"),
         (lambda: ckv.generate(tiny(eos=(2, 99)), [[1]]), "ends a text with token id 99; allowed are 0 to 60"),
         (lambda: ckv.load(5), "name must be 'demo', a folder or a hub id 'owner/name', got 5"),
         (lambda: ckv.load("demo", mesh="x"), "mesh must be a jax.sharding.Mesh or None, got 'x'"),

@@ -31,6 +31,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
 from clusterkv_jax.presets import preset
+from clusterkv_jax.prng import seed_key
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings, replicated
 
@@ -93,7 +94,7 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
     if fitted is not None:
         check_divides(specs, fitted)
     shardings = jax.tree.map(lambda _: None, specs) if fitted is None else param_shardings(specs, fitted)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(specs))))
+    keys = iter(jax.random.split(seed_key(0), len(jax.tree.leaves(specs))))
 
     @cache
     def generator(shape: tuple[int, ...], init: Any, sharding: Any) -> Any:
@@ -106,7 +107,7 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
 
     params = jax.tree.map(draw, specs, shardings)
     shape = config.hidden_size, config.num_kv_heads
-    surrogate = {"weights": jax.random.normal(jax.random.key(1), shape), "bias": jnp.zeros(shape[1])}
+    surrogate = {"weights": jax.random.normal(seed_key(1), shape), "bias": jnp.zeros(shape[1])}
     if fitted is not None:  # or each call of a program would copy it to the other devices
         surrogate = jax.device_put(surrogate, replicated(fitted))
     return params | {"layers": tuple({**layer, "surrogate": surrogate} for layer in params["layers"])}
@@ -225,7 +226,7 @@ def _timed_steps(model: Model, method: Method, cache: KVCache, most: int) -> tup
     loop = partial(decode_loop, sampling=Sampling(), eos_ids=(), steps=SEGMENT)
     times, rows, drops = [], [], 0
     while len(times) < most and drops < 2:
-        numbers = jax.random.key(0), jnp.int32(len(times) + 1), jnp.int32(1)
+        numbers = seed_key(0), jnp.int32(len(times) + 1), jnp.int32(1)
         begin = time.perf_counter()
         state, *_ = jax.block_until_ready(loop(model.params, model.config, method, state, *numbers))
         times.append(time.perf_counter() - begin)
@@ -236,7 +237,7 @@ def _timed_steps(model: Model, method: Method, cache: KVCache, most: int) -> tup
 
 def _read(model: Model, method: Method, batch: Batch) -> KVCache:
     """The cache that `generate` decodes from, by the same programs."""
-    cache, _ = prefill_batch(model, method, batch, jax.random.key(0))
+    cache, _ = prefill_batch(model, method, batch, seed_key(0))
     return take_sequences(cache, jnp.zeros(len(batch.texts), jnp.int32)) if len(batch.texts) > 1 else cache
 
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from clusterkv_jax.batch import Batch
-from clusterkv_jax.engine.draws import Draws, draws_of, key_words
+from clusterkv_jax.engine.draws import Draws, draws_of
+from clusterkv_jax.prng import seed_words
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.texts import Tokens
 
@@ -21,7 +20,9 @@ class Order:
         batch: its prompt and question as tokens; of a context that is a file the prompt is not known.
         prompt_tokens: tokens of the prompt.
         context: of the prompt, where it was read before.
-        sampling, seed, stop: as in `generate`.
+        sampling, stop: as in `generate`.
+        seed: of its draws.
+        read_seed: of what its method draws.
         added_s: when it was added.
         compile_s: seconds that the engine had compiled by then.
     """
@@ -32,6 +33,7 @@ class Order:
     context: Any
     sampling: Sampling
     seed: int
+    read_seed: int
     stop: tuple[str, ...]
     added_s: float
     compile_s: float
@@ -52,7 +54,7 @@ class Order:
         mine, theirs = self.batch, other.batch
         return (
             self.context is None is other.context
-            and self.seed == other.seed
+            and self.read_seed == other.read_seed
             and (mine.max_new_tokens, mine.reserve) == (theirs.max_new_tokens, theirs.reserve)
             and mine.texts == theirs.texts
         )
@@ -154,7 +156,7 @@ def longer(seat: Seat, new: Sequence[int], ends: tuple[int, ...], now: float) ->
 
 def next_draws(seats: Sequence[Seat | None], vocab_size: int) -> Draws:
     """How each slot draws its next token."""
-    keys = [np.zeros_like(key_words(0)) if seat is None else seat.key for seat in seats]
+    keys = [seed_words(0) if seat is None else seat.key for seat in seats]
     samplings = [Sampling() if seat is None else seat.order.sampling for seat in seats]
     numbers = [0 if seat is None else len(seat.tokens) for seat in seats]
     return draws_of(samplings, keys, numbers, vocab_size)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from clusterkv_jax.sampling import NOT_FINITE, Sampling
+from clusterkv_jax.prng import wrapped
+from clusterkv_jax.sampling import NOT_FINITE, Sampling, draw_one
 from clusterkv_jax.sharding import first_greatest
 
 
@@ -23,11 +24,6 @@ class Draws:
     min_p: Float[Array | np.ndarray, " B"]
     keys: UInt32[Array | np.ndarray, "B words"]
     number: Int[Array | np.ndarray, " B"]
-
-
-def key_words(seed: int) -> UInt32[np.ndarray, " words"]:
-    """The key of a request, as `generate` makes it of a seed."""
-    return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
 def draws_of(
@@ -62,16 +58,11 @@ def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int 
         scores = logits.astype(jnp.float32) / jnp.where(warm, draws.temperature, 1.0)[:, None]
         filters = warm & ((draws.top_k < logits.shape[1]) | (draws.top_p <= 1) | (draws.min_p > 0))
         scores = jax.lax.cond(jnp.any(filters), lambda: _filtered(scores, draws), lambda: scores)
-        tokens = jax.vmap(_categorical)(jnp.asarray(draws.keys), jnp.asarray(draws.number) + later, scores)
+        tokens = jax.vmap(draw_one)(wrapped(jnp.asarray(draws.keys)), jnp.asarray(draws.number) + later, scores)
         return jnp.where(warm, tokens, greedy)
 
     tokens = jax.lax.cond(jnp.any(warm), sampled, lambda: greedy)
     return jnp.where(finite, tokens, NOT_FINITE)
-
-
-def _categorical(words: UInt32[Array, " words"], number: Int[Array, ""], scores: Float[Array, " V"]) -> Int[Array, ""]:
-    key = jax.random.fold_in(jax.random.wrap_key_data(words), number)
-    return jax.random.categorical(key, scores[None])[0].astype(jnp.int32)
 
 
 def _filtered(scores: Float[Array, "B V"], draws: Draws) -> Float[Array, "B V"]:

@@ -19,6 +19,7 @@ from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
 from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.prng import seed_key
 from clusterkv_jax.texts import encode
 
 
@@ -71,7 +72,7 @@ class Reader:
         held, self._held = self._held, None
         if held is None or not order.reads_as(held[0]):
             del held  # there is room for one prompt at a time
-            reading = read_batch(self.model, self.method, self.layout, order.batch, order.seed)
+            reading = read_batch(self.model, self.method, self.layout, order.batch, order.read_seed)
         else:
             reading = held[1]
         if any(order.reads_as(other) for other in following):
@@ -98,7 +99,7 @@ def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed:
         step_tokens=request.step_tokens,
         prefill_chunk=layout.prefill_chunk,
         plans=layout.plans,
-        key=jax.random.key(seed),
+        key=seed_key(seed),
     )
     return Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 

@@ -27,7 +27,6 @@ from clusterkv_jax.engine.board import (
     without,
 )
 from clusterkv_jax.engine.contexts import Context, Place, Shelf, check_own
-from clusterkv_jax.engine.draws import key_words
 from clusterkv_jax.engine.handle import Handle, State
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
@@ -38,9 +37,10 @@ from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats,
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.presets import completed
+from clusterkv_jax.prng import seed_words, spread
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
-from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.texts import Texts, listed, shorten_at_stop, show
 
@@ -131,14 +131,16 @@ class Engine:
         prompts: Texts,
         *,
         questions: Texts | None = None,
+        seed: int | Sequence[int] = 0,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
         **options: Any,
     ) -> list[Result]:
-        """What `generate` says of each prompt alone, in their order; equal ones that follow each other are read once.
+        """What `generate` says of the prompts, in their order; equal ones that follow each other are read once.
 
         Args:
             prompts: as in `generate`.
             questions: one per prompt, or none.
+            seed: one for all or a list, as in `generate`.
             on_stats: called with how the engine does after each step.
             options: of all of them, as in `add`.
 
@@ -148,9 +150,11 @@ class Engine:
         asked = [None] * len(texts) if questions is None else listed(questions, "question")
         if len(asked) != len(texts):
             raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
-        handles: list[Handle] = []
+        check_seeds(seed, len(texts))
+        seeds, handles = spread(seed, len(texts)), list[Handle]()
         try:
-            handles.extend(self.add(text, question, **options) for text, question in zip(texts, asked, strict=True))
+            for text, question, own_seed in zip(texts, asked, seeds, strict=True):
+                handles.append(self._join(text, question, seed=own_seed, read_seed=seeds[0], **options))
             while not all(handle.done for handle in handles):
                 self.step()
                 on_stats(self.stats())
@@ -177,10 +181,25 @@ class Engine:
             max_new_tokens: as in `generate`, and so are the other three.
             sampling: greedy by default.
             stop: texts that end it.
-            seed: of the sampling.
+            seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
+        sizes = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
+        return self._join(prompt, question, **sizes, seed=seed, read_seed=seed)
+
+    def _join(
+        self,
+        prompt: Any,
+        question: Any,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        seed: int,
+        read_seed: int,
+    ) -> Handle:
+        """`add` of a request that is read by another seed than it draws by."""
         sampling = Sampling() if sampling is None else sampling
         check_settings(sampling, seed)
         context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
@@ -189,7 +208,7 @@ class Engine:
         batch = self._reader.batch(prompt if context is None else context, question, max_new_tokens, stop)
         length = len(batch.texts[0]) if context is None else context.length
         at = time.perf_counter(), self._tally.compile_s
-        order = Order(self._added, batch, length, context, sampling, int(seed), tuple(stop), *at)
+        order = Order(self._added, batch, length, context, sampling, int(seed), int(read_seed), tuple(stop), *at)
         while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
             self.step()
         handle = Handle(self, order.number)
@@ -287,7 +306,7 @@ class Engine:
         except (ValueError, MemoryError) as error:
             self._end(order.number, "failed", error)
             return False
-        self._board = seated(self._board, slot, Seat(order, key_words(order.seed), reading.rows))
+        self._board = seated(self._board, slot, Seat(order, seed_words(order.seed), reading.rows))
         self._handles[order.number].state = "active"
         return True
 

@@ -167,7 +167,7 @@ class CompressedLM(TemplateLM):
     # --- its three requests ---
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to a stop text; sampled where the task asks for a temperature above 0."""
+        """Continuations up to a stop text; drawn where the task says do_sample, alone at temperature 1."""
         del disable_tqdm
         jobs = [self._generation(number, *request.args) for number, request in enumerate(requests)]
 
@@ -215,10 +215,9 @@ class CompressedLM(TemplateLM):
         until = settings.get("until") or []
         stop = (until,) if isinstance(until, str) else tuple(until)
         new = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256)
-        if settings.get("do_sample") and float(settings.get("temperature") or 0) > 0:
-            raise ValueError("The harness's model clusterkv is greedy; the task asks for sampling (do_sample).")
         context = self._fit(self.tok_encode(text), new)
-        case = Case(str(number), NAME, max_new_tokens=new, stop=tuple(part for part in stop if part))
+        stop = tuple(part for part in stop if part)
+        case = Case(str(number), NAME, max_new_tokens=new, stop=stop, sampling=_sampling(settings))
         return Job(number, case, Prompt(tuple(context)))
 
     def _fit(self, context: list[int], new: int) -> list[int]:
@@ -270,6 +269,15 @@ def _entry(asked: Arguments) -> Entry:
         raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
     budget = None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
     return Entry(asked.method, str(ratio or rows or "1.0"), preset(asked.method, budget))
+
+
+def _sampling(settings: dict[str, Any]) -> ckv.Sampling:
+    """How a task wants its answers: greedy unless it says do_sample, as transformers does."""
+    if not settings.get("do_sample"):
+        return ckv.Sampling()
+    filters = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
+    temperature = settings.get("temperature")
+    return ckv.Sampling(temperature=1.0 if temperature is None else float(temperature), **filters)
 
 
 def _likelihood(answer: Answer) -> tuple[float, bool]:

@@ -19,13 +19,14 @@ from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.engine import Engine, EngineStats, Handle
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.batching import Batch
-from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.methods import Method
+from clusterkv_jax.evaluation.tasks.cases import Prompt, Tokens
+from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.presets import completed
+from clusterkv_jax.prng import seed_key
 from clusterkv_jax.programs import compilation, jit
 from clusterkv_jax.sharding import fetch, on_mesh
 
@@ -97,7 +98,9 @@ def _room(batches: Sequence[Batch], slots: int) -> dict[str, Any]:
 def texts(
     engine: Engine, batches: Sequence[Batch], on_stats: Callable[[EngineStats], None]
 ) -> Iterator[tuple[Batch, list[Answer]]]:
-    """Greedy answers, as they come. Their seconds are those since the ones before, compiling left out."""
+    """Answers, as they come; what is drawn has the number of its job for a seed. Their seconds are those since the ones
+    before, compiling left out.
+    """
     todo = deque(replace(batch, jobs=(job,)) for batch in batches for job in batch.jobs)
     live: dict[Handle, Batch] = {}
     before, stats = 0.0, engine.stats()
@@ -105,6 +108,7 @@ def texts(
         while todo and len(live) <= stats.slots:  # one waits, so that a slot which ends is taken at once
             job = todo[0].jobs[0]
             sizes = {"max_new_tokens": job.case.max_new_tokens, "stop": job.case.stop}
+            sizes |= {"sampling": job.case.sampling, "seed": job.number if job.case.sampling.temperature else 0}
             live[engine.add(list(job.prompt.context), list(job.prompt.question) or None, **sizes)] = todo.popleft()
         engine.step()
         on_stats(stats := engine.stats())
@@ -113,14 +117,14 @@ def texts(
             before = stats.busy_s - stats.compile_s
             for handle in done:
                 result, part = handle.result(), live.pop(handle)
-                (rows,) = _rows_each(result.stats.kept_rows, [part.jobs[0].prompt])
+                (rows,) = _rows_each(result.stats.kept_rows, [part.jobs[0].prompt.context])
                 yield part, [Answer(result.texts[0], rows=rows, seconds=seconds)]
 
 
 def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
     """Whether the method's budget is possible for a prompt; of short ones too few rows may remain."""
     method = completed(model, method)
-    config, tokens = model.config, len(prompt.context)
+    config, tokens = model.config, len(_compressed(method, prompt) if prompt.continuation else prompt.context)
     reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
     counts = {"max_new_tokens": max_new_tokens, "reserve": reserve, "step_tokens": QUESTION_STEP}
     dtype = model.params["embed"].dtype
@@ -132,10 +136,17 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
 
 
 def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
-    """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts."""
+    """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts.
+
+    The last token of a context is fed, too: the logits of a prompt are those of its whole cache, and the first token of
+    a continuation, often the only one, would never see the compression.
+    """
     method = completed(model, method)
     begin = time.perf_counter()
-    unique = list(dict.fromkeys(prompt.context for prompt in prompts))
+    contexts = [_compressed(method, prompt) for prompt in prompts]
+    last = np.asarray([prompt.context[-1] for prompt in prompts], np.int32)
+    held = np.asarray([len(p.context) > len(c) for p, c in zip(prompts, contexts, strict=True)], np.int32)
+    unique = list(dict.fromkeys(contexts))
     width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
@@ -149,12 +160,17 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
             jnp.asarray(padded(unique, width)),
             jnp.asarray([len(context) for context in unique], jnp.int32),
             max_new_tokens=steps,
-            key=jax.random.key(0),
+            reserve=steps + int(held.any()),
+            key=seed_key(0),
         )
-        rows = _rows_each(occupancy(cache), prompts)
+        rows = _rows_each(occupancy(cache), contexts)
         if len(unique) != len(prompts):
-            numbers = jnp.asarray([unique.index(prompt.context) for prompt in prompts])
+            numbers = jnp.asarray([unique.index(context) for context in contexts])
             cache, logits = take_sequences((cache, logits), numbers)
+        if held.any():
+            cache, logits = _read(
+                model.params, model.config, method, cache, logits, jnp.asarray(last), jnp.asarray(held)
+            )
         tokens = jnp.asarray(padded([prompt.continuation for prompt in prompts], steps))
         _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
         scores, hits = fetch((scores, hits))
@@ -168,6 +184,28 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
         )
         for i, count in enumerate(counts)
     ]
+
+
+def _compressed(method: Method, prompt: Prompt) -> Tokens:
+    """What is compressed of a context whose continuation is scored: all but the last token, if there are others. Where
+    nothing is compressed all is read at once.
+    """
+    return prompt.context if method == Full() or len(prompt.context) == 1 else prompt.context[:-1]
+
+
+@jit(static_argnames=("config", "method"), donate_argnames=("cache",))
+def _read(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, " B"],
+    counts: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """The caches and logits after a token, where it counts, as they are read from the compressed caches."""
+    cache, latest = extend_step(params, config, method, cache, tokens[:, None], counts)
+    return cache, jnp.where(counts[:, None] > 0, latest.astype(logits.dtype), logits)
 
 
 @jit(static_argnames=("config", "method"), donate_argnames=("cache",))
@@ -191,17 +229,16 @@ def _follow(
         scores = jax.nn.log_softmax(logits.astype(jnp.float32))
         result = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0], jnp.argmax(scores, axis=1) == token
         more = (place + 1 < counts).astype(jnp.int32)
-        cache, latest = extend_step(params, config, method, cache, token[:, None], more)
-        return (cache, jnp.where(more[:, None] > 0, latest.astype(logits.dtype), logits)), result
+        return _read(params, config, method, cache, logits, token, more), result
 
     (cache, _), (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
     return cache, scores.T, hits.T
 
 
-def _rows_each(counts: list[list[list[int]]], prompts: Sequence[Prompt]) -> list[float]:
-    """Mean rows per head of each prompt, from rows [layer][different context][head]; 0 where no layer is compressed."""
-    unique = list(dict.fromkeys(prompt.context for prompt in prompts))
+def _rows_each(counts: list[list[list[int]]], contexts: Sequence[Tokens]) -> list[float]:
+    """Mean rows per head of each context, from rows [layer][different context][head]; 0 if no layer is compressed."""
+    unique = list(dict.fromkeys(contexts))
     if not counts:
-        return [0.0] * len(prompts)
+        return [0.0] * len(contexts)
     each = [float(np.mean([head for layer in counts for head in layer[i]])) for i in range(len(unique))]
-    return [each[unique.index(prompt.context)] for prompt in prompts]
+    return [each[unique.index(context)] for context in contexts]

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.learned.fitting import Fit, check_rows
 from clusterkv_jax.learned.surrogates import predicted_scores
+from clusterkv_jax.prng import seed_key
 
 # KVzap's recipe; the inner layer has inputs / 8 units.
 RATE, DECAY, EPOCHS, BATCH, HELD_OUT = 5e-3, 1e-2, 15, 512, 0.05
@@ -28,7 +29,7 @@ def network(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], 
     mean, scale = hidden[:train].mean(axis=0), hidden[:train].std(axis=0) + 1e-6
     x, y = jnp.asarray((hidden - mean) / scale, jnp.float32), jnp.asarray(scores, jnp.float32)
     steps = EPOCHS * max(1, train // BATCH)
-    start = _start(jax.random.key(seed), inputs, y[:train].mean(axis=0))
+    start = _start(seed_key(seed), inputs, y[:train].mean(axis=0))
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(RATE, steps), weight_decay=DECAY)
     )
@@ -42,7 +43,7 @@ def network(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], 
         update, memory = optimizer.update(jax.grad(error)(parameters, x[batch], y[batch]), memory, parameters)
         return (optax.apply_updates(parameters, update), memory), None
 
-    keys = jax.random.split(jax.random.key(seed + 1), steps)
+    keys = jax.random.split(seed_key(seed + 1), steps)
     # optax divides whole numbers, which strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         (fit, _), _ = jax.jit(lambda start: jax.lax.scan(step, (start, optimizer.init(start)), keys))(start)

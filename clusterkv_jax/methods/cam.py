@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from clusterkv_jax import prng
 from clusterkv_jax.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.cache import LayerCache, NewTokens, rows_at, take_rows
 from clusterkv_jax.errors import check_fields, is_count
@@ -120,7 +121,7 @@ class CaM(Streaming):
         position = jnp.take_along_axis(group.positions, slot[..., None], axis=2)[:, 0, 0]
 
         def draw(data: Array, position: Int[Array, ""]) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), position), (slot.shape[1],))
+            return jax.random.uniform(jax.random.fold_in(prng.wrapped(data), position), (slot.shape[1],))
 
         return (jax.vmap(draw)(memory["key"], position) < chance).astype(jnp.float32)
 

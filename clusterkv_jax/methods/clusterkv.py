@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from typing_extensions import override
 
-from clusterkv_jax import host_store
+from clusterkv_jax import host_store, prng
 from clusterkv_jax.cache import LayerCache, NewTokens, resize
 from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.group_rows import group_rows
@@ -235,7 +235,7 @@ class ClusterKV(Recall):
         ready = position - begin >= self.interval
         number = ordinals(self.interval, 2)
         slots = begin[:, None] + number
-        draws = jax.vmap(lambda data, at: _draw(jax.random.wrap_key_data(data), at))(state["key"], slots)
+        draws = jax.vmap(lambda data, at: _draw(prng.wrapped(data), at))(state["key"], slots)
         most, on_host = self.interval_clusters, host_store.on_host(state)
         source, at = (state["resident_keys"], jnp.full_like(begin, self.sinks)) if on_host else (group.keys, begin)
         seeds = _lowest(draws, jnp.full_like(begin, self.interval)[:, None], jnp.full_like(begin, most), most)

@@ -20,6 +20,7 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import apart
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.prng import seed_key
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
 
@@ -132,7 +133,7 @@ class Job:
 
         tokens = jax.ShapeDtypeStruct((self.batch, self.context), jnp.int32)
         with jax.set_mesh(self.mesh):
-            jax.eval_shape(read, jax.eval_shape(lambda: jax.random.key(0)), tokens)
+            jax.eval_shape(read, jax.eval_shape(lambda: seed_key(0)), tokens)
         return caches[0], tuple(calls)
 
     def decode(self, layers: int) -> Any:
@@ -141,7 +142,7 @@ class Job:
         cache = replace(self.cache, layers=self.cache.layers[:layers], state=self.cache.state[:layers])
         whole: Any = partial(array, self.mesh)
         state = DecodeState(cache, whole((self.batch,), jnp.int32), whole((self.batch,), jnp.bool_))
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.eval_shape(lambda: seed_key(0))
         numbers = whole(key.shape, key.dtype), whole((), jnp.int32), whole((), jnp.int32)
         fixed: Any = {"sampling": Sampling(), "eos_ids": self.config.eos_ids, "steps": SEGMENT}
         with jax.set_mesh(self.mesh):

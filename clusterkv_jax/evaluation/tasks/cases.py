@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import shown
 
 Tokens = tuple[int, ...]
@@ -34,6 +35,7 @@ class Case:
     max_new_tokens: int = 64
     classes: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
     chat: bool = True
     truncate: bool = False
     reading: tuple[Tokens, Tokens] | None = None
