@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from clusterkv_jax.generation import generate
     from clusterkv_jax.methods import (
         H2O,
+        TOVA,
         AdaKV,
         CaM,
         CentroidKV,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         GravityKV,
         InfiniGen,
         KeyDiff,
+        Knorm,
         KVzap,
         KVzip,
         LagKV,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "H2O",
+    "TOVA",
     "AdaKV",
     "Budget",
     "CaM",
@@ -77,6 +80,7 @@ __all__ = [
     "KVzap",
     "KVzip",
     "KeyDiff",
+    "Knorm",
     "LagKV",
     "LayerCache",
     "Matched",
@@ -108,8 +112,8 @@ __all__ = [
 ]
 
 _METHODS = (
-    "H2O AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full GravityKV "
-    "InfiniGen KVzap KVzip KeyDiff LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
+    "H2O TOVA AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full "
+    "GravityKV InfiniGen KVzap KVzip KeyDiff Knorm LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
     "Budget": "budget.Budget",

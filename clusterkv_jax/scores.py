@@ -4,6 +4,7 @@
     accumulated   all queries over all rows, sum of their probabilities                    H2O
     pooled        each row by the rows around it
     chunks        runs of rows by the sum or mean of their scores
+    as_ranked     scores to as many digits as rounding leaves: equal ones go by position
 
 Everything is float32. Rows of degree n count n times, empty slots not at all, and no query sees a later row. Scores are
 per query head until `group_mean` brings them to the KV heads that keep or drop rows.
@@ -111,6 +112,11 @@ def over_query_blocks(
 def group_mean(scores: Float[Array, "B K G ..."]) -> Float[Array, "B K ..."]:
     """Scores of a KV head: the mean over the query heads that read it."""
     return jnp.mean(scores, axis=2)
+
+
+def as_ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Scores to 17 binary digits: what rounding alone tells apart is a tie, in every batch and on every device."""
+    return jax.lax.reduce_precision(scores, exponent_bits=8, mantissa_bits=16)
 
 
 def pooled(

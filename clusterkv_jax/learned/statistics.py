@@ -49,7 +49,8 @@ def lagkv(
     Partitions are runs of `lag` rows behind the sinks. Channels are scaled by their least and greatest values in the
     next partition; a row's score is the softmax, over its partition, of the standard deviation over its channels, mean
     of keys and values. It is then replaced by its rank in the partition / lag, so that partitions share alike and
-    scores tie; `cross_scoring` keeps it, so that partitions compete.
+    scores tie; of equal rows in a partition the last has the best rank. `cross_scoring` keeps the score itself, so that
+    partitions compete.
 
     Args:
         keys: post-RoPE.
@@ -97,6 +98,5 @@ def _spread(x: Float[Array, "2 B K P lag D"]) -> Float[Array, "2 B K P_1 lag"]:
 
 
 def _ranks(scores: Float[Array, "*heads lag"]) -> Float[Array, "*heads lag"]:
-    """0 for the lowest score of each run; of equal ones the first is the best."""
-    order = jnp.argsort(-scores, axis=-1, stable=True)
-    return (scores.shape[-1] - 1 - jnp.argsort(order, axis=-1)).astype(jnp.float32)
+    """0 for the lowest score of each run; of equal ones the last is the best."""
+    return jnp.argsort(jnp.argsort(scores, axis=-1, stable=True), axis=-1).astype(jnp.float32)

@@ -20,6 +20,7 @@ from clusterkv_jax.methods.gravitykv import GravityKV
 from clusterkv_jax.methods.h2o import H2O
 from clusterkv_jax.methods.infinigen import InfiniGen
 from clusterkv_jax.methods.keydiff import KeyDiff
+from clusterkv_jax.methods.knorm import Knorm
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.kvzip import KVzip
 from clusterkv_jax.methods.lagkv import LagKV
@@ -29,9 +30,11 @@ from clusterkv_jax.methods.pyramidkv import PyramidKV
 from clusterkv_jax.methods.quest import Quest
 from clusterkv_jax.methods.snapkv import SnapKV
 from clusterkv_jax.methods.streamingllm import StreamingLLM
+from clusterkv_jax.methods.tova import TOVA
 
 __all__ = [
     "H2O",
+    "TOVA",
     "AdaKV",
     "CaM",
     "CentroidKV",
@@ -51,6 +54,7 @@ __all__ = [
     "KVzap",
     "KVzip",
     "KeyDiff",
+    "Knorm",
     "LagKV",
     "Matched",
     "Method",

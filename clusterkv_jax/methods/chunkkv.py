@@ -17,7 +17,7 @@ from clusterkv_jax.methods.base import Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.methods.snapkv import snap_scores
-from clusterkv_jax.scores import chunk_sums, group_mean, window_scores
+from clusterkv_jax.scores import as_ranked, chunk_sums, group_mean, window_scores
 
 # What kvpress pools its window scores with.
 KVPRESS_KERNEL = 5
@@ -139,7 +139,7 @@ def _fill(
     """
     count = scores.shape[-1]
     sizes = _sizes(rows, chunk, count)
-    order = jnp.argsort(jnp.where(sizes > 0, -scores, jnp.inf), axis=-1, stable=True)
+    order = jnp.argsort(jnp.where(sizes > 0, -as_ranked(scores), jnp.inf), axis=-1, stable=True)
     cost = jnp.full_like(sizes, chunk) if whole else sizes
     behind = jnp.cumsum(jnp.take_along_axis(cost, order, axis=-1), axis=-1)
     ahead = behind - jnp.take_along_axis(cost, order, axis=-1)

@@ -3,7 +3,7 @@ Information of the KV Cache Tells Which Tokens Are Important").
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Array, Float
 from typing_extensions import override
@@ -19,8 +19,8 @@ class LagKV(Scoped):
     """Keep the first `sinks` rows, and of partitions of `lag` rows behind them those that stand out most.
 
     The last whole partition and what follows it go before all others; so do the latest rows of a prompt of fewer than
-    sinks + 2 lag. `cross_scoring` lets partitions compete, instead of each losing the same share. `scope` and
-    `decode_interval` are as in `KeyDiff`.
+    sinks + 2 lag. Of equal scores the latest row stays. `cross_scoring` lets partitions compete, instead of each losing
+    the same share. `scope` and `decode_interval` are as in `KeyDiff`.
     """
 
     sinks: int = 4
@@ -28,6 +28,9 @@ class LagKV(Scoped):
     cross_scoring: bool = False
     scope: Literal["head", "layer"] = "head"
     decode_interval: int | None = None
+
+    # Ranks tie in all partitions, and all that follows these.
+    latest_wins: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from typing_extensions import override
 from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Windowed, window_of
-from clusterkv_jax.scores import Pooling, group_mean, pooled, window_scores
+from clusterkv_jax.scores import Pooling, as_ranked, group_mean, pooled, window_scores
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ def snap_scores(
     scores = window_scores(*window_of(rows, window), cache)
     before = cache.length[:, :, None] - window
     if pool_before_group:
-        return group_mean(pooled(scores, kernel, pooling, before))
-    return pooled(group_mean(scores), kernel, pooling, before[..., 0])
+        return as_ranked(group_mean(pooled(scores, kernel, pooling, before)))
+    return as_ranked(pooled(group_mean(scores), kernel, pooling, before[..., 0]))

@@ -53,6 +53,8 @@ def every_method(budget: ckv.Budget, interval: int = 4) -> list[Any]:
         ckv.ExpectedAttention(budget, sinks=2, future=8, decode_interval=interval),
         ckv.ExpectedAttention(budget, sinks=2, future=8, scope="layer", decode_interval=interval),
         ckv.KeyDiff(budget, decode_interval=interval),
+        ckv.Knorm(budget, decode_interval=interval),
+        ckv.TOVA(budget, decode_interval=interval),
         ckv.LagKV(budget, sinks=2, lag=8, decode_interval=interval),
         ckv.DropKV(budget, window=4, kernel=3, decode_interval=interval),
         ckv.KVzap(budget, sinks=2, recent=4, decode_interval=interval),

@@ -7,7 +7,7 @@ Windowed    worth is the attention of the last `window` queries, which always st
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ class Eviction(Method):
     """
 
     budget: Budget
+    # Which of two rows of equal scores stays.
+    latest_wins: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,15 +68,16 @@ class Eviction(Method):
     def choose(
         self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
     ) -> Bool[Array, "B #K C"]:
-        """Which rows stay, `budget` of them where there are more; of equal scores the first.
+        """Which rows stay, `budget` of them where there are more; of equal scores the first or the latest.
 
         Rows compete with the rows of their head; with those of the whole layer where a method `holds` pages.
         `capacity` is static: the most rows that a head can hold.
         """
         if self.holds == "pages":
-            return best_of_layer(scores, length, budget, self.protected, capacity)
+            return best_of_layer(scores, length, budget, self.protected, capacity, latest_wins=self.latest_wins)
         free = unprotected(scores, length, self.protected)
-        best = best_rows(jnp.where(free, scores, -jnp.inf), budget - self.protected.first - self.protected.last)
+        count = budget - self.protected.first - self.protected.last
+        best = best_rows(jnp.where(free, scores, -jnp.inf), count, latest_wins=self.latest_wins)
         return best | protected_rows(free, length)
 
     @override
@@ -246,6 +249,7 @@ def best_of_layer(
     protected: Protected,
     capacity: int,
     safeguard: float = 0.2,
+    latest_wins: bool = False,
 ) -> Bool[Array, "B K C"]:
     """The protected rows of every head and the best others of all K heads, K B in all (AdaKV, as kvpress counts).
 
@@ -254,18 +258,26 @@ def best_of_layer(
     """
     free = unprotected(scores, length, protected)
     scores, always = jnp.where(free, scores, -jnp.inf), protected.first + protected.last
-    safe = best_rows(scores, share_of(safeguard, budget, capacity) - always)
-    best = best_rows_of_layer(jnp.where(safe, jnp.inf, scores), budget - always)
+    safe = best_rows(scores, share_of(safeguard, budget, capacity) - always, latest_wins=latest_wins)
+    best = best_rows_of_layer(jnp.where(safe, jnp.inf, scores), budget - always, latest_wins=latest_wins)
     return best | protected_rows(free, length)
 
 
-def best_rows(score: Float[Array, "B K C"], count: Int[Array, " B"] | Int[Array, "B K"]) -> Bool[Array, "B K C"]:
-    """`top_rows`, each device its own heads."""
+def best_rows(
+    score: Float[Array, "B K C"], count: Int[Array, " B"] | Int[Array, "B K"], *, latest_wins: bool = False
+) -> Bool[Array, "B K C"]:
+    """`top_rows`, each device its own heads; of equal scores the first rows, or the latest."""
+    if latest_wins:
+        return best_rows(score[..., ::-1], count)[..., ::-1]
     return over_heads(top_rows, score, count)
 
 
-def best_rows_of_layer(scores: Float[Array, "B K C"], rows: Int[Array, " B"]) -> Bool[Array, "B K C"]:
-    """The K rows highest scores of all K heads together; of equal ones the first head's first."""
+def best_rows_of_layer(
+    scores: Float[Array, "B K C"], rows: Int[Array, " B"], *, latest_wins: bool = False
+) -> Bool[Array, "B K C"]:
+    """The K rows highest scores of all K heads together; of equal ones the first head's, there as in `best_rows`."""
+    if latest_wins:
+        return best_rows_of_layer(scores[..., ::-1], rows)[..., ::-1]
     batch, heads, slots = scores.shape
     return best_rows(scores.reshape(batch, 1, heads * slots), heads * rows).reshape(scores.shape)
 
