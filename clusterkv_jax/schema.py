@@ -61,11 +61,18 @@ def read_lines(file: AnyPath | Traversable, *, most: int) -> Iterator[tuple[str,
             yield where, line
 
 
+def check_file(file: AnyPath | Traversable) -> None:
+    """Raise ValueError for a pipe or a device: reading one may wait for ever."""
+    if isinstance(file, Path) and file.exists() and not (file.is_file() or file.is_dir()):
+        raise ValueError(f"{file} is a pipe or a device, and a file is needed.")
+
+
 @contextmanager
 def _unpacked(file: AnyPath | Traversable) -> Iterator[IO[bytes]]:
     """The bytes of a file; `read(n)` unpacks no more than n where its name ends in .gz."""
     if "\0" in str(file):
         raise ValueError(f"{str(file)!r} is no path: it holds a zero byte.")
+    check_file(file)
     try:
         with file.open("rb") as stream:
             yield cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if file.name.endswith(".gz") else stream

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, cli
 from clusterkv_jax.cli.options import check_taken, parse_entries
+from clusterkv_jax.cli.results_folder import results_folder
 from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.models import transformer
@@ -128,6 +129,17 @@ def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
     assert CliRunner().invoke(cli.app, joint).exit_code == 0
 
 
+def _table(folder):
+    return (folder / "table.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_folder_is_named_after_what_sets_runs_apart():
+    assert results_folder("ruler", "demo", seed=0, limit=None) == "results/ruler-demo"
+    options = {"query-aware": True, "limit": 5, "data": "/some/where/questions", "dtype": "float32"}
+    name = "results/niah-Qwen3-0.6B-main-query-aware-limit-5-data-questions-dtype-float32"
+    assert results_folder("niah", "Qwen/Qwen3-0.6B@main", **options) == name
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,7 +161,6 @@ def test_wrong_options_are_named_before_a_model_is_loaded(arguments, said, tmp_p
 
 
 def test_the_command_answers_with_the_demo_model(tmp_path):
-    pytest.importorskip("matplotlib")
     options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "2", "--seed", "1"]
     options += ["--methods", "centroidkv", "--budgets", "0.75", "--published", "centroidkv-ruler-llama3.1-8b"]
     run = lambda *more: CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])  # noqa: E731
@@ -157,9 +168,12 @@ def test_the_command_answers_with_the_demo_model(tmp_path):
     assert result.exit_code == 0, result.output
     raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in raw.splitlines()]
-    assert [line["id"] for line in lines] == ["vt/416/0", "vt/416/1"]
+    rows = [(line["method"], line["id"]) for line in lines]
+    assert rows == [(method, f"vt/416/{i}") for method in ("full", "centroidkv") for i in (0, 1)]
     for line in lines:
-        assert line["rows"] == int(0.75 * line["tokens"])
+        assert line["rows"] == int(float(line["budget"]) * line["tokens"])
+        assert "variables" in line["question"]
+        assert line["expected"]
         assert line["score"] > 0  # the demo model knows at least one variable
     config = json.loads((tmp_path / "out" / "run.json").read_text())
     assert set(config["sessions"][0]) == {"command", "started", "versions", "commit", "device", "answers", "seconds"}
@@ -169,6 +183,11 @@ def test_the_command_answers_with_the_demo_model(tmp_path):
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     assert run("--model", "demo/").exit_code == 0
     assert (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8") == raw
+    added = run("--methods", "snapkv", "--budgets", "0.5")
+    assert added.exit_code == 0, added.output
+    assert [line for line in _table(tmp_path / "out") if line.startswith("| snapkv | 50% |")]
+    assert (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").startswith(raw)
+    raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")
     refused = run("--query-aware")
     assert refused.exit_code == 2
     assert "holds a run with query_aware = False, not True" in refused.output.replace("\n", " ")

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.evaluation import batching, runner
 from clusterkv_jax.evaluation.batching import Entry, Job
-from clusterkv_jax.evaluation.report import plots, report, table
+from clusterkv_jax.evaluation.report import examples, pictures, report, table
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.tasks import longbench
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -160,6 +159,59 @@ def test_another_configuration_is_refused(tmp_path):
         go(tmp_path, config={**CONFIG, "seed": 1})
 
 
+def test_a_folder_takes_methods_and_tasks_later(unbroken, tmp_path):
+    asked = []
+
+    def noting(method, prompts, *rest):
+        asked.extend((method, prompt.question) for prompt in prompts)
+        return respond(method, prompts, *rest)
+
+    def add(entries, work):
+        asked.clear()
+        return runner.run(tmp_path, CONFIG, {}, work, entries, noting, batch_size=4)
+
+    one_task = [job for job in jobs() if job.case.task == "t0"]
+    assert len(add(ENTRIES[1:], one_task)) == len(asked) == 2 * len(one_task)
+    assert len(add(ENTRIES[:1], one_task)) == 3 * len(one_task)
+    assert {method for method, _ in asked} == {ckv.Full()}
+    assert len(add(ENTRIES, jobs())) == 90
+    assert len(asked) == 3 * 15
+    order = lambda line: (line["method"], line["budget"], line["id"])  # noqa: E731
+    whole = [json.loads(line) for line in unbroken.decode().splitlines()]
+    assert sorted(add(ENTRIES[:1], one_task), key=order) == sorted(whole, key=order)
+    assert not asked
+    run = json.loads((tmp_path / runner.RUN).read_text())
+    assert set(run["config"]["methods"]) == {"full@1.0", "centroidkv@0.5", "centroidkv@0.25"}
+    assert [session["answers"] for session in run["sessions"]] == [30, 15, 45, 0]
+    with pytest.raises(ValueError, match=r"holds a run with methods full@1\.0 = 'Full\(\)', not .*int8"):
+        add([Entry("full", "1.0", ckv.Full(cache_dtype="int8"))], one_task)
+
+
+def test_lines_say_what_was_asked_and_expected(tmp_path):
+    case = Case("a/0", "a", question="Who?", answers=("answer 0", "nobody"))
+    line = go(tmp_path, work=[Job(0, case, Prompt(tuple(range(50)), (0,)))])[0]
+    assert (line["question"], line["expected"], line["output"]) == ("Who?", ["answer 0", "nobody"], "answer 0")
+
+
+def test_a_folder_of_an_earlier_version_is_read_but_does_not_go_on(tmp_path):
+    go(tmp_path)
+    for file, change in ((runner.RUN, _earlier_run), (runner.RESULTS, _earlier_lines)):
+        (tmp_path / file).write_text(change((tmp_path / file).read_text()))
+    assert len(runner.join([tmp_path])[1]) == 90
+    with pytest.raises(ValueError, match="holds a run of an earlier version"):
+        go(tmp_path)
+
+
+def _earlier_run(text):
+    run = json.loads(text)
+    return json.dumps({**run, "config": {**run["config"], "cases": "5f3a"}})
+
+
+def _earlier_lines(text):
+    lines = map(json.loads, text.splitlines())
+    return "".join(json.dumps({k: v for k, v in x.items() if k not in ("question", "expected")}) + "\n" for x in lines)
+
+
 def test_damaged_results_are_named(tmp_path):
     go(tmp_path)
     file = tmp_path / runner.RESULTS
@@ -220,26 +272,71 @@ def test_perplexities_are_averaged_as_logarithms():
     assert row.average.value == pytest.approx(2.718281828**2)
 
 
+RUN = {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]}
+
+
 def test_the_report_shows_everything_and_loads_nothing(lines):
-    pytest.importorskip("matplotlib")
     summary = table.summarize(lines)
-    page = report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
-    assert page.count("<svg") == 1 + 2 + len(ENTRIES)  # the curve, bars of two budgets, a map of each entry
+    page = report.report(summary, lines, RUN)
+    assert page.count("<svg") == 1
     assert "a &lt;b&gt; &amp; c" in page
-    for loads in ("<script", "<img", "@import", "url(h", 'src="h'):
+    for loads in ("<script src", '<link rel="style', "<img", "@import", "url(", 'src="', "http"):
         assert loads not in page
     for row in summary.rows:
         assert table.cell_text(row.average, False) in page
-    assert page == report.report(summary, lines, {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]})
+    assert page == report.report(summary, lines, RUN)
+
+
+def test_the_full_cache_is_dashed_in_the_picture(lines):
+    picture = pictures.score_over_share(table.summarize(lines))
+    full, *others = picture.lines
+    assert (full.name, full.colour, {point.y for point in full.points}) == ("full cache", None, {100.0})
+    assert [[point.x for point in line.points] for line in others] == [[0.25, 0.5]]
+    assert picture.svg.count('class="full"') == 1
+
+
+def test_examples_show_the_question_what_was_expected_and_every_answer(lines):
+    page = report.report(table.summarize(lines), [line | {"question": "Who <is> it?"} for line in lines], RUN)
+    assert "Who &lt;is&gt; it?" in page
+    differ = next(each for each in examples.examples(lines) if len({score for *_, score in each.answers}) > 1)
+    assert [answer[:2] for answer in differ.answers] == [("full", "100%"), ("centroidkv", "50%"), ("centroidkv", "25%")]
+    assert differ.expected in differ.answers[0][2]
 
 
 def test_names_in_the_report_are_texts(lines):
-    pytest.importorskip("matplotlib")
-    hostile = "<script>alert('x')</script>"
+    hostile = "<script>alert('x')</script>$\\badcmd$"
     named = [line | {"method": hostile if line["method"] != "full" else "full", "task": hostile} for line in lines]
     page = report.report(table.summarize(named), named, {"config": CONFIG | {"model": hostile}, "sessions": []})
-    assert "<script" not in page
+    assert page.count("<script>") == 1  # the page's own
     assert page.count("&lt;script&gt;alert(&#39;x&#39;)") >= 4  # title, heading, column, rows
+
+
+@pytest.mark.parametrize(
+    ("methods", "budgets", "lengths", "tasks"),
+    [(300, 1, 1, 2), (1, 500, 1, 2), (1, 1, 2000, 1), (1, 1, 1, 3000)],
+)
+def test_reports_of_many_rows_and_columns_are_quick(methods, budgets, lengths, tasks):
+    asked = [("full", "1.0")] + [(f"m{i}", str(8 + j)) for i in range(methods) for j in range(budgets)]
+    more = {"metric": "f1", "tokens": 4096, "question": "?", "expected": ["x"], "output": "x"}
+    lines = [
+        {**BARE, **more, "method": method, "budget": budget, "task": f"t{t}", "id": f"{t}/{n}", "score": 0.5}
+        | {"facts": {"length": 1000 + n, "depth": 0.5}}
+        for method, budget in asked
+        for t in range(tasks)
+        for n in range(lengths)
+    ]
+    begin = time.monotonic()
+    page = report.report(table.summarize(lines), lines, RUN)
+    assert time.monotonic() - begin < 10
+    assert len(page) < 2e6
+
+
+def test_rows_that_differ_in_their_examples_or_versions_are_named(lines):
+    sessions = [{"versions": {"jax": version}, "answers": n} for version, n in (("1.0", 3), ("1.1", 4), ("1.2", 0))]
+    summary = table.summarize(lines[1:], sessions)
+    assert "Not all examples are answered by full; averages are of what is." in table.notes(summary)
+    assert "Answers are of different versions: jax 1.0 and 1.1." in table.markdown(summary)
+    assert table.summarize(lines, sessions[:1]).remarks == ()
 
 
 def longbench_lines(tmp_path):
@@ -282,15 +379,11 @@ def test_what_the_authors_of_longbench_cut_is_counted(tmp_path):
 
 
 def test_needles_stand_at_the_nearest_tenth_of_the_depth():
-    pytest.importorskip("matplotlib")
     depths = [i / 10 for i in range(11)]
     lines = [
         {**BARE, "score": float(i == 10), "facts": {"length": 64, "depth": depth}} for i, depth in enumerate(depths)
     ]
-    # Matplotlib says a text in a comment before its outlines.
-    texts = re.findall("<!-- (.*?) -->", plots.needle_map(lines, "full", "1.0"))
-    assert texts[2:13] == [f"{10 * i} %" for i in range(11)]
-    assert texts[14:25] == ["0"] * 10 + ["100"]  # each depth alone in its row
+    assert pictures.needles(lines) == ([("full", "100%", 64, [0.0] * 10 + [100.0])], 0)
 
 
 @pytest.mark.parametrize("name", table.published_names())

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -189,3 +190,13 @@ def test_packed_results_are_read_line_by_line(tmp_path):
     (file := tmp_path / "results.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**26, 1))
     with pytest.raises(ValueError, match=r"Line 1 of .* is larger than 1 MiB"):
         list(records.read_answers(file))
+
+
+@pytest.mark.parametrize("name", [runner.RUN, runner.RESULTS])
+def test_a_pipe_is_refused_at_once(again, name):
+    folder, *ways = again
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for way in ways:
+        with pytest.raises(ValueError, match=f"{name} is a pipe or a device, and a file is needed"):
+            way(folder)

@@ -31,7 +31,9 @@ from clusterkv_jax.cli.options import (
     parse_count,
     parse_entries,
     split,
+    stored_as,
 )
+from clusterkv_jax.cli.results_folder import results_folder
 from clusterkv_jax.cli.terminal import one_sentence_errors, pace, plain_console, use_compilation_cache
 
 _what = partial(typer.Option, rich_help_panel="What is asked")
@@ -44,8 +46,12 @@ def evaluate(
     budgets: Annotated[list[str], budgets_option()] = ["1.0"],
     cache_dtype: Annotated[str | None, cache_dtype_option()] = None,
     output: Annotated[
-        str, typer.Option(help="Folder of the results, or gs://; a run that was stopped goes on there.")
-    ] = "results",
+        str | None,
+        typer.Option(
+            help="Folder of the results, or gs://; a run goes on there, and takes more methods, budgets and tasks.",
+            show_default="results/SUITE-MODEL",
+        ),
+    ] = None,
     tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
     limit: Annotated[
@@ -89,8 +95,11 @@ def evaluate(
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
-        from clusterkv_jax.presets import described
+        from clusterkv_jax.presets import described, preset
 
+        asked = {"query-aware": query_aware, "limit": limit, "seed": seed, "data": data, "books": books}
+        asked |= {"dtype": dtype, "cache": cache_dtype, "calibration": calibration}
+        output = output or results_folder(suite, model, **asked)
         results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
         who = coordinator_address, num_processes, process_id
@@ -100,6 +109,7 @@ def evaluate(
         measured = None if calibration is None else read(calibration)
         entries = parse_entries(split(methods), split(budgets), measured, cache_dtype)
         check_taken(entries, split(budgets))
+        entries = batching.with_full(entries, preset("full", **stored_as(cache_dtype)))
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)
         process = 0 if others is None else others.index
@@ -117,9 +127,9 @@ def evaluate(
             plain_console(stderr=True, highlight=False).print(note, style="dim")
         with plain_console(stderr=True).status(Text(f"Building the cases of {suite} ...")):
             examples = suites.cases(suite, options, network.tokenizer, positions)
-            examples = [building.query_aware(case) for case in examples] if query_aware else examples
+            order = building.query_aware if query_aware else lambda case: case
             jobs = [
-                batching.Job(i, case, building.build_prompt(case, network.tokenizer, positions))
+                batching.Job(i, case, building.build_prompt(order(case), network.tokenizer, positions))
                 for i, case in enumerate(examples)
             ]
         config = {
@@ -222,7 +232,7 @@ def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -
     from clusterkv_jax.evaluation.report import report, table
     from clusterkv_jax.files import write_whole
 
-    summary = table.beside(table.summarize(lines), peers)
+    summary = table.beside(table.summarize(lines, run["sessions"]), peers)
     write_whole(folder / "table.md", table.markdown(summary))
     write_whole(folder / "report.html", report.report(summary, lines, run))
     return summary
@@ -234,30 +244,32 @@ def _show(summary: Any, output: str | Path) -> None:
 
     console = plain_console()
     console = console if console.is_terminal else plain_console(width=240)
-    console.print(_screen(summary))
+    columns = summary.columns
+    if console.measure(_screen(summary, columns)).minimum > console.width:
+        columns = ()
+    console.print(_screen(summary, columns))
+    if not columns:
+        console.print(f"The scores of {len(summary.columns)} tasks are in table.md and report.html.", style="dim")
     for note in table.notes(summary):
         console.print(note, style="dim")
     written = f"Written to {output}: results.jsonl, run.json, table.md, report.html"
-    console.print(written, highlight=False)
+    console.print(written, highlight=False, soft_wrap=True)
 
 
-def _screen(summary: Any) -> Table:
+def _screen(summary: Any, columns: Sequence[str]) -> Table:
     """The table without the intervals of single tasks, which table.md has."""
     from clusterkv_jax.evaluation.report.table import budget_name, cell_text
 
     grid = Table(box=SIMPLE_HEAD)
-    for name in ("method", "kept", *summary.columns, "average"):
-        is_text = name in ("method", "kept")
-        grid.add_column(
-            name, justify="left" if is_text else "right", overflow="fold", no_wrap=is_text or name == "average"
-        )
+    for name in ("method", "kept", "average", *columns):
+        grid.add_column(name, justify="left" if name in ("method", "kept") else "right", no_wrap=name != "method")
     for row in summary.rows:
-        measured = row.source == "measured"
-        cells = [row.cells.get(name) for name in summary.columns]
+        cells = [row.cells.get(name) for name in columns]
         values = [cell_text(cell, summary.perplexity).split(" ")[0] for cell in cells]
-        name = row.method if measured else f"{row.method}, {row.source}"
+        name = row.method if row.measured else f"{row.method}, {row.source}"
         average = cell_text(row.average, summary.perplexity)
-        grid.add_row(name, budget_name(row.budget), *values, average, style=None if measured else "dim italic")
+        look = None if row.measured else "dim italic"
+        grid.add_row(Text(name), budget_name(row.budget), average, *values, style=look)
     return grid
 
 

@@ -70,6 +70,11 @@ class Batch:
         return len(unique) * max(map(len, unique)) + asked + WRITTEN * written
 
 
+def with_full(entries: Sequence[Entry], full: Method) -> list[Entry]:
+    """The entries with the full cache, which all are held against; the first where it is not among them."""
+    return [*entries] if any(entry.name == "full" for entry in entries) else [Entry("full", "1.0", full), *entries]
+
+
 def plan(
     jobs: Sequence[Job],
     entries: Sequence[Entry],

@@ -4,9 +4,9 @@ Numbers that a table or a picture cannot hold are refused here, so that those ne
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -35,17 +35,20 @@ class Facts(TypedDict, total=False):
 
 
 class Line(TypedDict):
-    """What was asked, what came out, and what it cost."""
+    """What was asked, what came out, and what it cost; what need not be there, earlier versions did not write."""
 
     method: str
     budget: Annotated[str, Meta(pattern=BUDGET)]
     task: str
     id: str
     prompt: str
+    question: NotRequired[str]
+    expected: NotRequired[list[str]]
     output: str
     metric: str
     score: float
     rows: Annotated[float, Meta(ge=0)]
+    cache_bytes: NotRequired[Count]
     tokens: Count
     cut: Count
     compressed: bool
@@ -54,10 +57,13 @@ class Line(TypedDict):
 
 
 class Asked(TypedDict):
-    """What was asked of which methods: a run that goes on needs no more."""
+    """What was asked of which methods: a run that goes on needs no more.
+
+    `methods` by name and budget, `cases` by task; earlier versions had one digest of all cases.
+    """
 
     methods: dict[str, str]
-    cases: str
+    cases: dict[str, str] | str
 
 
 class Config(Asked):
@@ -79,6 +85,12 @@ class Run(TypedDict):
 
     config: Config
     sessions: list[dict[str, Any]]
+
+
+def group(task: str, facts: Mapping[str, Any]) -> str:
+    """A task with its length or position, where it has one: what the cases of a folder are held against."""
+    place = facts.get("position", facts.get("length"))
+    return task if place is None else f"{task}@{place}"
 
 
 def read_answers(file: Path) -> Iterator[tuple[str, Record]]:
@@ -113,6 +125,7 @@ def check_score(metric: str, points: float, where: str) -> None:
 
 def cut_torn_line(file: Path) -> None:
     """Shorten a results file to its whole lines: a kill may leave half of one behind them."""
+    schema.check_file(file)
     with file.open("rb+") as stream:
         end = stream.seek(0, os.SEEK_END)
         start = stream.seek(max(0, end - MOST_LINE))

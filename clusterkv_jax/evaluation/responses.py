@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
-from clusterkv_jax.cache import KVCache, occupancy, take_sequences
+from clusterkv_jax.cache import KVCache, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.engine import Engine, EngineStats, Handle
@@ -37,13 +37,15 @@ _SLACK = 256
 @dataclass(frozen=True)
 class Answer:
     """What came out: a text, or the log-likelihood of each token of a continuation and whether greedy decoding, too,
-    would have written it; rows held per head after the prompt (mean over layers and heads), and seconds.
+    would have written it; rows held per head after the prompt (mean over layers and heads), bytes of its cache (of an
+    engine's slot where one answers), and seconds.
     """
 
     text: str = ""
     logprobs: tuple[float, ...] = ()
     greedy: bool = False
     rows: float = 0.0
+    cache_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -118,7 +120,8 @@ def texts(
             for handle in done:
                 result, part = handle.result(), live.pop(handle)
                 (rows,) = _rows_each(result.stats.kept_rows, [part.jobs[0].prompt.context])
-                yield part, [Answer(result.texts[0], rows=rows, seconds=seconds)]
+                took = {"rows": rows, "cache_bytes": result.stats.cache_bytes, "seconds": seconds}
+                yield part, [Answer(result.texts[0], **took)]
 
 
 def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
@@ -163,7 +166,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
             reserve=steps + int(held.any()),
             key=seed_key(0),
         )
-        rows = _rows_each(occupancy(cache), contexts)
+        rows, cache_bytes = _rows_each(occupancy(cache), contexts), nbytes(cache) // len(unique)
         if len(unique) != len(prompts):
             numbers = jnp.asarray([unique.index(context) for context in contexts])
             cache, logits = take_sequences((cache, logits), numbers)
@@ -180,6 +183,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
             logprobs=tuple(float(x) for x in scores[i, :count]),
             greedy=bool(hits[i, :count].all()),
             rows=rows[i],
+            cache_bytes=cache_bytes,
             seconds=seconds,
         )
         for i, count in enumerate(counts)

@@ -1,16 +1,17 @@
 """Runs a suite through methods and budgets, and writes down every answer so that a kill loses nothing.
 
     results.jsonl   one line per example, appended and synced as answers come; a torn last line is dropped and redone
-    run.json        what was run: replaced whole, never half written
+    run.json        what was run: replaced whole, never half written (see `settings`)
+
+A folder takes more methods, budgets and tasks of the same run later: what it holds already is not asked again, and what
+is not asked this time stays.
 
 The batches of a run depend on its configuration alone (see `batching`), and no text depends on what else is asked, so a
 resumed run computes what an unbroken one would have. It holds every line that it finds against the case that the line
 claims to answer.
 """
 
-import hashlib
 import json
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +27,8 @@ from clusterkv_jax.evaluation.batching import Batch, Entry, Job, Key, plan
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
 from clusterkv_jax.evaluation.responses import Answer, Answers
 from clusterkv_jax.evaluation.scoring import CHEAP, score
-from clusterkv_jax.evaluation.tasks.cases import Prompt
+from clusterkv_jax.evaluation.settings import brief, close_run, open_run, settings
+from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Method
 
@@ -59,7 +61,8 @@ def run(
 
     Args:
         folder: of results.jsonl and run.json; made if it is not there.
-        config: what decides the results; a folder that holds another configuration is refused.
+        config: what decides the results; a folder that holds another configuration is refused, but for methods and
+            tasks that it has not.
         about: command, versions, commit: added to run.json's list of sessions.
         jobs: cases with their prompts.
         entries: methods with budgets.
@@ -89,20 +92,6 @@ def in_turn(respond: Respond) -> Answers:
     return answers
 
 
-def settings(
-    config: Mapping[str, Any],
-    jobs: Sequence[Job],
-    entries: Sequence[Entry],
-    described: Callable[[Any], str] = repr,
-) -> Record:
-    """The configuration with its methods, and a digest of all cases and their tokens.
-
-    `described` says what answers of a method depend on.
-    """
-    methods = {f"{entry.name}@{entry.budget}": described(entry.method) for entry in entries}
-    return {**config, "methods": methods, "cases": _digest(jobs)}
-
-
 def record(
     folder: Path,
     config: Mapping[str, Any],
@@ -115,7 +104,8 @@ def record(
 ) -> list[Record]:
     """`run` of batches whose answers come in any order; `writing` is held while a line is written.
 
-    When all is answered, the lines stand in the order of the batches, and run.json says what this session took.
+    When all is answered, the lines stand in the order of run.json's methods, those of a method in that of its batches,
+    and run.json says what this session took. What earlier runs were asked beside that is among the lines returned.
     """
     writing = nullcontext() if writing is None else writing
     asked = {
@@ -127,27 +117,29 @@ def record(
     file, begin = folder / RESULTS, time.monotonic()
     with _alone(folder):
         with writing:
-            _open_run(folder, config, about)
-            answered = _answered(file, asked)
-        before, tokens = len(answered), sum(line["tokens"] for line in answered.values())
-        on_lines(before, tokens)
-        missing = [part for batch in batches if (part := batch.without(answered)) is not None]
+            whole = open_run(folder, config, about)
+            lines = _found(file, asked, config, whole)
+        answered = [line for key, line in lines.items() if key in asked]
+        count, tokens = len(answered), sum(line["tokens"] for line in answered)
+        on_lines(count, tokens)
+        missing = [part for batch in batches if (part := batch.without(lines)) is not None]
         for batch, found in answers(missing):
             fresh = {
-                key: _line(asked[key], each) for key, each in zip(batch.keys, found, strict=True) if key not in answered
+                key: _line(asked[key], each) for key, each in zip(batch.keys, found, strict=True) if key not in lines
             }
             with writing:
                 append_whole(file, _text(fresh.values()))
-            answered |= fresh
-            tokens += sum(line["tokens"] for line in fresh.values())
-            on_lines(len(answered), tokens)
-        ordered = {key: answered[key] for key in asked}
+            lines |= fresh
+            count, tokens = count + len(fresh), tokens + sum(line["tokens"] for line in fresh.values())
+            on_lines(count, tokens)
+        place = {name: number for number, name in enumerate(whole["methods"])}
+        beside = [key for key in lines if key not in asked]
+        ordered = {key: lines[key] for key in sorted([*beside, *asked], key=lambda key: place[_row(key)])}
         with writing:
-            if list(ordered) != list(answered):
+            if list(ordered) != list(lines):
                 write_whole(file, _text(ordered.values()))
-            if missing:
-                took = {"answers": len(answered) - before, "seconds": round(time.monotonic() - begin, 1)}
-                _close_run(folder, took)
+            took = {"answers": count - len(answered), "seconds": round(time.monotonic() - begin, 1)}
+            close_run(folder, took)
     return list(ordered.values())
 
 
@@ -155,36 +147,51 @@ def _text(lines: Iterable[Record]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _answered(file: Path, asked: Mapping[Key, _Asked]) -> dict[Key, Record]:
-    """The lines there are, by what they answer; a torn last one is cut off the file.
+def _found(file: Path, asked: Mapping[Key, _Asked], config: Mapping[str, Any], whole: Record) -> dict[Key, Record]:
+    """The lines there are, by what they answer, of earlier runs of the folder too; a torn last one is cut off the file.
 
-    Raises ValueError that names the first line which answers nothing that is asked, or otherwise than it says.
+    Raises ValueError that names the first line which answers nothing that was ever asked, or otherwise than it says.
     """
     if not file.exists():
         return {}
     records.cut_torn_line(file)
-    answered: dict[Key, Record] = {}
+    jobs = {each.job.case.id: each.job for each in asked.values()}
+    lines: dict[Key, Record] = {}
     for where, line in records.read_answers(file):
         key = _key(line)
-        if key in answered:
+        if key in lines:
             raise ValueError(f"{where} answers {_named(key)} a second time; remove it and run again.")
-        if key not in asked:
+        if key in asked:
+            _check_claims(line, _claims(asked[key]), where)
+            _check_score(line, asked[key].job.case, where)
+        elif not _of_another_run(line, config, whole, jobs):
             raise ValueError(f"{where} answers {_named(key)}, which this run does not ask; choose another folder.")
-        _check_claims(line, asked[key], where)
-        answered[key] = line
-    return answered
+        elif line["id"] in jobs:
+            _check_claims(line, _of_case(jobs[line["id"]]), where)
+        lines[key] = line
+    return lines
 
 
-def _check_claims(line: Record, asked: _Asked, where: str) -> None:
-    """Raise ValueError unless the line is of this case, and its output has its score."""
-    case = asked.job.case
-    truth = _claims(asked)
+def _of_another_run(line: Record, config: Mapping[str, Any], whole: Record, jobs: Mapping[str, Job]) -> bool:
+    """Whether an earlier run of the folder asked this: its methods or its tasks are not all asked now."""
+    group = records.group(line["task"], line["facts"])
+    known = _row(_key(line)) in whole["methods"] and group in whole["cases"]
+    return known and (line["id"] in jobs or group not in config["cases"])
+
+
+def _check_score(line: Record, case: Case, where: str) -> None:
+    """Raise ValueError unless the line's output has its score, where that is quickly computed."""
     if case.metric in CHEAP:
-        truth["score"] = score(case.metric, line["output"], case.answers, case.classes)
+        points = score(case.metric, line["output"], case.answers, case.classes)
+        _check_claims(line, {"score": points}, where)
+
+
+def _check_claims(line: Record, truth: Record, where: str) -> None:
+    """Raise ValueError where the line says something else than the truth; lines of earlier versions say less."""
     for name, value in truth.items():
-        if line[name] != value:
+        if line.get(name, value) != value:
             raise ValueError(
-                f"{where} has the {name} {_brief(line[name])}, and it must be {_brief(value)}; remove it and run again."
+                f"{where} has the {name} {brief(line[name])}, and it must be {brief(value)}; remove it and run again."
             )
 
 
@@ -218,18 +225,18 @@ def join(folders: Sequence[Path]) -> tuple[Record, list[Record]]:
             key = _key(line)
             if f"{key[0]}@{key[1]}" not in runs[-1]["config"]["methods"]:
                 raise ValueError(f"{where} answers {_named(key)}, a method that {folder / RUN} does not name.")
-            if key in lines:
+            if key in lines and (key[0] != "full" or folder in folders[: len(runs) - 1]):
                 raise ValueError(f"{where} answers {_named(key)} a second time.")
             if line["metric"] == NLL and "position" not in line["facts"]:
-                raise ValueError(f"{where}, field 'facts': A cross-entropy has a position ({_brief(line['facts'])}).")
+                raise ValueError(f"{where}, field 'facts': A cross-entropy has a position ({brief(line['facts'])}).")
             first = said.setdefault(line["id"], line)
-            for name in ("prompt", "task", "metric", "tokens", "cut", "facts"):
-                if line[name] != first[name]:
+            for name in ("prompt", "task", "metric", "question", "expected", "tokens", "cut", "facts"):
+                if line.get(name) != first.get(name):
                     raise ValueError(
-                        f"{where} has the {name} {_brief(line[name])}, and an earlier answer to {_brief(line['id'])} "
-                        f"{_brief(first[name])}."
+                        f"{where} has the {name} {brief(line.get(name))}, and an earlier answer to "
+                        f"{brief(line['id'])} {brief(first.get(name))}."
                     )
-            lines[key] = line
+            lines.setdefault(key, line)  # every run asks the full cache; the first answer counts
     if not lines:
         raise ValueError(f"There are no answers in {', '.join(map(str, folders))}.")
     _check_alike(folders, [run["config"] for run in runs])
@@ -247,55 +254,9 @@ def _check_alike(folders: Sequence[Path], configs: Sequence[Record]) -> None:
         for name in {**first, **config}:
             if name != "methods" and first.get(name) != config.get(name):
                 raise ValueError(
-                    f"{folders[0]} and {folder} differ in {name}: {_brief(first.get(name))} and "
-                    f"{_brief(config.get(name))}."
+                    f"{folders[0]} and {folder} differ in {name}: {brief(first.get(name))} and "
+                    f"{brief(config.get(name))}."
                 )
-
-
-# --- files ---
-
-
-def _open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write run.json, or add this session to it; another configuration is refused."""
-    file = folder / RUN
-    if not file.exists() and (folder / RESULTS).exists():
-        raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
-    settings = json.loads(json.dumps(config))
-    run = records.read_run(folder, records.Begun) if file.exists() else {"config": settings, "sessions": []}
-    ours, theirs = _flat(settings), _flat(run["config"])
-    for name in {**theirs, **ours}:
-        if theirs.get(name) != ours.get(name):
-            raise ValueError(
-                f"{folder} holds a run with {name} = {_brief(theirs.get(name))}, not {_brief(ours.get(name))}; "
-                "choose another folder, or give the same options."
-            )
-    _write_run(file, {"config": settings, "sessions": [*run["sessions"], dict(about)]})
-
-
-def _close_run(folder: Path, took: Record) -> None:
-    """Add to this session's entry in run.json what it took."""
-    run = records.read_run(folder, records.Begun)
-    _write_run(folder / RUN, {**run, "sessions": [*run["sessions"][:-1], {**run["sessions"][-1], **took}]})
-
-
-def _write_run(file: Path, run: Record) -> None:
-    write_whole(file, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
-
-
-def _flat(config: Record) -> Record:
-    """A configuration with its methods one by one."""
-    methods = {f"methods {name}": text for name, text in config["methods"].items()}
-    return {name: value for name, value in config.items() if name != "methods"} | methods
-
-
-def _brief(value: Any) -> str:
-    return textwrap.shorten(repr(value), 600, placeholder=" ...")
-
-
-def _digest(jobs: Sequence[Job]) -> str:
-    """Identifies all cases and their tokens."""
-    text = "\n".join(f"{job.case.id} {job.prompt.sha} {job.case.max_new_tokens} {job.case.answers}" for job in jobs)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _key(line: Record) -> Key:
@@ -306,22 +267,31 @@ def _named(key: Key) -> str:
     return "{} with budget {} of example {}".format(*map(schema.shown, key))
 
 
-def _claims(asked: _Asked) -> Record:
-    """What a line says of the case that it answers."""
-    case, prompt = asked.job.case, asked.job.prompt
+def _row(key: Key) -> str:
+    return f"{key[0]}@{key[1]}"
+
+
+def _of_case(job: Job) -> Record:
+    """What a line says of its example, whichever method answers."""
+    case, prompt = job.case, job.prompt
     return {
-        "method": asked.entry.name,
-        "budget": asked.entry.budget,
         "task": case.task,
         "id": case.id,
         "prompt": prompt.sha,
+        "question": case.question,
+        "expected": list(case.answers),
         "metric": case.metric,
         "tokens": len(prompt.context),
         # LongBench's authors cut texts, before they are tokens of a prompt.
         "cut": prompt.cut + case.facts.get("cut", 0),
-        "compressed": asked.compressed,
         "facts": dict(case.facts),
     }
+
+
+def _claims(asked: _Asked) -> Record:
+    """What a line says of what it answers."""
+    entry = asked.entry
+    return {"method": entry.name, "budget": entry.budget, "compressed": asked.compressed, **_of_case(asked.job)}
 
 
 def _line(asked: _Asked, answer: Answer) -> Record:
@@ -330,7 +300,11 @@ def _line(asked: _Asked, answer: Answer) -> Record:
         points = -sum(answer.logprobs) / len(answer.logprobs)
     else:
         points = score(case.metric, answer.text, case.answers, case.classes)
-    found = {"output": answer.text, "score": points, "rows": round(answer.rows, 2), "seconds": round(answer.seconds, 4)}
-    line = _claims(asked) | found
+    took = {
+        "rows": round(answer.rows, 2),
+        "cache_bytes": answer.cache_bytes,
+        "seconds": round(answer.seconds, 4),
+    }
+    line = _claims(asked) | {"output": answer.text, "score": points} | took
     records.check_score(case.metric, points, f"The answer of {_named(_key(line))}")
     return {name: line[name] for name in Line.__annotations__}

@@ -67,7 +67,7 @@ def test_what_no_replicas_can_be_made_of(mesh, message):
 def test_replicas_of_one_process_answer_as_one_device(model, alone, tmp_path):
     said = evaluated(model, tmp_path, "--mesh", "data=4,model=2")
     assert answers(tmp_path) == alone
-    assert "8 of 8 examples · " in said
+    assert "16 of 16 examples · " in said
     assert "tokens/s/chip" in said
     session = json.loads((tmp_path / "run.json").read_text())["sessions"][0]
     assert (session["mesh"], session["answers"]) == ("data=4,model=2", len(alone))

@@ -1,41 +1,43 @@
-"""report.html: the table and every picture in one file that needs nothing from anywhere."""
+"""report.html: a table that sorts itself, charts and examples in one file that needs nothing from anywhere."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterkv_jax.evaluation.report import plots
+from clusterkv_jax.evaluation.report.examples import examples
+from clusterkv_jax.evaluation.report.pictures import needles, pictures
 from clusterkv_jax.evaluation.report.table import Summary, budget_name, cell_text, notes
 from clusterkv_jax.evaluation.templates import render
 
+# A browser needs seconds for more; table.md and results.jsonl have all.
+_MOST_CELLS = 60_000
+
 
 def report(summary: Summary, lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """The page: title, table (published rows in italics), pictures, and how it was made."""
+    """The page: charts, table (published rows in italics), examples, and how it was made."""
     config = run["config"]
+    most = max(1, _MOST_CELLS // (len(summary.columns) + 6))
+    depths, depths_left_out = needles(lines)
     return render(
         "report/report.html.jinja",
         title=f"{config['suite']} · {config['model']}",
         notes=notes(summary),
         summary=summary,
+        rows=summary.rows[:most],
+        left_out=len(summary.rows) - most,
         budget_name=budget_name,
         cell_text=cell_text,
-        sections=list(_sections(summary, lines)),
-        run=json.dumps(run, indent=2, ensure_ascii=False),
+        pictures=list(pictures(summary)),
+        needles=depths,
+        needles_left_out=depths_left_out,
+        examples=list(examples(lines)),
+        sessions=run["sessions"],
+        made_with=_made_with,
     )
 
 
-def _sections(
-    summary: Summary, lines: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, Sequence[tuple[str | None, str]]]]:
-    """Every picture that the results allow, with its name if it has one, under headings."""
-    if curve := plots.score_over_budget(summary):
-        yield "By budget", [(None, curve)]
-    if summary.perplexity:
-        yield "By position", [(None, plots.perplexity_by_position(summary))]
-        return
-    measured = [row for row in summary.rows if row.source == "measured"]
-    budgets = dict.fromkeys(row.budget for row in measured if row.method != "full") or {measured[0].budget: None}
-    yield "By task", [(f"{budget_name(budget)} kept", plots.bars_by_task(summary, budget)) for budget in budgets]
-    maps = [picture for row in measured if (picture := plots.needle_map(lines, row.method, row.budget))]
-    if maps:
-        yield "Needles by depth and length", [(None, picture) for picture in maps]
+def _made_with(session: Mapping[str, Any]) -> str:
+    """When, where and with which versions a session ran."""
+    versions = session.get("versions")
+    named = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, Mapping) else []
+    parts = [session.get("started"), session.get("device"), session.get("commit"), ", ".join(named)]
+    return " · ".join(str(part) for part in parts if part)

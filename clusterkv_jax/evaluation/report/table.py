@@ -29,29 +29,51 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One method and budget: a cell per column that it has, their average, and where the numbers are from."""
+    """One method and budget: a cell per column that it has, their average, and where the numbers are from.
+
+    Of what is measured also the share of the cache that the budget is, and, where the lines say, mean megabytes of an
+    example's cache and mean seconds of an answer.
+    """
 
     method: str
     budget: str
     cells: Mapping[str, Cell]
     average: Cell
     source: str = "measured"
+    share: float = 1.0
+    megabytes: float | None = None
+    seconds: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether this is of the run, not of a paper."""
+        return self.source == "measured"
+
+    @property
+    def name(self) -> str:
+        """Method and budget, as in "snapkv 25%"."""
+        return self.method if self.method == "full" else f"{self.method} {budget_name(self.budget)}"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A table: columns in their suite's order, rows in order of the run; `metric` "nll" means perplexities."""
+    """A table: columns in their suite's order, rows in order of the run, the full cache first; remarks go below it."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     perplexity: bool
     uncompressed: int = 0
     cut: int = 0
-    protocols: tuple[str, ...] = ()  # of the published rows
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> list[Row]:
+        """The rows of the run, without those of papers."""
+        return [row for row in self.rows if row.measured]
 
 
-def summarize(lines: Sequence[Line]) -> Summary:
-    """Means and 95 % intervals of every method, budget and column.
+def summarize(lines: Sequence[Line], sessions: Sequence[Mapping[str, Any]] = ()) -> Summary:
+    """Means and 95 % intervals of every method, budget and column; remarks where sessions had different versions.
 
     Wilson's interval for scores from 0 to 1 (for shares between them it is wider than need be), the normal one for
     cross-entropies. The average of the columns counts each equally.
@@ -60,23 +82,64 @@ def summarize(lines: Sequence[Line]) -> Summary:
         raise ValueError("There are no results to sum up.")
     perplexity = lines[0]["metric"] == "nll"
     several = len({line["facts"].get("length") for line in lines}) > 1
-    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[Line]]] = {}
     for line in lines:
         by_task = groups.setdefault((line["method"], line["budget"]), {})
-        by_task.setdefault(column(line, several), []).append(line["score"])
+        by_task.setdefault(column(line, several), []).append(line)
     tasks = dict.fromkeys(name for by_task in groups.values() for name in by_task)
     columns = tuple(sorted(tasks, key=lambda name: _ORDER.get(name.split("@")[0], len(_ORDER))))
-    rows = tuple(
-        _row(method, budget, {name: _cell(scores, perplexity) for name, scores in by_task.items()}, perplexity)
-        for (method, budget), by_task in groups.items()
-    )
+    ordered = sorted(groups, key=lambda group: group[0] != "full")
+    rows = tuple(_measured(group, groups[group], perplexity) for group in ordered)
     return Summary(
         columns,
         rows,
         perplexity,
         uncompressed=sum(not line["compressed"] for line in lines),
         cut=sum(line["cut"] > 0 for line in lines),
+        remarks=(*_unlike(rows, columns), *_versions(sessions)),
     )
+
+
+def _measured(group: tuple[str, str], by_task: Mapping[str, Sequence[Line]], perplexity: bool) -> Row:
+    """The row of a method and budget."""
+    method, budget = group
+    cells = {name: _cell([line["score"] for line in lines], perplexity) for name, lines in by_task.items()}
+    every = [line for lines in by_task.values() for line in lines]
+    held, tokens = _mean(every, "cache_bytes"), _mean(every, "tokens")
+    of_rows = budget.isdigit() and budget != "1"
+    return replace(
+        _row(method, budget, cells, perplexity),
+        share=min(1.0, float(budget) / tokens if of_rows and tokens else float(budget)),
+        megabytes=None if held is None else held / 1e6,
+        seconds=_mean(every, "seconds"),
+    )
+
+
+def _mean(lines: Sequence[Line], name: str) -> float | None:
+    """Over the lines that have this."""
+    values = [line[name] for line in lines if name in line]
+    return float(np.mean(values)) if values else None
+
+
+def _unlike(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """What to say of rows that do not answer all that others do."""
+    counts = [tuple(row.cells[name].count if name in row.cells else 0 for name in columns) for row in rows]
+    most = tuple(map(max, zip(*counts, strict=True)))
+    fewer = [row.name for row, each in zip(rows, counts, strict=True) if each != most]
+    shown = ", ".join(fewer[:5]) + (f" and {len(fewer) - 5} more" if len(fewer) > 5 else "")
+    return [f"Not all examples are answered by {shown}; averages are of what is."] if fewer else []
+
+
+def _versions(sessions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to say of sessions that made answers with other versions of libraries than the first."""
+    made = [session for session in sessions if session.get("answers") != 0]
+    found: dict[str, dict[str, None]] = {}
+    for session in made:
+        versions = session.get("versions")
+        for name, version in versions.items() if isinstance(versions, dict) else ():
+            found.setdefault(name, {})[str(version)] = None
+    several = [f"{name} {' and '.join(each)}" for name, each in found.items() if len(each) > 1]
+    return [f"Answers are of different versions: {', '.join(several)}."] if several else []
 
 
 def column(line: Line, several_lengths: bool) -> str:
@@ -172,7 +235,7 @@ def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
     """
     tasks = {name.split("@")[0] for name in summary.columns}
     extra: list[Row] = []
-    protocols = []
+    protocols: list[str] = []
     for table in tables:
         before = len(extra)
         for row in table.rows:
@@ -182,7 +245,7 @@ def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
             elif not row.cells and set(table.columns) == tasks:
                 extra.append(row)
         protocols += [f"{table.source}: {table.protocol}."] if len(extra) > before else []
-    return replace(summary, rows=(*summary.rows, *extra), protocols=tuple(protocols))
+    return replace(summary, rows=(*summary.rows, *extra), remarks=(*summary.remarks, *protocols))
 
 
 # --- text ---
@@ -203,14 +266,19 @@ def cell_text(cell: Cell | None, perplexity: bool) -> str:
 
 def markdown(summary: Summary) -> str:
     """The table as Markdown, ending in notes on what its numbers are."""
-    head = ["method", "kept", *summary.columns, "average"]
+    head = ["method", "kept", *map(_in_a_cell, summary.columns), "average"]
     lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     for row in summary.rows:
-        name = row.method if row.source == "measured" else f"*{row.method}, {row.source}*"
+        name = row.method if row.measured else f"*{row.method}, {row.source}*"
         cells = [cell_text(row.cells.get(column), summary.perplexity) for column in summary.columns]
         average = cell_text(row.average, summary.perplexity)
-        lines.append("| " + " | ".join([name, budget_name(row.budget), *cells, average]) + " |")
+        lines.append("| " + " | ".join([_in_a_cell(name), budget_name(row.budget), *cells, average]) + " |")
     return "\n".join([*lines, "", *notes(summary)]) + "\n"
+
+
+def _in_a_cell(text: str) -> str:
+    """A name that ends no cell and no row of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def notes(summary: Summary) -> list[str]:
@@ -223,4 +291,4 @@ def notes(summary: Summary) -> list[str]:
         )
     if summary.cut:
         sentences.append(f"{summary.cut} prompts lost tokens in their middle to fit into the model's positions.")
-    return [*sentences, *summary.protocols]
+    return [*sentences, *summary.remarks]
