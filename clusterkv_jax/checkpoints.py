@@ -28,8 +28,9 @@ from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.kept_programs import keep_programs
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Generation, end_ids
+from clusterkv_jax.models.config import ModelConfig, limited
+from clusterkv_jax.models.hf_config import end_ids
+from clusterkv_jax.models.hf_fields import Generation
 from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
 from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
@@ -38,7 +39,7 @@ from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.stacks import Stack
-from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_json
+from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_config, read_json
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
 GENERATION = "generation_config.json"
@@ -70,6 +71,7 @@ def load(
     revision: str | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    max_positions: int | None = None,
     calibration: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load "demo" (the packaged model), a hub id, a local folder or a gs:// address.
@@ -81,6 +83,9 @@ def load(
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
     parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
+    `max_positions` is the longest text with its answer, in tokens, by default what the model's configuration says. Up
+    to the original length of LongRoPE (Phi-3.5 and Phi-4-mini: 4,096) a model takes the factors for short texts; beyond
+    it takes those for long texts, whatever a text's length.
     `calibration` is what `clusterkv calibrate` wrote for the model, a file, a folder or a hub id, by default
     `calibration.safetensors` of the model's folder, if there is one.
 
@@ -104,8 +109,12 @@ def load(
     shardings = jax.tree.map(lambda _: None, specs) if fitted is None else param_shardings(specs, fitted)
     copy = partial(host_copy, dtype=target, platform=platform)
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
-    config = replace(config, weights=checkpoint.fingerprint(target))
-    model = Model(params, config, tokenizer_in(folder), mesh, str(name), sampling=_sampling(folder))
+    tokenizer = tokenizer_in(folder)
+    ends = end_ids(config.vocab_size, config.eos_ids, tokenizer=getattr(tokenizer, "eos_token_id", None))
+    config = replace(config, weights=checkpoint.fingerprint(target), eos_ids=ends)
+    if max_positions is not None:
+        config = limited(config, max_positions)
+    model = Model(params, config, tokenizer, mesh, str(name), sampling=_sampling(folder))
     if calibration is None and not (folder / CALIBRATION).is_file():
         return model
     with nearby(folder, [CALIBRATION] if calibration is None else []) as near:
@@ -146,14 +155,13 @@ def load_config(folder: str | AnyPath) -> ModelConfig:
     """
     folder = Path(folder) if isinstance(folder, str) else folder
     file = folder / "config.json"
-    published = read_json(file)
+    published = read_config(folder)
     with naming(file):
         config = registry.from_hf(published, str(file))
     generation = _generation(folder)
-    with naming(folder / GENERATION):
-        ids = end_ids(generation.eos_token_id, config.vocab_size)
+    ends = end_ids(config.vocab_size, generation.eos_token_id, config.eos_ids)
     pad = config.pad_id if generation.pad_token_id is None else generation.pad_token_id
-    return replace(config, eos_ids=ids or config.eos_ids, pad_id=pad)
+    return replace(config, eos_ids=ends, pad_id=pad)
 
 
 def _generation(folder: AnyPath) -> Generation:
@@ -242,8 +250,8 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
     folder = locate(name, revision)
+    published = read_config(folder)
     manifest = read_manifest(folder) if is_converted(folder) else None
-    published = read_json(folder / "config.json")
     config = load_config(folder)
     if manifest is not None:
         return _open_converted(folder, config, manifest)

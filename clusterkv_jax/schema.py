@@ -88,10 +88,13 @@ def as_text(raw: bytes, where: str) -> str:
         raise ValueError(f"{where} is not UTF-8 text: byte {error.start} is {raw[error.start]:#04x}.") from error
 
 
-def from_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Infinite numbers, NaN, keys that stand twice, and deep nesting are refused."""
+def from_json(text: str, where: str, *, finite: bool = True) -> Any:
+    """The value of a JSON text. Keys that stand twice and deep nesting are refused, infinite numbers and NaN too if
+    numbers are to be `finite`.
+    """
+    number = _finite if finite else float
     try:
-        value = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_finite, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_without_twins, parse_constant=number, parse_float=number)
         _check_levels(value)
         if "\\ud" in text.lower():  # half of a character cannot be written again
             json.dumps(value, ensure_ascii=False).encode()

@@ -19,12 +19,15 @@ from safetensors import SafetensorError, safe_open
 
 from clusterkv_jax.schema import MIB, AnyPath, as_text, checked, from_json, read_text, shown, size
 
+ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 # Bytes of what quantised weights are stored in.
 _CODE_SIZES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 # Buffers that old files carry; the angles follow from the configuration.
 IGNORED = re.compile(r"(^|\.)rotary(_pos)?_emb\.inv_freq$")
+# How a file begins that Git LFS has not fetched.
+_POINTER = b"version https://git-lfs"
 # A configuration has kilobytes; the index and the header of a model of 400 billion parameters a few hundred.
 _MOST_JSON = 16 * MIB
 
@@ -68,11 +71,28 @@ class Entry:
         return np.frombuffer(raw, kind).reshape(shape)
 
 
-def read_json(path: AnyPath) -> dict[str, Any]:
+def read_config(folder: AnyPath) -> dict[str, Any]:
+    """The folder's config.json, unchecked; in one of a family that is not read any number may be infinite.
+
+    Raises CheckpointError that names what is missing, or what the folder holds instead of a model.
+    """
+    if (folder / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{folder} holds {ADAPTER}, and adapters are not read; merge it into its base model, and load that."
+        )
+    if not (folder / "config.json").is_file() and (files := sorted(path.name for path in folder.glob("*.gguf"))):
+        raise CheckpointError(
+            f"{folder} holds {files[0]}, and GGUF files are not read; give a folder with config.json and safetensors."
+        )
+    return read_json(folder / "config.json", finite=False)
+
+
+def read_json(path: AnyPath, *, finite: bool = True) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError that names the file where it is missing, too large, or anything else."""
     try:
         with naming(path):
-            return checked(from_json(read_text(path, most=_MOST_JSON), str(path)), dict[str, Any], str(path))
+            value = from_json(read_text(path, most=_MOST_JSON), str(path), finite=finite)
+            return checked(value, dict[str, Any], str(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing from {path.parent}.") from None
     except OSError as error:
@@ -154,7 +174,11 @@ def header(path: AnyPath) -> tuple[dict[str, Entry], dict[str, str]]:
     """The tensors of a safetensors file by name, and its metadata; nothing is read but its header."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(len(_POINTER))
+            if start == _POINTER:
+                raise CheckpointError(f"{path} is a Git LFS pointer in the place of weights; run 'git lfs pull' there.")
+            file.seek(8)
+            length = int.from_bytes(start[:8], "little")
             if length > _MOST_JSON:
                 raise CheckpointError(f"{path} has a header of more than {size(_MOST_JSON)}, the most that is read.")
             text = file.read(length)

@@ -5,7 +5,7 @@ from typing import Any
 
 from clusterkv_jax.errors import check_fields, is_count, is_number
 
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "mish")
 NORMS = ("rms", "layer")
 NORM_PLACES = ("before", "after", "both")
 
@@ -48,11 +48,14 @@ class LongScaling:
     """LongRoPE (Ding et al., 2024, arXiv:2402.13753): each frequency divided by its own factor.
 
     Published files have factors for short and for long texts; a cache holds keys of one kind, so a model has one kind.
-    `attention_factor` lengthens the rotated queries and keys.
+    `attention_factor` lengthens the rotated queries and keys. A model of which no text is longer than
+    `original_max_positions` may take the `short_factors` instead (`limited`).
     """
 
     factors: tuple[float, ...]
     attention_factor: float
+    short_factors: tuple[float, ...] | None = None
+    original_max_positions: int | None = None
 
     def __post_init__(self):
         above = all(is_number(factor) and factor > 0 for factor in self.factors)
@@ -298,3 +301,22 @@ class ModelConfig:
         """The hidden units of an MLP or an expert, of each kind that the layers have."""
         found = (self.experts_of(layer) for layer in range(self.num_layers))
         return tuple(sorted({self.intermediate_size if one is None else one.intermediate_size for one in found}))
+
+
+def limited(config: ModelConfig, max_positions: int) -> ModelConfig:
+    """The configuration of a model that reads texts of at most `max_positions` tokens.
+
+    Where that is no more than the original length of LongRoPE it takes the factors for short texts, as transformers
+    does for each text. Raises ValueError for more positions than the model has.
+    """
+    if not is_count(max_positions, 1) or max_positions > config.max_positions:
+        raise ValueError(
+            f"max_positions must be a whole number from 1 to the model's {config.max_positions}, got {max_positions!r}."
+        )
+    rope = config.rope
+    if rope is not None and isinstance(rope.scaling, LongScaling) and rope.scaling.short_factors is not None:
+        original = rope.scaling.original_max_positions
+        if original is not None and max_positions <= original:
+            scaling = LongScaling(rope.scaling.short_factors, rope.scaling.attention_factor)
+            config = replace(config, rope=replace(rope, scaling=scaling))
+    return replace(config, max_positions=max_positions)

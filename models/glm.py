@@ -4,26 +4,15 @@ Half of each head's dimensions is rotated, in interleaved pairs. The published f
 both layouts fuse the MLP's gate and up projections. GLM team, 2024 (arXiv:2406.12793).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig, Rope
-from clusterkv_jax.models.hf_config import (
-    Decoder,
-    Epsilon,
-    Heads,
-    Layers,
-    Positions,
-    Published,
-    Size,
-    decoder,
-    demand,
-    family_and_tokens,
-    rope,
-)
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_config import decoder, family_and_tokens
+from clusterkv_jax.models.hf_fields import Decoder, Epsilon, Heads, Layers, Positions, Published, Size, declared
+from clusterkv_jax.models.hf_rope import rope
 
 HF_WEIGHTS = llama.WEIGHTS | {
     "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj.weight",
@@ -49,15 +38,32 @@ CHATGLM_WEIGHTS = {
 }
 
 
-class _Glm(Decoder, kw_only=True):
+class File(Decoder, kw_only=True):
+    """The fields of transformers' GlmConfig."""
+
+    default_eos = (151329, 151336, 151338)
+
     num_key_value_heads: Heads | None = 2
     head_dim: Size | None = 128
     max_position_embeddings: Positions = 131072
     rms_norm_eps: Epsilon = 1.5625e-07
     attention_bias: bool = True
+    pad_token_id: int | None = 151329
 
 
-class _ChatGlm(Published, kw_only=True):
+class ChatFile(Published, kw_only=True):
+    """The fields of the first GLM-4's own configuration class that its decoder depends on."""
+
+    assumed: ClassVar = {
+        **Published.assumed,
+        "rmsnorm": (True,),
+        "post_layer_norm": (True,),
+        "multi_query_attention": (True,),
+        "original_rope": (True,),
+        "add_bias_linear": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+    }
+
     padded_vocab_size: Size
     hidden_size: Size
     ffn_hidden_size: Size
@@ -74,7 +80,9 @@ class _ChatGlm(Published, kw_only=True):
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: glm` configuration."""
-    file = checked(published, _Glm, where)
+    file = declared(published, File, where)
+    if file.eos_token_id is None:  # transformers takes it for a file that says nothing
+        file.eos_token_id = UNSET
     fields = decoder(file)
     return ModelConfig(
         **fields,
@@ -85,16 +93,7 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
 
 def from_chatglm(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: chatglm` configuration of the GLM-4 generation."""
-    for key, allowed in {
-        "rmsnorm": True,
-        "post_layer_norm": True,
-        "multi_query_attention": True,
-        "original_rope": True,
-        "add_bias_linear": False,
-        "apply_residual_connection_post_layernorm": False,
-    }.items():
-        demand(published, key, allowed)
-    file = checked(published, _ChatGlm, where)
+    file = declared(published, ChatFile, where)
     return ModelConfig(
         vocab_size=file.padded_vocab_size,
         hidden_size=file.hidden_size,

@@ -3,28 +3,26 @@
 OpenAI, 2025 (arXiv:2508.10925). Published experts are in MXFP4.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from clusterkv_jax.models import llama
-from clusterkv_jax.models.config import ClampedSwiglu, Experts, ModelConfig
-from clusterkv_jax.models.hf_config import (
-    Decoder,
+from clusterkv_jax.models.config import ClampedSwiglu, ModelConfig
+from clusterkv_jax.models.hf_config import decoder, experts, sliding
+from clusterkv_jax.models.hf_fields import (
     Epsilon,
     ExpertCount,
     Heads,
     LayerTypes,
     Positions,
+    Published,
     RopeParameters,
     Size,
-    Theta,
-    decoder,
-    demand,
-    rope,
-    sliding,
+    Sparse,
+    declared,
 )
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_rope import rope
 
 _EXPERTS = "model.layers.*.mlp.experts."
 WEIGHTS = llama.WEIGHTS | {
@@ -41,17 +39,19 @@ WEIGHTS = llama.WEIGHTS | {
 _Limit = Annotated[float, Meta(gt=0, le=1e6)]
 
 
-class _GptOss(Decoder, kw_only=True):
-    # The defaults of a key that the file leaves out are transformers'.
+class File(Sparse, kw_only=True):
+    """The fields of transformers' GptOssConfig."""
+
+    default_experts = 128
+    assumed: ClassVar = {**Published.assumed, "hidden_act": ("silu",)}
+
     num_key_value_heads: Heads | None = 8
     head_dim: Size | None = 64
     max_position_embeddings: Positions = 131072
     rms_norm_eps: Epsilon = 1e-5
     attention_bias: bool = True
-    rope_theta: Theta | None = 150000.0
     sliding_window: Size | None = 128
     layer_types: LayerTypes | None = None
-    num_local_experts: ExpertCount = 128
     num_experts_per_tok: ExpertCount = 4
     swiglu_limit: _Limit = 7.0
     swiglu_alpha: _Limit = 1.702
@@ -59,9 +59,8 @@ class _GptOss(Decoder, kw_only=True):
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: gpt_oss` configuration."""
-    demand(published, "hidden_act", "silu")
-    file = checked(published, _GptOss, where)
-    if file.rope_scaling is None and file.rope_parameters is None:
+    file = declared(published, File, where)
+    if file.rope_scaling in (None, RopeParameters()) and file.rope_parameters is None:
         file.rope_scaling = RopeParameters(
             rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096
         )
@@ -70,15 +69,11 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
     return ModelConfig(
         **fields,
         **sliding(file.sliding_window, fields, turns if file.layer_types is None else file.layer_types),
-        rope=rope(file, fields["head_dim"]),
+        rope=rope(file, fields["head_dim"], theta=150000.0),
         qkv_bias=file.attention_bias,
         output_bias=file.attention_bias,
         sink_logits=True,
-        experts=Experts(
-            file.num_local_experts,
-            file.num_experts_per_tok,
-            file.intermediate_size,
-            bias=True,
-            clamp=ClampedSwiglu(file.swiglu_limit, file.swiglu_alpha),
+        experts=experts(
+            file, file.intermediate_size, bias=True, clamp=ClampedSwiglu(file.swiglu_limit, file.swiglu_alpha)
         ),
     )

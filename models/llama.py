@@ -6,8 +6,9 @@ Touvron et al., 2023 (arXiv:2307.09288); Grattafiori et al., 2024 (arXiv:2407.21
 from typing import Any
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Positions, decoder, decoder_to_hf, rope
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_config import decoder, decoder_to_hf
+from clusterkv_jax.models.hf_fields import Decoder, Positions, declared
+from clusterkv_jax.models.hf_rope import rope
 
 WEIGHTS = {
     "embed": "model.embed_tokens.weight",
@@ -34,14 +35,22 @@ WEIGHTS = {
 }
 
 
-class _Llama(Decoder, kw_only=True):
+class File(Decoder, kw_only=True):
+    """The fields of transformers' LlamaConfig."""
+
+    default_eos = 2
+    # Slices a product that it does not change.
+    without_effect = Decoder.without_effect | {"pretraining_tp"}
+
     max_position_embeddings: Positions = 2048
+    attention_bias: bool = False
     mlp_bias: bool = False
+    bos_token_id: int | None = 1
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: llama` configuration."""
-    file = checked(published, _Llama, where)
+    file = declared(published, File, where)
     fields = decoder(file)
     return ModelConfig(
         **fields,

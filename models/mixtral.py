@@ -3,20 +3,10 @@
 from typing import Any
 
 from clusterkv_jax.models import llama
-from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.hf_config import (
-    Decoder,
-    Epsilon,
-    ExpertCount,
-    Heads,
-    Positions,
-    Size,
-    Theta,
-    decoder,
-    rope,
-    sliding,
-)
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import decoder, experts, sliding
+from clusterkv_jax.models.hf_fields import Epsilon, ExpertCount, Heads, Positions, Size, Sparse, declared
+from clusterkv_jax.models.hf_rope import rope
 
 WEIGHTS = llama.WEIGHTS | {
     "layers.*.experts.router": "model.layers.*.block_sparse_moe.gate.weight",
@@ -26,21 +16,25 @@ WEIGHTS = llama.WEIGHTS | {
 }
 
 
-class _Mixtral(Decoder, kw_only=True):
-    # The defaults of a key that the file leaves out are transformers'.
+class File(Sparse, kw_only=True):
+    """The fields of transformers' MixtralConfig."""
+
+    default_eos, default_experts = 2, 8
+    # Noise for training.
+    without_effect = Sparse.without_effect | {"router_jitter_noise"}
+
     num_key_value_heads: Heads | None = 8
     max_position_embeddings: Positions = 131072
     rms_norm_eps: Epsilon = 1e-5
-    rope_theta: Theta | None = 1e6
     sliding_window: Size | None = None
-    num_local_experts: ExpertCount = 8
     num_experts_per_tok: ExpertCount = 2
+    bos_token_id: int | None = 1
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: mixtral` configuration."""
-    file = checked(published, _Mixtral, where)
+    file = declared(published, File, where)
     fields = decoder(file)
     window = sliding(file.sliding_window, fields)
-    experts = Experts(file.num_local_experts, file.num_experts_per_tok, file.intermediate_size)
-    return ModelConfig(**fields, **window, rope=rope(file, fields["head_dim"]), experts=experts)
+    rotations = rope(file, fields["head_dim"], theta=1e6)
+    return ModelConfig(**fields, **window, rope=rotations, experts=experts(file, file.intermediate_size))

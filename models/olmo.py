@@ -4,8 +4,9 @@ from typing import Any
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Epsilon, Positions, decoder, rope
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_config import decoder
+from clusterkv_jax.models.hf_fields import Decoder, Epsilon, Positions, declared
+from clusterkv_jax.models.hf_rope import rope
 
 WEIGHTS = llama.WEIGHTS | {
     "layers.*.attention_out_norm.scale": "model.layers.*.post_attention_layernorm.weight",
@@ -13,14 +14,20 @@ WEIGHTS = llama.WEIGHTS | {
 }
 
 
-class _Olmo2(Decoder, kw_only=True):
+class File(Decoder, kw_only=True):
+    """The fields of transformers' Olmo2Config."""
+
+    default_eos = 50279
+
     max_position_embeddings: Positions = 2048
     rms_norm_eps: Epsilon = 1e-5
+    attention_bias: bool = False
+    pad_token_id: int | None = 1
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: olmo2` configuration."""
-    file = checked(published, _Olmo2, where)
+    file = declared(published, File, where)
     fields = decoder(file)
     return ModelConfig(
         **fields,

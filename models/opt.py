@@ -1,19 +1,10 @@
 """OPT: learned positions, LayerNorm before each block, biases, ReLU (Zhang et al., 2022, arXiv:2205.01068)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import (
-    Heads,
-    Layers,
-    Positions,
-    Published,
-    Size,
-    activation,
-    demand,
-    family_and_tokens,
-)
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_config import activation, family_and_tokens
+from clusterkv_jax.models.hf_fields import Heads, Layers, Positions, Published, Size, declared, refuse
 
 WEIGHTS = {
     "embed": "model.decoder.embed_tokens.weight",
@@ -45,7 +36,18 @@ def rename(name: str) -> str:
     return f"model.{name}" if name.startswith("decoder.") else name
 
 
-class _Opt(Published, kw_only=True):
+class File(Published, kw_only=True):
+    """The fields of transformers' OPTConfig."""
+
+    default_eos = 2
+    assumed: ClassVar = {
+        **Published.assumed,
+        "do_layer_norm_before": (True,),
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+    }
+    without_effect = Published.without_effect | {"dropout", "layerdrop", "init_std"}
+
     vocab_size: Size
     hidden_size: Size
     ffn_dim: Size
@@ -56,16 +58,15 @@ class _Opt(Published, kw_only=True):
     activation_function: str = "relu"
     enable_bias: bool = True
     tie_word_embeddings: bool = True
+    bos_token_id: int | None = 2
+    pad_token_id: int | None = 1
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: opt` configuration; the post-norm 350M variant is refused."""
-    file = checked(published, _Opt, where)
-    demand(published, "do_layer_norm_before", True)
-    demand(published, "_remove_final_layer_norm", False)
-    demand(published, "layer_norm_elementwise_affine", True)
-    if file.word_embed_proj_dim is not None:
-        demand(published, "word_embed_proj_dim", file.hidden_size)
+    file = declared(published, File, where)
+    if file.word_embed_proj_dim not in (None, file.hidden_size):
+        refuse("word_embed_proj_dim", file.word_embed_proj_dim, file.hidden_size)
     return ModelConfig(
         vocab_size=file.vocab_size,
         hidden_size=file.hidden_size,

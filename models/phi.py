@@ -7,8 +7,9 @@ from typing import Any
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import Decoder, Epsilon, Positions, Size, decoder, rope, sliding
-from clusterkv_jax.schema import checked
+from clusterkv_jax.models.hf_config import decoder, sliding
+from clusterkv_jax.models.hf_fields import Decoder, Epsilon, Positions, Size, declared
+from clusterkv_jax.models.hf_rope import rope
 
 WEIGHTS = llama.WEIGHTS | {
     "layers.*.attention.q": "model.layers.*.self_attn.qkv_proj.weight",
@@ -19,16 +20,24 @@ WEIGHTS = llama.WEIGHTS | {
 }
 
 
-class _Phi3(Decoder, kw_only=True):
+class File(Decoder, kw_only=True):
+    """The fields of transformers' Phi3Config."""
+
+    default_eos = 32000
+    without_effect = Decoder.without_effect | {"resid_pdrop", "embd_pdrop"}
+
     max_position_embeddings: Positions = 4096
     original_max_position_embeddings: Positions | None = 4096
     rms_norm_eps: Epsilon = 1e-5
     sliding_window: Size | None = None
+    bos_token_id: int | None = 1
+    pad_token_id: int | None = 32000
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: phi3` configuration."""
-    file = checked(published, _Phi3, where)
+    file = declared(published, File, where)
     fields = decoder(file)
     window = sliding(file.sliding_window, fields)
-    return ModelConfig(**fields, **window, rope=rope(file, fields["head_dim"]))
+    rotations = rope(file, fields["head_dim"], fraction=1.0, types=("default", "longrope"))
+    return ModelConfig(**fields, **window, rope=rotations)

@@ -8,22 +8,22 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from clusterkv_jax.models import llama
-from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.hf_config import (
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_config import decoder, decoder_to_hf, experts, sliding
+from clusterkv_jax.models.hf_fields import (
     Decoder,
     ExpertCount,
     Heads,
     Layers,
     LayerTypes,
     Positions,
+    Published,
     Size,
-    decoder,
-    decoder_to_hf,
-    rope,
-    sliding,
+    Sparse,
+    declared,
 )
+from clusterkv_jax.models.hf_rope import rope
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
-from clusterkv_jax.schema import checked
 
 MOE_WEIGHTS = llama.WEIGHTS | {
     "layers.*.experts.router": "model.layers.*.mlp.gate.weight",
@@ -33,7 +33,11 @@ MOE_WEIGHTS = llama.WEIGHTS | {
 }
 
 
-class _Qwen2(Decoder, kw_only=True):
+class File(Decoder, kw_only=True):
+    """The fields of transformers' Qwen2Config."""
+
+    assumed = Published.assumed
+
     num_key_value_heads: Heads | None = 32
     max_position_embeddings: Positions = 32768
     sliding_window: Size | None = 4096
@@ -42,67 +46,71 @@ class _Qwen2(Decoder, kw_only=True):
     layer_types: LayerTypes | None = None
 
 
-class _Qwen3(_Qwen2, kw_only=True):
+class File3(File, kw_only=True):
+    """The fields of transformers' Qwen3Config."""
+
     head_dim: Size | None = 128
+    attention_bias: bool = False
 
 
-class _Qwen3Moe(_Qwen2, kw_only=True):
+class MoeFile(Sparse, kw_only=True):
+    """The fields of transformers' Qwen3MoeConfig."""
+
+    default_experts = 128
+
     num_key_value_heads: Heads | None = 4
+    max_position_embeddings: Positions = 32768
+    attention_bias: bool = False
+    sliding_window: Size | None = 4096
+    use_sliding_window: bool = False
     decoder_sparse_step: Layers = 1
     mlp_only_layers: Annotated[list[int], Meta(max_length=1024)] | None = None
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False
     num_experts_per_tok: ExpertCount = 8
-    # The name in published files, and the one that transformers 5 writes.
-    num_experts: ExpertCount | None = None
-    num_local_experts: ExpertCount = 128
 
 
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Translate a `model_type: qwen2` or `qwen3` configuration."""
-    file = checked(published, _Qwen2 if published.get("model_type") == "qwen2" else _Qwen3, where)
+    """Translate a `model_type: qwen2` configuration."""
+    file = declared(published, File, where)
+    return ModelConfig(**_fields(file), qkv_bias=True)
+
+
+def from_qwen3(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: qwen3` configuration."""
+    file = declared(published, File3, where)
+    return ModelConfig(**_fields(file), qk_norm=True, qkv_bias=file.attention_bias, output_bias=file.attention_bias)
+
+
+def _fields(file: File) -> dict[str, Any]:
+    """What both have; without types the last layers have the window, if there is one."""
     fields = decoder(file)
-    late = [
-        "sliding_attention" if i >= file.max_window_layers else "full_attention" for i in range(fields["num_layers"])
-    ]
-    fields |= sliding(
-        file.sliding_window if file.use_sliding_window else None,
-        fields,
-        late if file.layer_types is None else file.layer_types,
-    )
-    rotations = rope(file, fields["head_dim"])
-    if file.model_type == "qwen2":
-        return ModelConfig(**fields, rope=rotations, qkv_bias=True)
-    bias = file.attention_bias
-    return ModelConfig(**fields, rope=rotations, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    window, types = file.sliding_window if file.use_sliding_window else None, file.layer_types
+    if window is not None and types is None:
+        whole = min(file.max_window_layers, file.num_hidden_layers)
+        types = ["full_attention"] * whole + ["sliding_attention"] * (file.num_hidden_layers - whole)
+    return fields | sliding(window, fields, types) | {"rope": rope(file, fields["head_dim"])}
 
 
 def from_moe(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: qwen3_moe` configuration."""
-    file = checked(published, _Qwen3Moe, where)
+    file = declared(published, MoeFile, where)
     fields = decoder(file)
     fields |= sliding(file.sliding_window if file.use_sliding_window else None, fields)
     single, step = set(file.mlp_only_layers or ()), file.decoder_sparse_step
     dense = (number for number in range(file.num_hidden_layers) if number in single or (number + 1) % step)
-    experts = Experts(
-        file.num_experts or file.num_local_experts,
-        file.num_experts_per_tok,
-        file.moe_intermediate_size,
-        normalize=file.norm_topk_prob,
-        dense_layers=tuple(dense),
-    )
     return ModelConfig(
         **fields,
         rope=rope(file, fields["head_dim"]),
         qk_norm=True,
         qkv_bias=file.attention_bias,
         output_bias=file.attention_bias,
-        experts=experts,
+        experts=experts(file, file.moe_intermediate_size, normalize=file.norm_topk_prob, dense_layers=tuple(dense)),
     )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `from_hf` for `model_type: qwen3`."""
+    """The inverse of `from_qwen3`."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from clusterkv_jax.models import gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.hf_fields import Published
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.schema import checked, shown
 
@@ -16,11 +17,12 @@ from clusterkv_jax.schema import checked, shown
 class Family:
     """The models that have it, how its configuration is translated, and what its tensors are called.
 
-    `rename` gives tensors of other names those. Tensors whose names begin with one of `others` are not read. `to_hf` is
-    None for a family that is read only.
+    `file` declares the fields of the configuration. `rename` gives tensors of other names those. Tensors whose names
+    begin with one of `others` are not read. `to_hf` is None for a family that is read only.
     """
 
     models: str
+    file: type[Published]
     from_hf: Callable[[dict[str, Any], str], ModelConfig]
     weights: Mapping[str, str]
     rename: Callable[[str], str] = lambda name: name
@@ -29,24 +31,31 @@ class Family:
 
 
 FAMILIES = {
-    "chatglm": Family("GLM-4 as first published", glm.from_chatglm, glm.CHATGLM_WEIGHTS),
-    "gemma2": Family("Gemma 2", gemma.from_gemma2, gemma.WEIGHTS),
+    "chatglm": Family("GLM-4 as first published", glm.ChatFile, glm.from_chatglm, glm.CHATGLM_WEIGHTS),
+    "gemma2": Family("Gemma 2", gemma.File2, gemma.from_gemma2, gemma.WEIGHTS),
     "gemma3": Family(
-        "Gemma 3 from 4B on, texts alone", gemma.from_multimodal, gemma.WEIGHTS, gemma.of_texts, others=gemma.OF_IMAGES
+        "Gemma 3 from 4B on, texts alone",
+        gemma.Multimodal,
+        gemma.from_multimodal,
+        gemma.WEIGHTS,
+        gemma.of_texts,
+        others=gemma.OF_IMAGES,
     ),
-    "gemma3_text": Family("Gemma 3 1B and 270M", gemma.from_gemma3, gemma.WEIGHTS),
-    "glm": Family("GLM-4", glm.from_hf, glm.HF_WEIGHTS),
-    "gpt_oss": Family("gpt-oss", gpt_oss.from_hf, gpt_oss.WEIGHTS),
-    "granite": Family("Granite 3", granite.from_hf, granite.WEIGHTS),
-    "llama": Family("Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf),
-    "mistral": Family("Mistral", mistral.from_hf, mistral.WEIGHTS),
-    "mixtral": Family("Mixtral", mixtral.from_hf, mixtral.WEIGHTS),
-    "olmo2": Family("OLMo 2", olmo.from_hf, olmo.WEIGHTS),
-    "opt": Family("OPT", opt.from_hf, opt.WEIGHTS, opt.rename),
-    "phi3": Family("Phi-3, Phi-3.5, Phi-4", phi.from_hf, phi.WEIGHTS),
-    "qwen2": Family("Qwen2, Qwen2.5", qwen.from_hf, qwen.WEIGHTS),
-    "qwen3": Family("Qwen3", qwen.from_hf, qwen.WEIGHTS, to_hf=qwen.to_hf),
-    "qwen3_moe": Family("Qwen3 with experts", qwen.from_moe, qwen.MOE_WEIGHTS),
+    "gemma3_text": Family("Gemma 3 1B and 270M", gemma.File3, gemma.from_gemma3, gemma.WEIGHTS),
+    "glm": Family("GLM-4", glm.File, glm.from_hf, glm.HF_WEIGHTS),
+    "gpt_oss": Family("gpt-oss", gpt_oss.File, gpt_oss.from_hf, gpt_oss.WEIGHTS),
+    "granite": Family("Granite 3", granite.File, granite.from_hf, granite.WEIGHTS),
+    "llama": Family(
+        "Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.File, llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf
+    ),
+    "mistral": Family("Mistral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
+    "mixtral": Family("Mixtral", mixtral.File, mixtral.from_hf, mixtral.WEIGHTS),
+    "olmo2": Family("OLMo 2", olmo.File, olmo.from_hf, olmo.WEIGHTS),
+    "opt": Family("OPT", opt.File, opt.from_hf, opt.WEIGHTS, opt.rename),
+    "phi3": Family("Phi-3, Phi-3.5, Phi-4", phi.File, phi.from_hf, phi.WEIGHTS),
+    "qwen2": Family("Qwen2, Qwen2.5", qwen.File, qwen.from_hf, qwen.WEIGHTS),
+    "qwen3": Family("Qwen3", qwen.File3, qwen.from_qwen3, qwen.WEIGHTS, to_hf=qwen.to_hf),
+    "qwen3_moe": Family("Qwen3 with experts", qwen.MoeFile, qwen.from_moe, qwen.MOE_WEIGHTS),
 }
 
 

@@ -26,11 +26,14 @@ from clusterkv_jax.sharding import take_rows
 Params = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "mish": jax.nn.mish,
 }
 
 
@@ -372,7 +375,7 @@ def _mixture(
 ) -> Array:
     """What a layer's experts give; the router's logits are here where a kernel made them."""
     if not few_tokens.mixes(config, experts, x, weights):
-        return mixtures.mixture(weights, experts, _ACTIVATIONS[config.activation], x)
+        return mixtures.mixture(weights, experts, ACTIVATIONS[config.activation], x)
     if logits is None:
         logits = _einsum("btm,em->bte", x, weights["router"], preferred_element_type=jnp.float32)
     return few_tokens.mixture(weights, experts, x, logits)
@@ -382,7 +385,7 @@ def _inner(weights: Params, config: ModelConfig, x: Float[Array, "B T M"]) -> Fl
     """The inner states of an MLP."""
     if few_tokens.multiplies(config, x) and few_tokens.gates(config):
         return few_tokens.gated(weights, config, x)
-    activation = _ACTIVATIONS[config.activation]
+    activation = ACTIVATIONS[config.activation]
     up = _with_bias(_einsum("btm,mf->btf", x, weights["up"]), weights, "up")
     if not config.gated_mlp:
         return activation(up)

@@ -14,7 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from clusterkv_jax import checkpoints
 from clusterkv_jax.checkpoints import CheckpointError, load
+from clusterkv_jax.weight_files import ADAPTER
 from tests.support.checkpoint_files import EMBED, INDEX, LLAMA, SINGLE, random_tensors, write
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 
 
 def _without(folder: Path, name: str) -> None:
@@ -129,21 +132,36 @@ DEFECTS = {
     "nested config": (0, lambda f: _text(f, "config.json", NESTED), "config.json is nested deeper than 32 levels."),
     "nested index": (3, lambda f: _text(f, INDEX, NESTED), "index.json is nested deeper than 32 levels."),
     "large config": (0, lambda f: _text(f, "config.json", " " * 2**25), "config.json is larger than 16 MiB"),
-    "NaN in the config": (0, lambda f: _config(f, rms_norm_eps=float("nan")), "NaN is not a finite number"),
+    "NaN in the config": (
+        0,
+        lambda f: _config(f, rms_norm_eps=float("nan")),
+        "'rms_norm_eps': Expected float > 0.0 (nan).",
+    ),
+    "an infinite number of a family that is not read": (
+        0,
+        lambda f: _config(f, model_type="nemotron_h", time_step_limit=[0.0, float("inf")]),
+        "model_type 'nemotron_h' is not supported; allowed: chatglm",
+    ),
+    "an infinite number": (0, lambda f: _config(f, rope_theta=float("inf")), "'rope_theta': Expected float"),
+    "an adapter beside the weights": (0, lambda f: _text(f, ADAPTER, "{}"), "and adapters are not read; merge it into"),
+    "GGUF alone": (
+        0,
+        lambda f: (f / "config.json").rename(f / "model-Q4.gguf"),
+        "holds model-Q4.gguf, and GGUF files are not read; give a folder with config.json and safetensors.",
+    ),
+    "a pointer of Git LFS": (
+        0,
+        lambda f: _text(f, SINGLE, POINTER),
+        "is a Git LFS pointer in the place of weights; run",
+    ),
     "a million layers": (0, lambda f: _config(f, num_hidden_layers=10**6), "config.json, field 'num_hidden_layers'"),
     "many layers": (
         0,
         lambda f: _config(f, num_hidden_layers=1024),
         "and 9195 more tensors, which its",
     ),
-    "ends": (0, lambda f: _config(f, eos_token_id=64), "config.json: eos_token_id = 64 is no token of the vocabulary"),
     "generation no JSON": (0, lambda f: _text(f, GENERATION, "{"), f"{GENERATION} is not valid JSON"),
     "generation a list": (0, lambda f: _text(f, GENERATION, "[]"), f"{GENERATION}: Expected object, got array ([])."),
-    "generation ends": (
-        0,
-        lambda f: _text(f, GENERATION, '{"eos_token_id": [1, 64]}'),
-        f"{GENERATION}: eos_token_id = 64 is no token of the vocabulary; allowed: 0 to 63.",
-    ),
     "generation text": (
         0,
         lambda f: _text(f, GENERATION, '{"eos_token_id": "</s>"}'),

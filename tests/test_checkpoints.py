@@ -70,6 +70,9 @@ def test_generation_config_names_the_ends(tmp_path):
     assert load_config(folder).eos_ids == (2,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load_config(folder).eos_ids == (2, 7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [64, 7]}))
+    with pytest.warns(UserWarning, match="eos_token_id = 64 is left out"):
+        assert load_config(folder).eos_ids == (7,)
 
 
 # --- tied embeddings ---
@@ -210,6 +213,25 @@ def test_tokenizer(tmp_path):
     (folder / "tokenizer.model").write_text("no such model")
     with pytest.warns(UserWarning, match="tokenizer is None"):
         assert load(folder).tokenizer is None
+
+
+def test_the_end_of_text_that_only_the_tokenizer_names(tmp_path):
+    folder = write(tmp_path / "m", {**LLAMA, "eos_token_id": None}, random_tensors(LLAMA))
+    _add_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "b", "tokenizer_class": "TokenizersBackend"})
+    )
+    assert load(folder).config.eos_ids == (2,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert load(folder).config.eos_ids == (1, 2)
+
+
+def test_the_longest_text_that_a_model_is_to_read(tmp_path):
+    folder = write(tmp_path / "m", OPT, random_tensors(OPT))
+    assert load(folder).config.max_positions == 128
+    assert load(folder, max_positions=64).config.max_positions == 64
+    with pytest.raises(ValueError, match=r"^max_positions must be .* from 1 to the model's 128, got 129\.$"):
+        load(folder, max_positions=129)
 
 
 def test_weights_have_a_fingerprint(tmp_path):

@@ -214,7 +214,12 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
             512,
             YarnScaling(4.0, 512, 1.0, 16.0, truncate=False),
         ),
-        ({**_LONGER, "rope_type": None, "type": "su"}, _LONGER, 4096, LongScaling((1.0, 2.0), math.sqrt(2))),
+        (
+            {**_LONGER, "rope_type": None, "type": "su"},
+            _LONGER,
+            4096,
+            LongScaling((1.0, 2.0), math.sqrt(2), (1.0, 1.0), 64),
+        ),
         (_LONGER, _LONGER, 64, LongScaling((1.0, 1.0), 1.0)),
     ],
 )
@@ -236,7 +241,7 @@ def test_yarn_lengthens_the_longest_text():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' in config.json lacks 'original_max_position_embed"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' in config.json lacks 'long_factor'"),
         ({"rope_scaling": {**_LONGER, "long_factor": None}}, "'longrope' in config.json lacks 'long_factor'"),
         (
             {"rope_scaling": {**_LONGER, "long_factor": [1.0]}},
@@ -247,7 +252,7 @@ def test_yarn_lengthens_the_longest_text():
             "original_max_position_embeddings = 1 is not supported; allowed: at least 2.",
         ),
         ({"rope_scaling": {**_LONGER, "attention_factor": 0}}, "'rope_scaling.attention_factor': Expected float"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' in config.json lacks 'original_max_position_embeddings'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' in config.json lacks 'factor'"),
         (
             {"rope_scaling": {**_YARN, "beta_fast": 2, "beta_slow": 2}},
             "YarnScaling beta_fast must be a number above beta_slow = 2.0, got 2.0.",

@@ -265,6 +265,9 @@ def test_what_does_not_fit_is_named_in_a_sentence(toy):
         layer.attn = Unknown()
     with pytest.raises(ValueError, match=r"Unknown is attention of an unknown kind, without qkv, output, v_proj, o_"):
         ckv.nnx.compressed(model, ckv.Full())
+    model.layers[0].attn = _LikeGemma4()
+    with pytest.raises(ValueError, match=r"_LikeGemma4 is attention of an unknown kind, without qkv, output, q_proj, "):
+        ckv.nnx.compressed(model, ckv.Full())
     model.layers[0].attn = toy.layers[0].attn
     with pytest.raises(ValueError, match=r"attention of one kind, got Attention in layer 0 and Unknown in layer 1\."):
         ckv.nnx.compressed(model, ckv.Full())
@@ -293,6 +296,15 @@ def test_what_does_not_fit_is_named_in_a_sentence(toy):
     for step in (lambda ids: small.decode_step(cache, ids[0]), lambda ids: small.extend(cache, ids, np.asarray([1]))):
         with pytest.raises(ValueError, match="allowed are 0 to 60"):
             step(np.asarray([[61]]))
+
+
+class _LikeGemma4(nnx.Module):
+    """What tunix's Gemma 4 has in common with its Gemma 3, as `apply_rope` above; it rotates parts of heads."""
+
+    rope_base_frequency, rope_scale_factor, rope_proportion, head_dim = 1e6, 1.0, 0.25, 8
+
+    def attn_vec_einsum(self, x: Any) -> Any:
+        return x
 
 
 @pytest.mark.wrong_arguments

@@ -314,6 +314,6 @@ _KNOWN: tuple[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Layout]], 
     (_PROJECTIONS, ("apply_rotary_embedding", "_generate_pos_embeddings"), _qwen2),
     (_PROJECTIONS, ("apply_rope", "_generate_pos_embeddings"), _bonsai),
     (_PROJECTIONS, ("apply_rope",), _tunix),
-    (("attn_vec_einsum", "rope_base_frequency"), ("apply_rope",), _gemma3),
+    (("attn_vec_einsum", "use_qkv_einsum", "rope_base_frequency", "query_pre_attn_scalar"), ("apply_rope",), _gemma3),
     (("attn_vec_einsum", "use_qkv_einsum"), ("apply_rope",), _gemma),
 )
