@@ -19,10 +19,11 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(asked: bool) -> bool:
     if asked:
         typer.echo(importlib.metadata.version("clusterkv-jax"))
         raise typer.Exit
+    return asked
 
 
 @app.callback()
