@@ -116,7 +116,8 @@ def calibrate(
         surrogate: what predicts the scores: a linear map, or one with an inner layer, which wants many sequences.
         progress: called as progress(layers done, `layers_read` of all sequences).
         resume: a file that keeps what is measured so far, at most once a minute and a twentieth of the time; a later
-            call with the same arguments goes on from there.
+            call with the same arguments goes on from there, and reads the pieces that are done once more, which takes
+            a fraction of measuring them.
 
     Raises:
         ValueError: if the text is too short to fit a surrogate, or every layer has a window.
@@ -137,6 +138,8 @@ def calibrate(
     }
     text = hashlib.sha256(repr((config, settings, [list(map(int, tokens)) for tokens in sequences])).encode())
     sums = _started(config, len(sequences), resume, text.hexdigest())
+    for i in range(int(sums["sequences"])):
+        _add_hidden(model, sequences[i], sums, i)
     saved, saving, total = time.monotonic(), 0.0, layers_read(model, sequences)
     for i in range(int(sums["sequences"]), len(sequences)):
         done = lambda layers, i=i: progress and progress(i * (total // len(sequences)) + layers, total)  # noqa: E731
@@ -148,7 +151,7 @@ def calibrate(
     shares, rows = sums["outlier_share"] / len(sequences), sums["rows"] / len(sequences)
     fits = _fits(sums, surrogate) if learns else None
     result = Calibration(
-        model.name,
+        _public_name(model.name),
         as_table(np.round(shares, 4)),
         choose_outliers(shares, outliers, whole_layers),
         in_steps(rows),
@@ -164,12 +167,9 @@ def calibrate(
 
 def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str) -> dict[str, Any]:
     """Sums over the sequences: of nothing, or what a call with the same arguments kept."""
-    before = None if resume is None else _kept(resume, text)
-    if before is not None:
-        return before
     layers, heads, width = len(config.global_layers), config.num_kv_heads, config.hidden_size
     columns = width + 1 + heads
-    return {
+    sums = {
         "sequences": np.zeros((), np.int64),
         "outlier_share": np.zeros((layers, heads)),
         "rows": np.zeros((layers, heads)),
@@ -178,23 +178,26 @@ def _started(config: ModelConfig, sequences: int, resume: Path | None, text: str
         "hidden": np.zeros((layers, sequences, SAMPLE, width), np.float32),
         "scores": np.zeros((layers, sequences, SAMPLE, heads), np.float32),
     }
+    return sums if resume is None else sums | _kept(resume, text)
 
 
-def _kept(resume: Path, text: str) -> dict[str, Any] | None:
-    """What `_keep` left of the same call; None where there is nothing, or another file."""
+def _kept(resume: Path, text: str) -> dict[str, Any]:
+    """What `_keep` left of the same call: nothing where there is no file, or another one."""
     try:
         with safe_open(resume, framework="np") as file:
             if (file.metadata() or {}).get("text") == text:
                 sums = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 return sums | {"products": [jnp.asarray(each) for each in sums["products"]]}
     except (FileNotFoundError, SafetensorError):
-        return None
-    return None
+        pass
+    return {}
 
 
 def _keep(resume: Path, sums: dict[str, Any], text: str) -> None:
+    """All but the hidden states, which are most of the bytes and are soon read again."""
+    small = {name: x for name, x in sums.items() if name != "hidden"} | {"products": np.stack(sums["products"])}
     with replacing(resume) as temporary:
-        save_file(sums | {"products": np.stack(sums["products"])}, temporary, metadata={"text": text})
+        save_file(small, temporary, metadata={"text": text})
 
 
 def _add(
@@ -212,9 +215,10 @@ def _add(
     read = 0
     scores = None
     if model.tokenizer is not None:
-        scores, read = repetition_scores(model, tokens), len(model.config.global_layers)
+        read = len(model.config.global_layers)
+        scores = repetition_scores(model, tokens, on_part=lambda part: done(int(part * read)))
         done(read)
-    places = np.linspace(SINKS, len(tokens) - 1, SAMPLE).astype(int)
+    places = _places(tokens)
     for i, layer in enumerate(observe_layers(model, tokens)):
         sums["outlier_share"][i] += np.asarray(outlier_share(layer.keys, chunk=chunk, threshold=threshold)[0])
         after = groups(compress(method, layer.queries, layer.keys, layer.values))[0]
@@ -226,6 +230,22 @@ def _add(
             sums["scores"][i, number] = scores[i].T[places - SINKS]
         done(read + i + 1)
     sums["sequences"] += 1
+
+
+def _places(tokens: Sequence[int]) -> Int[np.ndarray, " rows"]:
+    """The rows of a sequence whose hidden states are kept."""
+    return np.linspace(SINKS, len(tokens) - 1, SAMPLE).astype(int)
+
+
+def _add_hidden(model: Model, tokens: Sequence[int], sums: dict[str, Any], number: int) -> None:
+    """The hidden states of a sequence of which all else has been measured."""
+    for i, layer in enumerate(observe_layers(model, tokens)):
+        sums["hidden"][i, number] = np.asarray(layer.hidden[0, _places(tokens)], np.float32)
+
+
+def _public_name(name: str) -> str:
+    """A model's name without the folders in which it lies, which are no one else's business."""
+    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
 
 
 def _fits(sums: dict[str, Any], kind: str) -> list[Fit]:
@@ -254,15 +274,32 @@ def layers_read(model: Model, sequences: Sequence[Sequence[int]]) -> int:
     return len(sequences) * len(model.config.global_layers) * (1 if model.tokenizer is None else 2)
 
 
-def repetition_scores(model: Model, tokens: Sequence[int], chunk: int = 2048) -> Float[np.ndarray, "L K R"]:
+def repetition_scores(
+    model: Model, tokens: Sequence[int], chunk: int = 2048, on_part: Callable[[float], Any] = lambda part: None
+) -> Float[np.ndarray, "L K R"]:
     """Logarithms of the KVzip+ scores of a text's rows behind the first four, which every method keeps, of the layers
-    that see every token.
+    that see every token. `on_part` is called with the part of the work that is done.
     """
     ids = jnp.asarray([tokens], jnp.int32)
     prompts = repeat_prompts(model.tokenizer, tokens, chunk)
-    scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True)
+    layers = len(prompts) * (model.config.num_layers + 1)
+    run = _counting(lambda calls: on_part(min(calls / layers, 1)))
+    scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True, run=run)
     seen = [np.asarray(scores[number][0, :, SINKS:]) for number in model.config.global_layers]
     return np.log(np.maximum(seen, LEAST_SCORE))
+
+
+def _counting(on_call: Callable[[int], Any]) -> Callable[..., Any]:
+    """Calls programs, and says after each how many have ended."""
+    calls = 0
+
+    def run(program: Any, *args: Any) -> Any:
+        nonlocal calls
+        result, calls = jax.block_until_ready(program(*args)), calls + 1
+        on_call(calls)
+        return result
+
+    return run
 
 
 def repeat_prompts(tokenizer: Any, tokens: Sequence[int], chunk: int) -> list[Int[Array, "1 n"]]:

@@ -209,6 +209,58 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_says_how_long_it_takes_and_counts_pieces(monkeypatch, tmp_path):
+    now, asked = [0.0], []
+
+    def measured(_, pieces, *, progress, **__):
+        asked.append((len(pieces), len(pieces[0])))
+        for done in (1, 2, 3, 12 * len(pieces)):
+            now[0] += 50
+            progress(done, 12 * len(pieces))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(observation, "calibrate", measured)
+    lines = []
+    for quick in ([], ["--quick"]):
+        (tmp_path / "book.txt").write_text(TEXT.read_text() * 4)
+        result = run("calibrate", "demo", "--data", tmp_path / "book.txt", "--output", tmp_path / "x.yaml", *quick)
+        lines.append(result.stderr.splitlines())
+    assert asked == [(3, 4096), (4, 2048)]
+    assert "About 30 minutes for 3 pieces of 4,096 tokens; --quick takes 20. Stopped, it goes on" in "\n".join(lines[0])
+    assert "About 40 minutes for 4 pieces of 2,048 tokens. Stopped, it goes on" in "\n".join(lines[1])
+    assert [line[0] for line in lines[1] if "of 4 pieces ·" in line] == ["0", "0", "4"]
+
+
+def test_what_a_stopped_run_leaves_is_small_and_ends_as_an_unbroken_one(file, monkeypatch, tmp_path):
+    model, state = ckv.load("demo"), tmp_path / "state"
+    ids = model.tokenizer.encode(TEXT.read_text())
+    pieces = [ids[:256], ids[256:512]]
+
+    def stop(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(observation, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(observation, "SAVE_EACH", 0)
+    with pytest.raises(KeyboardInterrupt):
+        observation.calibrate(model, pieces, chunk=64, progress=stop, resume=state)
+    columns = model.config.hidden_size + 1 + model.config.num_kv_heads
+    scores = 2 * observation.SAMPLE * model.config.num_kv_heads
+    assert state.stat().st_size < 6 * (columns**2 + scores) * 4 + 10_000
+    resumed = observation.calibrate(model, pieces, chunk=64, resume=state)
+    assert not state.exists()
+    whole = observation.calibrate(model, pieces, chunk=64)
+    assert calibration.fingerprint(resumed) == calibration.fingerprint(whole)
+
+
+def test_no_folder_of_the_machine_is_written(tmp_path):
+    (tmp_path / "my-llama").mkdir()
+    pieces = [prompt(1, 160)]
+    for name, said in ((str(tmp_path / "my-llama"), "my-llama"), ("owner/name", "owner/name")):
+        assert observation.calibrate(replace(tiny(), name=name), pieces, ratio=0.5).model == said
+
+
 def test_files_that_are_no_calibration_and_other_models(file, tmp_path):
     profile = calibration.read(file)
     with pytest.raises(ValueError, match=r"of demo, 6 layers of 2 KV heads; this model has 2 of 2"):

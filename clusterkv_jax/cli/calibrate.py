@@ -1,6 +1,7 @@
 """`clusterkv calibrate`: a model's surrogate of scores, shares of heads and outlier heads, as a file and a picture."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,8 @@ class Surrogate(StrEnum):
     mlp = "mlp"
 
 
+# Pieces of text, and tokens of each.
+THOROUGH, QUICK = (16, 4096), (4, 2048)
 _statistic = partial(typer.Option, rich_help_panel="Statistic")
 
 
@@ -70,10 +73,20 @@ def calibrate(
         str | None,
         typer.Option(help="Also upload the file to this hub id, made if need be.", show_default="none"),
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Most pieces of text read, chosen at random.", min=1)] = 16,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="4 pieces of 2,048 tokens: an eighth of the time, less precise.")
+    ] = False,
+    sequences: Annotated[
+        int | None, typer.Option(help="Most pieces of text read, chosen at random.", min=1, show_default="16")
+    ] = None,
     tokens: Annotated[
-        int, typer.Option(help="Tokens of each piece; --ratio of them are more rows than AdaKV's window of 32.", min=2)
-    ] = 4096,
+        int | None,
+        typer.Option(
+            help="Tokens of each piece; --ratio of them are more rows than AdaKV's window of 32.",
+            min=2,
+            show_default="4096",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of pieces.", min=0)] = 0,
     surrogate: Annotated[
         Surrogate, typer.Option(help="linear, or mlp: one inner layer, which wants hundreds of --sequences and optax.")
@@ -92,6 +105,8 @@ def calibrate(
     with one_sentence_errors(debug):
         _check(output, plot, threshold, chunk, ratio)
         _check_push(push)
+        most, length = QUICK if quick else THOROUGH
+        sequences, tokens = sequences or most, tokens or length
         use_compilation_cache(compilation_cache)
 
         import numpy as np
@@ -111,7 +126,14 @@ def calibrate(
         shape = (len(network.config.global_layers), network.config.num_kv_heads)
         calibration.choose_outliers(np.zeros(shape), outliers, tuple(whole_layer or ()))  # whether they can be chosen
         pieces = cut(network.tokenizer, texts, tokens, sequences, seed)
-        with progress_bar(observation.layers_read(network, pieces), "layers") as on_layers:
+        total = observation.layers_read(network, pieces)
+        with progress_bar(len(pieces), "pieces") as on_pieces:
+            estimate = _estimating(total, len(pieces), tokens)
+
+            def on_layers(done: int, _: int) -> None:
+                estimate(done)
+                on_pieces(done * len(pieces) / total)
+
             measures = observation.calibrate(
                 network,
                 pieces,
@@ -121,7 +143,7 @@ def calibrate(
                 threshold=threshold,
                 ratio=ratio,
                 surrogate=surrogate.value,
-                progress=lambda done, _: on_layers(done),
+                progress=on_layers,
                 resume=output.with_name(f".{output.name}.started"),
             )
         if plot:
@@ -132,6 +154,26 @@ def calibrate(
         _report(measures, output, plot)
         if push is not None:
             plain_console().print(f"Uploaded: {calibration.push(measures, push)}", soft_wrap=True)
+
+
+def _estimating(layers: int, pieces: int, tokens: int) -> Callable[[int], None]:
+    """Says once, by how long two layers took, how long all of them take; nothing of a minute or less."""
+    begin, first, said = 0.0, 0, False
+
+    def on_layers(done: int) -> None:
+        nonlocal begin, first, said
+        if not begin:
+            begin, first = time.monotonic(), done
+        elif not said and done >= first + 2:
+            minutes, said = layers * (time.monotonic() - begin) / (done - first) / 60, True
+            share = QUICK[0] * QUICK[1] / (pieces * tokens)
+            hint = f"; --quick takes {minutes * share:,.0f}" if share < 1 else ""
+            line = f"About {minutes:,.0f} minutes for {pieces} pieces of {tokens:,} tokens{hint}."
+            if minutes > 1:
+                console = plain_console(stderr=True)
+                console.print(f"{line} Stopped, it goes on where it was.", highlight=False, soft_wrap=True)
+
+    return on_layers
 
 
 def _check_push(push: str | None) -> None:

@@ -59,8 +59,8 @@ def sentence(error: Exception) -> str:
 
 
 @contextmanager
-def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """A bar with an estimate on standard error; called with how many of the `total` units are done.
+def progress_bar(total: int, unit: str) -> Iterator[Callable[[float], None]]:
+    """A bar with an estimate on standard error; called with how many of the `total` units are done, parts of one too.
 
     Where no terminal is, a line is printed every half minute instead.
     """
@@ -74,17 +74,17 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _lines(console: Console, total: int, unit: str) -> Callable[[int], None]:
+def _lines(console: Console, total: int, unit: str) -> Callable[[float], None]:
     """Prints how many are done and what is left, now and then."""
-    begin, first, show_line = 0.0, 0, _seldom(console)
+    begin, first, show_line = 0.0, 0.0, _seldom(console)
 
-    def show(done: int) -> None:
+    def show(done: float) -> None:
         nonlocal begin, first
         if not begin:
             begin, first = time.monotonic(), done  # an earlier run may have done some
         elif done > first:
             left = (total - done) * (time.monotonic() - begin) / (done - first)
-            show_line(f"{done:,} of {total:,} {unit} · {left:,.0f} s left", done == total)
+            show_line(f"{int(done):,} of {total:,} {unit} · {left:,.0f} s left", done == total)
 
     return show
 

@@ -89,6 +89,7 @@ def reconstruction(
     normalize: bool = False,
     prefix: int = 0,
     lengths: Int[Array | np.ndarray, " B"] | None = None,
+    run: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> list[Float[Array, "B K N"]]:
     """The greatest attention that a row gets while the model repeats its piece of the context (KVzip, section 3).
 
@@ -108,6 +109,7 @@ def reconstruction(
         normalize: KVzip+: attention times |W_O^h v| / |h|, h the input of the attention for the token that is fed.
         prefix: tokens at the start, of a chat template, that no piece holds.
         lengths: real tokens of each sequence; N by default.
+        run: calls the programs of the passes, one for each layer and one for each piece before them.
 
     Returns:
         scores of each layer, f32, more is more. The first `sinks` rows get the greatest of all layers and heads of
@@ -128,7 +130,7 @@ def reconstruction(
         hidden, *keys_and_values = reading.read_layer(layer, config.of_layer(len(rows)), None, hidden)
         rows.append(keys_and_values)
     options = {"chunk": chunk, "prompts": prompts, "sinks": sinks, "normalize": normalize, "prefix": prefix}
-    return repeated(params, config, rows, tokens, counts, **options)
+    return repeated(params, config, rows, tokens, counts, **options, run=run)
 
 
 def repeated(
