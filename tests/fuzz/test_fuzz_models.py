@@ -18,9 +18,13 @@ from clusterkv_jax import saving
 from clusterkv_jax.arrays import digest
 from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
 from clusterkv_jax.chat import cut_turn, turn
+from clusterkv_jax.checkpoints import load_config
+from clusterkv_jax.models import registry
+from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.texts import decode, encode
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
+from tests.support import families
 from tests.support.checkpoint_files import INDEX, LLAMA, random_tensors, same, write
 from tests.support.tiny import tiny
 
@@ -41,6 +45,11 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+# What families have of their own: windows, rotations, experts, multipliers; and texts in a wrapper.
+PUBLISHED_OF = {
+    **{published["model_type"]: published for published in (families.PUBLISHED | families.PARITY).values()},
+    "gemma3": {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": families.PARITY["gemma3"]},
+}
 FILES = ("config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
 WORDS = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "text": 2}, unk_token="[UNK]"))
 
@@ -80,6 +89,22 @@ def test_files_of_a_model(checkpoint, name, data):
             assert all(0 <= token < model.config.vocab_size for token in model.config.eos_ids)
     finally:
         file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("family", PUBLISHED_OF)
+@pytest.mark.filterwarnings("ignore")
+@given(data=st.data())
+def test_configurations_of_every_family(tmp_path_factory, family, data):
+    """From the file to the names and shapes of all tensors."""
+    folder = tmp_path_factory.getbasetemp() / family
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes(data.draw(mutated(json.dumps(PUBLISHED_OF[family]), "json")))
+
+    def shapes():
+        config = load_config(folder)
+        return file_shapes(layout(config, registry.FAMILIES[config.family].weights))
+
+    one_sentence(shapes)
 
 
 @given(data=st.data())
