@@ -65,7 +65,7 @@ from typer.testing import CliRunner
 import clusterkv_jax
 from clusterkv_jax import cli
 
-names = "generate methods calibrate evaluate join inspect".split()
+names = "generate methods calibrate evaluate join compare inspect".split()
 for command in [[], *([name] for name in names), ["inspect", "keys"], ["inspect", "recall"]]:
     assert CliRunner().invoke(cli.app, [*command, "--help"]).exit_code == 0, command
 heavy = "jax jaxlib jaxtyping numpy yaml msgspec transformers tokenizers huggingface_hub torch matplotlib".split()

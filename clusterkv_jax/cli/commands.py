@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from clusterkv_jax.cli import benchmark, calibrate, convert, demo, evaluate, generate, inspect, lists, plan
+from clusterkv_jax.cli import benchmark, calibrate, compare, convert, demo, evaluate, generate, inspect, lists, plan
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +43,7 @@ app.command(epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command(epilog=convert.EXAMPLES)(convert.convert)
 app.command()(evaluate.evaluate)
 app.command("join")(evaluate.join)
+app.command(epilog=compare.EXAMPLES)(compare.compare)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
 app.add_typer(inspect.inspect, name="inspect")

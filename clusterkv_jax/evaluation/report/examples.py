@@ -44,12 +44,14 @@ def _example(answers: Sequence[Mapping[str, Any]]) -> Example:
     ordered = sorted(answers, key=lambda line: line["method"] != "full")[:_ANSWERS]
     first = ordered[0]
     shown = tuple(
-        (line["method"], budget_name(line["budget"]), _cut(line["output"]), 100 * line["score"]) for line in ordered
+        (line["method"], budget_name(line["budget"]), excerpt(line["output"]), 100 * line["score"]) for line in ordered
     )
-    return Example(first["task"], first["id"], _cut(first["question"]), _cut(" | ".join(first["expected"])), shown)
+    return Example(
+        first["task"], first["id"], excerpt(first["question"]), excerpt(" | ".join(first["expected"])), shown
+    )
 
 
-def _cut(text: str) -> str:
-    """The text, without its middle where it is long."""
+def excerpt(text: str) -> str:
+    """A text as a page shows it: without its middle where it is long."""
     text = text.strip()
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"
