@@ -1,14 +1,18 @@
 """What is asked of a model at once: prompts and questions as tokens, and the sizes of the programs that read them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints import Model, check_model
 from clusterkv_jax.errors import is_count, shown
 from clusterkv_jax.sharding import SEQUENCE
-from clusterkv_jax.texts import Texts, Tokens, encode, is_list
+from clusterkv_jax.text.chat import Chat
+from clusterkv_jax.text.prompts import Texts, as_chat, encode_all
+from clusterkv_jax.text.stops import Stops, make_stops
+from clusterkv_jax.text.tokenizer import Tokens
 
 # Question tokens per call of `extend`.
 QUESTION_STEP = 64
@@ -27,6 +31,8 @@ class Batch:
         reserve: tokens that will be appended.
         max_new_tokens: tokens to be generated.
         prefill_chunk: as in `generate`.
+        stops: what ends a text besides the model's end-of-text tokens.
+        chat: what stands around prompts that are in the model's chat template.
     """
 
     texts: list[Tokens]
@@ -37,6 +43,8 @@ class Batch:
     reserve: int
     max_new_tokens: int
     prefill_chunk: int | None
+    stops: Stops = Stops()  # noqa: RUF009  (frozen)
+    chat: Chat = Chat()  # noqa: RUF009  (frozen)
 
 
 def make_batch(
@@ -46,13 +54,22 @@ def make_batch(
     questions: Texts | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     prefill_chunk: int | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: bool = True,
     streams: bool = False,
 ) -> Batch:
     """Prompts and questions, encoded and checked. Raises ValueError for what `generate` cannot do with them."""
-    texts = encode(model, prompts, "prompt", special=True)
-    question_ids = None if questions is None else encode(model, questions, "question", special=False)
-    _check(model, texts, question_ids, max_new_tokens, stop, prefill_chunk, streams=streams)
+    check_model(model)
+    around = as_chat(chat, system, chat_template_kwargs)
+    texts, question_ids = encode_all(model, prompts, questions, chat=around, special_tokens=special_tokens)
+    stops = make_stops(model.tokenizer, stop, stop_ids, model.config.vocab_size)
+    if (stops.strings or streams) and model.tokenizer is None:
+        raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
+    _check(model, texts, question_ids, max_new_tokens, prefill_chunk)
     unique = list(dict.fromkeys(map(tuple, texts)))
     longest_question = max(map(len, question_ids)) if question_ids else 0
     return Batch(
@@ -64,6 +81,8 @@ def make_batch(
         reserve=bucket(max_new_tokens + longest_question, 128),
         max_new_tokens=max_new_tokens,
         prefill_chunk=prefill_chunk,
+        stops=stops,
+        chat=around or Chat(),
     )
 
 
@@ -93,10 +112,7 @@ def _check(
     texts: Sequence[Sequence[int]],
     questions: Sequence[Sequence[int]] | None,
     max_new_tokens: int,
-    stop: Sequence[str],
     prefill_chunk: int | None,
-    *,
-    streams: bool,
 ) -> None:
     """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
     config = model.config
@@ -106,16 +122,10 @@ def _check(
         raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {shown(max_new_tokens)}.")
     if prefill_chunk is not None and not is_count(prefill_chunk, 1):
         raise ValueError(f"prefill_chunk must be a whole number of at least 1 or None, got {shown(prefill_chunk)}.")
-    if not is_list(stop) or isinstance(stop, Iterator) or not all(isinstance(s, str) and s for s in stop):
-        raise ValueError(f"stop must be a list of texts that are not empty, got {shown(stop)}.")
-    if (stop or streams) and model.tokenizer is None:
-        raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
     if wrong := [token for token in config.eos_ids if not 0 <= token < config.vocab_size]:
         raise ValueError(
             f"Model {model.name!r} ends a text with token id {wrong[0]}; allowed are 0 to {config.vocab_size - 1}."
         )
-    if questions is not None and len(questions) != len(texts):
-        raise ValueError(f"Questions must be one per prompt, got {len(questions)} for {len(texts)} prompts.")
     for kind, rows in (("prompt", texts), ("question", questions or [])):
         for i, row in enumerate(rows):
             if not row:

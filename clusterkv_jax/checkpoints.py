@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint, whole
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
+from clusterkv_jax.errors import shown
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.gguf_files import Gguf, read_gguf
@@ -75,6 +76,12 @@ class Model:
     name: str
     calibration: Calibration | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009  (frozen)
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError for anything but a model."""
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be one that load or as_model returns, got {shown(model)}.")
 
 
 def load(

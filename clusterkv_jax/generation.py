@@ -5,7 +5,7 @@ Profiles show the stages on the host under the names given to them here, those o
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,9 @@ from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.sharding import fetch, on_mesh
-from clusterkv_jax.texts import OnText, Texts, Tokens, cut, decode, shorten_at_stop, show
+from clusterkv_jax.text.prompts import Texts
+from clusterkv_jax.text.stops import OnText, finish_reason, shorten, show, text_of
+from clusterkv_jax.text.tokenizer import Tokens
 from clusterkv_jax.windows import window_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -60,6 +62,11 @@ def generate(
     sampling: Sampling | None = None,
     seed: int | Sequence[int] = 0,
     stop: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+    chat: bool = False,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: bool = True,
     prefill_chunk: int | None = None,
     on_text: OnText | None = None,
     progress: Progress | None = None,
@@ -79,7 +86,13 @@ def generate(
         sampling: greedy by default.
         seed: of the sampling: a list of one per prompt, or s for s, s + 1, ..., so that equal prompts differ. A
             sequence's draws depend on its seed and on the number of the token alone. Methods that draw take the first.
-        stop: a sequence ends when its text contains one of these; the text is cut before it.
+        stop: a sequence ends when its text contains one of these, or it is a special token and comes; the text is cut
+            before it.
+        stop_ids: a sequence ends with one of these tokens, too.
+        chat: read a text, and its question a blank line below, as a user's message in the model's chat template.
+        system: the system's message before it.
+        chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}.
+        special_tokens: whether names of special tokens in texts, such as "<|im_end|>", are those tokens.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
         on_text: called as on_text(sequence, text) with each new piece of text.
         progress: called as progress("prefill", layers done, layers) and progress("decode", steps done, steps).
@@ -100,9 +113,21 @@ def generate(
             f"method and sampling must be objects such as Full() and Sampling(), got {shown(method)} and "
             f"{shown(sampling)}."
         )
-    method = completed(model, method)
-    sizes = {"questions": questions, "max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": prefill_chunk}
-    batch = make_batch(model, prompts, **sizes, streams=on_text is not None)
+    batch = make_batch(
+        model,
+        prompts,
+        questions=questions,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        stop_ids=stop_ids,
+        prefill_chunk=prefill_chunk,
+        chat=chat,
+        system=system,
+        chat_template_kwargs=chat_template_kwargs,
+        special_tokens=special_tokens,
+        streams=on_text is not None,
+    )
+    method = completed(model, method, batch.chat)
     texts, question_ids = batch.texts, batch.questions
     check_seeds(seed, len(texts))
     seeds = spread(seed, len(texts))
@@ -113,7 +138,7 @@ def generate(
         cache, logits, held = _read(model, method, batch, seed_key(seeds[0]), progress)
         token = jax.block_until_ready(next_token_jit(logits, sampling, keys, 0))
         first, compiled_first = time.perf_counter(), compiled.seconds
-        cache, tokens, steps = _decode(model, method, batch, cache, token, keys, sampling, stop, on_text, progress)
+        cache, tokens, steps = _decode(model, method, batch, cache, token, keys, sampling, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
     stats = Stats(
@@ -129,7 +154,9 @@ def generate(
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
         new_tokens=[len(sequence) for sequence in tokens],
     )
-    return Result([cut(decode(model, sequence), stop) for sequence in tokens], tokens, stats)
+    answers = [text_of(model.tokenizer, sequence, batch.stops) for sequence in tokens]
+    ends = model.config.eos_ids, batch.stops
+    return Result(answers, tokens, stats, [finish_reason(model.tokenizer, sequence, *ends) for sequence in tokens])
 
 
 def compile_ahead(
@@ -143,12 +170,11 @@ def compile_ahead(
 ) -> Compilation:
     """Compile what `generate` runs for these arguments, so that its times are those of reading and answering.
 
-    Arguments and errors are those of `generate`: `sizes` are its `questions`, `max_new_tokens`, `stop` and
-    `prefill_chunk`. `on_program` is called with each program's name. A method with a host store is left to compile as
-    it runs.
+    Arguments and errors are those of `generate`: `sizes` are those that say what is read, and where an answer ends.
+    `on_program` is called with each program's name. A method with a host store is left to compile as it runs.
     """
-    method, sampling = completed(model, method or Full()), sampling or Sampling()
     batch = make_batch(model, prompts, **sizes)
+    method, sampling = completed(model, method or Full(), batch.chat), sampling or Sampling()
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):
         if method.holds == "host":
@@ -251,7 +277,6 @@ def _decode(
     token: jax.Array,
     keys: jax.Array,
     sampling: Sampling,
-    stop: Sequence[str],
     on_text: OnText | None,
     progress: Progress | None,
 ) -> tuple[KVCache, list[Tokens], int]:
@@ -259,21 +284,21 @@ def _decode(
 
     Returns the cache as it is then, the tokens, and the number of steps.
     """
-    ends, max_new_tokens = model.config.eos_ids, batch.max_new_tokens
+    ends, max_new_tokens, stops = model.config.eos_ids, batch.max_new_tokens, batch.stops
     sequences = [[int(t)] for t in fetch(token)]
     on_screen = ["" for _ in sequences]
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     # A segment runs while the host reads the one before; not where the host must say which texts a string has stopped,
     # nor on a GPU, whose loops the host drives.
-    most_ahead, under_way = 1 if stop or platform() == "gpu" else 2, deque()
-    longest = WATCHED if stop or on_text is not None or progress is not None else SEGMENT
+    most_ahead, under_way = 1 if stops.any or platform() == "gpu" else 2, deque()
+    longest = WATCHED if stops.any or on_text is not None or progress is not None else SEGMENT
     state, steps, begun = DecodeState(cache, token, jnp.asarray(ended)), 0, 0
     while True:
         check_finite(model, method, batch, sequences, _first_not_finite)
         for i, sequence in enumerate(sequences):
-            ended[i] |= shorten_at_stop(model, sequence, stop)
+            ended[i] |= shorten(model.tokenizer, sequence, stops)
             last = bool(ended[i]) or steps + 1 == max_new_tokens
-            on_screen[i] = show(model, i, sequence, on_screen[i], stop, last, on_text)
+            on_screen[i] = show(model.tokenizer, i, sequence, on_screen[i], stops, last, on_text)
         if progress is not None:
             progress("decode", max_new_tokens if ended.all() else steps + 1, max_new_tokens)
         if ended.all() or steps + 1 == max_new_tokens:
@@ -281,7 +306,7 @@ def _decode(
         while len(under_way) < most_ahead and begun + 1 < max_new_tokens:
             limit = min(longest, max_new_tokens - 1 - begun)
             numbers = _numbers(keys, begun + 1, limit)
-            state = replace(state, ended=jnp.asarray(ended)) if stop else state
+            state = replace(state, ended=jnp.asarray(ended)) if stops.any else state
             state, *made = decode_loop(
                 model.params, model.config, method, state, *numbers, sampling=sampling, eos_ids=ends, steps=SEGMENT
             )

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.text.guard import panics_caught
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -78,7 +79,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
         return None
     _check(stated, where)
     try:
-        return _built(stated, str(metadata.get("general.architecture")))
+        with panics_caught():
+            return _built(stated, str(metadata.get("general.architecture")))
     except Exception as error:  # the library raises whatever it meets
         raise ValueError(f"{where} makes no tokenizer: {shown(error)}.") from error
 

@@ -10,6 +10,7 @@ A preset names a method, says where its numbers come from, and may leave the bud
     calibration: my-llama.yaml    # optional: what `clusterkv calibrate` wrote, beside this file
 """
 
+import contextlib
 import dataclasses
 import types
 import typing
@@ -26,9 +27,9 @@ from clusterkv_jax.buckets import place
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.errors import shown
+from clusterkv_jax.checkpoints import Model, check_model
 from clusterkv_jax.learned.repetition import instruction
+from clusterkv_jax.text.chat import Chat, frame_ids, has_template
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
 MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
@@ -94,20 +95,24 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
     return method if calibrated is None else calibrated.applied(method)
 
 
-def completed(model: Model, method: methods.Method) -> methods.Method:
-    """The method with what only a model knows: its calibration's shares, and words of its tokenizer.
+def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> methods.Method:  # noqa: B008  (frozen)
+    """The method with what only a model knows: its calibration's shares, words of its tokenizer, and its chat template
+    with what `chat` says of it.
 
     `generate` and `Engine` complete a method themselves. `prefill`, `decode_step` and `load_cache` see no model: with
     the completed method their caches are those of `generate`. A method that needs nothing of a model stays as it is.
 
     Raises ValueError for anything but a model.
     """
-    if not isinstance(model, Model):
-        raise ValueError(f"model must be one that load or as_model returns, got {shown(model)}.")
+    check_model(model)
     result: Any = with_shares(model.calibration, method)
     if model.tokenizer is None or "repetition" not in method.needs(0):
         return result
-    return result.with_words(instruction(model.tokenizer))
+    frame = None
+    if has_template(model.tokenizer):
+        with contextlib.suppress(ValueError):  # of a template without a frame, in which nothing can be asked
+            frame = frame_ids(model.tokenizer, chat)
+    return result.with_words(instruction(model.tokenizer), frame)
 
 
 def described(model: Model, method: methods.Method) -> str:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.methods.request import row_bytes
-from clusterkv_jax.texts import Tokens
+from clusterkv_jax.text.stops import FinishReason
+from clusterkv_jax.text.tokenizer import Tokens
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """Texts without special tokens and without the stop string, the tokens as generated, and what it took."""
+    """Texts without special tokens and without the stop string, the tokens as generated, what it took, and why each
+    text ended: "eos" (a token of the model's that ends texts), "stop" (a string or id of yours), "length" (as many
+    tokens as were asked for), or "cancelled".
+    """
 
     texts: list[str]
     tokens: list[Tokens]
     stats: Stats
+    finish_reasons: list[FinishReason]
 
 
 def full_bytes(model: Model, rows: int, sequences: int = 1) -> int:

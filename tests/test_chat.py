@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from clusterkv_jax.chat import cut_turn, turn
+from clusterkv_jax.text.chat import cut_turn, turn
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 CONTENT = "messages[0]['content']"

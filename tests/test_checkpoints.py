@@ -15,7 +15,7 @@ from clusterkv_jax import checkpoints
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_huggingface
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract, forward
-from clusterkv_jax.texts import encode
+from clusterkv_jax.text.tokenizer import encode
 from tests.support.checkpoint_files import (
     EMBED,
     FAMILIES,
@@ -208,7 +208,7 @@ def test_tokenizer(tmp_path):
     assert load(folder).tokenizer("a b c")["input_ids"] == [1, 2, 0]
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("<unk>", "<none>", 1))
     with pytest.raises(ValueError, match=r"^The tokenizer of '.*' fails: WordLevel error: Missing \[UNK\] token"):
-        encode(load(folder), ["a c"], "prompt", special=True)
+        encode(load(folder).tokenizer, "a c", add_special_tokens=True)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_text("no such model")
     with pytest.warns(UserWarning, match="tokenizer is None"):

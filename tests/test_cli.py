@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import clusterkv_jax as ckv
 from clusterkv_jax import checkpoints, cli
 from clusterkv_jax.cli.terminal import progress_bar
 from clusterkv_jax.models import llama
@@ -19,7 +20,7 @@ from tests.support.processes import python
 from tests.support.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def _run(*arguments, **options):
 
 
 def _generate(model, text, *arguments, **options):
+    """The text as it is; what reads it in the chat template calls `_chat`."""
+    return _chat(model, text, "--raw", *arguments, **options)
+
+
+def _chat(model, text, *arguments, **options):
     return _run("generate", "--model", model, "--prompt-file", text, "--max-new-tokens", 4, *arguments, **options)
 
 
@@ -139,7 +145,7 @@ def test_json_is_the_only_output_and_holds_everything(model, text):
 
 
 def test_standard_input_and_the_script(model, text):
-    command = [ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-", "--json"]
+    command = [ROOT / "scripts" / "generate.py", "--model", model, "--prompt-file", "-", "--raw", "--json"]
     process = python(*command, "--max-new-tokens", 2, input=text.read_text())
     assert json.loads(process.stdout)["runs"][0]["stats"]["prompt_tokens"] == [300]
 
@@ -160,11 +166,19 @@ def test_the_authors_way_to_draw(model, text, tmp_path):
 
 
 def test_chat_cuts_the_template_between_text_and_question(model, text):
-    result = _generate(model, text, "--chat", "--question", "Who?", "--json")
-    assert result.exit_code == 0, result.stderr
-    stats = json.loads(result.stdout)["runs"][0]["stats"]
-    assert stats["prompt_tokens"] == [len("<user>") + 300]
-    assert stats["question_tokens"] == [len("Who?</user><assistant>")]
+    for asked in ((), ("--chat",)):  # by default, and as it was asked for before
+        result = _chat(model, text, *asked, "--question", "Who?", "--json")
+        assert result.exit_code == 0, result.stderr
+        run = json.loads(result.stdout)["runs"][0]
+        assert run["stats"]["prompt_tokens"] == [len("<user>") + 300]
+        assert run["stats"]["question_tokens"] == [len("\n\nWho?</user><assistant>")]
+        assert run["finish_reasons"] == ["length"]
+    # The same in Python.
+    result = ckv.generate(
+        ckv.load(model), [text.read_text()], questions=["Who?"], chat=True, system="Be brief.", max_new_tokens=4
+    )
+    assert result.stats.question_tokens == run["stats"]["question_tokens"]
+    assert result.stats.prompt_tokens == [len("<system>Be brief.</system><user>") + 300]
 
 
 def test_methods_and_budgets_are_repeated_or_stand_between_commas(model, text):
@@ -255,7 +269,7 @@ def test_missing_things_get_one_sentence(model, text, tmp_path):
 def test_chat_without_a_template_is_an_error(model, text, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(model / name)
-    _assert_sentence(_generate(tmp_path, text, "--chat"), "--chat needs a model whose tokenizer has a chat template")
+    _assert_sentence(_chat(tmp_path, text, "--chat"), "--chat needs a model whose tokenizer has a chat template")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +290,7 @@ def test_a_damaged_model_gets_one_sentence(model, text, tmp_path, file, content,
         (tmp_path / name).symlink_to(model / name)
     (tmp_path / file).unlink(missing_ok=True)
     (tmp_path / file).write_text(content)
-    _assert_sentence(_generate(tmp_path, text, "--chat", "--question", "Who?"), sentence)
+    _assert_sentence(_chat(tmp_path, text, "--chat", "--question", "Who?"), sentence)
 
 
 def test_an_interrupt_ends_quietly(model, text, monkeypatch):

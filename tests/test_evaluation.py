@@ -366,9 +366,12 @@ def test_a_chat_template_that_fails_or_prints_twice_is_named(tokenizer):
     case = Case("x/1", "t", "Some context.", "Why?")
     other = AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
     for template, said in (
-        ("{{ messages[0].content }}" * 2, "does not print the context of case x/1 once, as it is"),
-        ("{{ raise_exception('no') }}", "chat template fails for case x/1: no"),
-        ("{{ 1 / 0 }}", "chat template fails for case x/1: division by zero"),
+        (
+            "{{ messages[0].content }}" * 2,
+            "^Case x/1: The model's chat template does not print a message once",
+        ),
+        ("{{ raise_exception('no') }}", "^Case x/1: The model's chat template fails: no"),
+        ("{{ 1 / 0 }}", "^Case x/1: The model's chat template fails: division by zero"),
     ):
         other.chat_template = template
         with pytest.raises(ValueError, match=said):

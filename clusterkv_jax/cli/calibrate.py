@@ -232,12 +232,14 @@ def cut(tokenizer: Any, texts: Sequence[str], tokens: int, most: int, seed: int)
     """
     import numpy as np
 
+    from clusterkv_jax.text.tokenizer import encode
+
     if tokenizer is None:
         raise ValueError("The model has no tokenizer, so no text can be read with it.")
     pieces = []
     longest = 0
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids = encode(tokenizer, text)
         longest = max(longest, len(ids))
         pieces += [ids[start : start + tokens] for start in range(0, len(ids) - tokens + 1, tokens)]
     if not pieces:

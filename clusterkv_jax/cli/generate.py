@@ -3,10 +3,9 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from clusterkv_jax.cli.options import (
     stored_as,
 )
 from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, plain_console, use_compilation_cache
+from clusterkv_jax.cli.texts import InChat, Raw, SpecialTokens, System, TemplateArguments, asked, how_to_read, read_text
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -49,7 +49,7 @@ Answer about many texts, eight at a time:
 From a pipe to a program, with a model of your own:
 
   cat report.txt | clusterkv generate --model ./my-llama --prompt-file - \\
-    --chat --question "Sum it up." --method centroidkv --cache-ratio .2 --json
+    --system "Be brief." --question "Sum it up." --method centroidkv --cache-ratio .2 --json
 
 A model of the hub at a tag, drawing as its authors say, with a calibration of
 the hub:
@@ -77,6 +77,7 @@ class Run:
     name: str
     method: Any
     texts: list[str]
+    ends: Sequence[str]
     stats: list[Any]
     engine: Any = None
 
@@ -113,9 +114,14 @@ def generate(
     ] = None,
     seed: Annotated[int, _drawing(help="The same seed draws the same tokens.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
+    stop_id: Annotated[list[int] | None, typer.Option(help="End an answer with this token; repeatable.")] = None,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     slots: Annotated[int, typer.Option(help="Most answers written together, where several texts are read.", min=1)] = 8,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    raw: Raw = False,
+    chat: InChat = False,
+    system: System = None,
+    chat_template_kwargs: TemplateArguments = None,
+    special_tokens: SpecialTokens = True,
     compilation_cache: CompilationCache = True,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, _output("--debug", help="Show the whole traceback of an error.")] = False,
@@ -135,13 +141,15 @@ def generate(
         candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured, cache_dtype)
 
         _check_drawing(sampling, temperature, top_k, top_p, min_p)
-        asked = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         network = ckv.load(model)
         network = network if measured is None else calibrated(network, measured)
-        prompts, questions = _wrap(network.tokenizer, texts, question or [], chat)
+        reading = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
+        prompts, questions = asked(texts, question or [], reading["chat"])
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-        sizes |= {"sampling": asked if sampling is None else network.sampling, "stop": tuple(stop or ())}
+        sizes |= {"sampling": drawing if sampling is None else network.sampling, **reading}
+        sizes |= {"stop": tuple(stop or ()), "stop_ids": tuple(stop_id or ())}
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
         for name, candidate in candidates:
@@ -152,7 +160,7 @@ def generate(
                 compile_ahead(network, prompts, method=candidate, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
                 result = answer(method=candidate, progress=progress, on_text=_streamer(clear) if stream else None)
-            runs.append(Run(name, candidate, result.texts, [result.stats]))
+            runs.append(Run(name, candidate, result.texts, result.finish_reasons, [result.stats]))
         files = prompt_file if len(texts) > 1 else []
         if as_json:
             print(json.dumps(_as_json(model, files, question or [], runs), indent=2, ensure_ascii=False))
@@ -162,17 +170,6 @@ def generate(
         if not stream:
             console.print(_answers(files, question or [], runs))
         console.print(_costs(runs))
-
-
-def read_text(prompt_file: str) -> str:
-    """The prompt: a UTF-8 file, or standard input for '-'."""
-    raw = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"Prompt file {prompt_file} is not UTF-8: byte {error.start} is {raw[error.start]:#04x}."
-        ) from error
 
 
 def _check_drawing(sampling: str | None, *others: float | None) -> None:
@@ -222,22 +219,6 @@ def _methods(
     return candidates
 
 
-def _wrap(tokenizer: Any, texts: list[str], questions: list[str], chat: bool) -> tuple[list[str], list[str] | None]:
-    """One prompt per text and question, and the questions as fed, inside the chat template if asked."""
-    from clusterkv_jax.chat import cut_turn, turn
-
-    if not all(text.strip() for text in texts):
-        raise ValueError("The prompt is empty; give a text of at least one token.")
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("--chat needs a model whose tokenizer has a chat template, and this one has none.")
-    if not questions:
-        return [turn(tokenizer, text) if chat else text for text in texts], None
-    # An empty question stays one, and is refused as such.
-    asked = [(text, q) for text in texts for q in questions]
-    parts = [cut_turn(tokenizer, text, q) if chat and q.strip() else (text, q) for text, q in asked]
-    return [head for head, _ in parts], [tail for _, tail in parts]
-
-
 def _served(
     name: str,
     method: Any,
@@ -253,15 +234,15 @@ def _served(
     import clusterkv_jax as ckv
     from clusterkv_jax.batch import make_batch
     from clusterkv_jax.engine.tally import in_a_line
+    from clusterkv_jax.presets import completed
 
-    how = {name: sizes[name] for name in ("max_new_tokens", "stop", "sampling")} | {"seed": seed}
-    shape = {name: sizes[name] for name in ("questions", "max_new_tokens", "stop", "prefill_chunk")}
-    batch = make_batch(network, prompts, **shape)
+    how = {name: sizes[name] for name in ("max_new_tokens", "stop", "stop_ids", "sampling")} | {"seed": seed}
+    batch = make_batch(network, prompts, **{name: size for name, size in sizes.items() if name != "sampling"})
     asked = batch.questions or [[] for _ in prompts]
     after = max(map(len, asked)) + batch.max_new_tokens
     engine = ckv.Engine(
         network,
-        method=method,
+        method=completed(network, method, batch.chat),
         slots=min(slots, len(prompts)),
         max_tokens=max(map(len, batch.texts)) + after,
         reserve=after,
@@ -274,7 +255,8 @@ def _served(
         results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
     stats = engine.stats()
     console.print(f"{name}: {in_a_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
-    return Run(name, method, [result.texts[0] for result in results], [result.stats for result in results], stats)
+    ends = [result.finish_reasons[0] for result in results]
+    return Run(name, method, [result.texts[0] for result in results], ends, [r.stats for r in results], stats)
 
 
 @contextmanager
@@ -363,7 +345,7 @@ def _as_json(model: str, files: list[str], questions: list[str], runs: list[Run]
     """The same as the tables, for programs; of several files `stats` are a list, and `engine` says how all went."""
 
     def one(run: Run) -> dict[str, Any]:
-        said = {"name": run.name, "method": repr(run.method), "texts": run.texts}
+        said = {"name": run.name, "method": repr(run.method), "texts": run.texts, "finish_reasons": run.ends}
         stats = [dataclasses.asdict(stats) for stats in run.stats]
         return said | ({"stats": stats, "engine": dataclasses.asdict(run.engine)} if files else {"stats": stats[0]})
 

@@ -125,9 +125,11 @@ def inspect_recall(
 
 def _tokens_of(network: Any, text: str, tokens: int) -> list[int]:
     """The first `tokens` tokens of a text."""
+    from clusterkv_jax.text.tokenizer import encode
+
     if network.tokenizer is None:
         raise ValueError(f"Model {network.name} has no tokenizer, which inspection needs.")
-    ids = network.tokenizer.encode(text, verbose=False)
+    ids = encode(network.tokenizer, text, add_special_tokens=True)
     most = min(len(ids), network.config.max_positions)
     if not 256 <= tokens <= most:
         raise ValueError(f"--tokens must be between 256 and {most}, what text and model have, got {tokens}.")

@@ -8,7 +8,7 @@ from clusterkv_jax.batch import Batch
 from clusterkv_jax.engine.draws import Draws, draws_of
 from clusterkv_jax.prng import seed_words
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.texts import Tokens
+from clusterkv_jax.text.tokenizer import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +20,7 @@ class Order:
         batch: its prompt and question as tokens; of a context that is a file the prompt is not known.
         prompt_tokens: tokens of the prompt.
         context: of the prompt, where it was read before.
-        sampling, stop: as in `generate`.
+        sampling: as in `generate`.
         seed: of its draws.
         read_seed: of what its method draws.
         added_s: when it was added.
@@ -34,7 +34,6 @@ class Order:
     sampling: Sampling
     seed: int
     read_seed: int
-    stop: tuple[str, ...]
     added_s: float
     compile_s: float
 

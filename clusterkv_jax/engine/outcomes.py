@@ -10,7 +10,8 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import NOT_FINITE
-from clusterkv_jax.texts import Tokens, cut, decode
+from clusterkv_jax.text.stops import finish_reason, text_of
+from clusterkv_jax.text.tokenizer import Tokens
 from clusterkv_jax.windows import window_bytes
 
 
@@ -40,7 +41,9 @@ def result_of(model: Model, seat: Seat, layout: Layout, now: KVCache | None, end
         question_tokens=[len(order.question)],
         new_tokens=[len(tokens)],
     )
-    return Result([cut(decode(model, tokens), order.stop)], [tokens], stats)
+    stops = order.batch.stops
+    reason = finish_reason(model.tokenizer, tokens, model.config.eos_ids, stops) if seat.ended else "cancelled"
+    return Result([text_of(model.tokenizer, tokens, stops)], [tokens], stats, [reason])
 
 
 def check_tokens(model: Model, method: Method, order: Order, tokens: Tokens) -> None:

@@ -20,7 +20,7 @@ from clusterkv_jax.engine.layout import Layout, Limits
 from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.prng import seed_key
-from clusterkv_jax.texts import encode
+from clusterkv_jax.text.prompts import encode_all
 
 
 class Reader:
@@ -30,9 +30,9 @@ class Reader:
         self.model, self.method, self.layout, self._shelf = model, method, layout, shelf
         self._held: tuple[Order, Reading] | None = None
 
-    def batch(self, prompt: Any, question: Any, max_new_tokens: int, stop: Sequence[str]) -> Batch:
-        """A request, encoded. Raises ValueError for what cannot be served."""
-        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "prefill_chunk": self.layout.prefill_chunk}
+    def batch(self, prompt: Any, question: Any, **sizes: Any) -> Batch:
+        """A request, encoded; `sizes` as in `make_batch`. Raises ValueError for what cannot be served."""
+        sizes["prefill_chunk"] = self.layout.prefill_chunk
         if isinstance(prompt, Context):
             return context_batch(self.model, self.layout.limits, prompt, question, **sizes)
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
@@ -45,9 +45,9 @@ class Reader:
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
             context = Context(number, (), length, Path(text), mark, 0, new, self._shelf)
         else:
-            tokens = encode(self.model, [text], "prompt", special=True)[0]
+            tokens = encode_all(self.model, [text])[0][0]
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
-            batch = self.batch(tokens, None, new, ())
+            batch = self.batch(tokens, None, max_new_tokens=new)
             context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf)
             reading = read_batch(self.model, self.method, self.layout, batch, seed)
         self._shelf.put(number, reading)
@@ -62,7 +62,7 @@ class Reader:
             if mark != context.fingerprint:
                 raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
         else:
-            batch = self.batch(list(context.tokens), None, context.max_new_tokens, ())
+            batch = self.batch(list(context.tokens), None, max_new_tokens=context.max_new_tokens)
             reading = read_batch(self.model, self.method, self.layout, batch, context.seed)
         self._shelf.put(context.number, reading)
         return reading

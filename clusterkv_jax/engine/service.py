@@ -42,7 +42,8 @@ from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.sharding import fetch, on_mesh
-from clusterkv_jax.texts import Texts, listed, shorten_at_stop, show
+from clusterkv_jax.text.prompts import Texts, listed
+from clusterkv_jax.text.stops import shorten, show
 
 # Steps of one call of the decode program; between two, requests enter and leave.
 SEGMENT = 32
@@ -146,8 +147,8 @@ class Engine:
 
         Raises ValueError as `add`, and what goes wrong later.
         """
-        texts = listed(prompts, "prompt")
-        asked = [None] * len(texts) if questions is None else listed(questions, "question")
+        texts = listed(self.model, prompts, "prompt")
+        asked = [None] * len(texts) if questions is None else listed(self.model, questions, "question")
         if len(asked) != len(texts):
             raise ValueError(f"Questions must be one per prompt, got {len(asked)} for {len(texts)} prompts.")
         check_seeds(seed, len(texts))
@@ -171,7 +172,9 @@ class Engine:
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
         seed: int = 0,
+        **texts: Any,
     ) -> Handle:
         """A request behind those that wait.
 
@@ -181,23 +184,25 @@ class Engine:
             max_new_tokens: as in `generate`, and so are the other three.
             sampling: greedy by default.
             stop: texts that end it.
+            stop_ids: tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
+            texts: `chat`, `system`, `chat_template_kwargs` and `special_tokens`, as in `generate`; not of a context,
+                which holds its beginning already.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
-        sizes = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop}
-        return self._join(prompt, question, **sizes, seed=seed, read_seed=seed)
+        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids, **texts}
+        return self._join(prompt, question, sampling=sampling, seed=seed, read_seed=seed, **sizes)
 
     def _join(
         self,
         prompt: Any,
         question: Any,
         *,
-        max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
         seed: int,
         read_seed: int,
+        **sizes: Any,
     ) -> Handle:
         """`add` of a request that is read by another seed than it draws by."""
         sampling = Sampling() if sampling is None else sampling
@@ -205,10 +210,10 @@ class Engine:
         context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
         if context is not None:
             check_own(context, self._shelf)
-        batch = self._reader.batch(prompt if context is None else context, question, max_new_tokens, stop)
+        batch = self._reader.batch(prompt if context is None else context, question, **sizes)
         length = len(batch.texts[0]) if context is None else context.length
         at = time.perf_counter(), self._tally.compile_s
-        order = Order(self._added, batch, length, context, sampling, int(seed), int(read_seed), tuple(stop), *at)
+        order = Order(self._added, batch, length, context, sampling, int(seed), int(read_seed), *at)
         while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
             self.step()
         handle = Handle(self, order.number)
@@ -363,7 +368,7 @@ class Engine:
         tokens = list(seat.tokens)
         try:
             check_tokens(model, self.method, order, tokens)
-            stopped = shorten_at_stop(model, tokens, order.stop)
+            stopped = shorten(model.tokenizer, tokens, order.batch.stops)
             seat = replace(seat, tokens=tuple(tokens), ended=seat.ended or stopped)
             seat = replace(seat, shown=self._show(seat))
             self._count(new_tokens=len(seat.tokens) - len(before.tokens))
@@ -380,8 +385,9 @@ class Engine:
             for listener in listeners:
                 listener.append((handle, text))
 
-        heard = pass_on if listeners and self.model.tokenizer is not None else None
-        return show(self.model, 0, list(seat.tokens), seat.shown, seat.order.stop, seat.ended, heard)
+        tokenizer = self.model.tokenizer
+        heard = pass_on if listeners and tokenizer is not None else None
+        return show(tokenizer, 0, list(seat.tokens), seat.shown, seat.order.batch.stops, seat.ended, heard)
 
     def _outcome(self, slot: int | None, seat: Seat, now: float) -> Result:
         """The result of a request; one that never had a slot has said nothing."""

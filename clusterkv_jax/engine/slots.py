@@ -37,7 +37,7 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import compiler, jit
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.sharding import constrain
-from clusterkv_jax.texts import Tokens
+from clusterkv_jax.text.tokenizer import Tokens
 
 NO_QUESTION: tuple[Tokens, int] = ([], 1)
 # The narrowest prompt that `generate` reads.

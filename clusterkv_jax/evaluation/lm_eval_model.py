@@ -35,6 +35,8 @@ from clusterkv_jax.evaluation.rounds import Rounds
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import preset
+from clusterkv_jax.text.chat import render
+from clusterkv_jax.text.tokenizer import encode
 
 NAME = "clusterkv"
 # Tokens of a long text that are read from one compressed cache before it is compressed afresh.
@@ -149,20 +151,12 @@ class CompressedLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Tokens of a text; a text that begins with the first token of texts gets no second one."""
         del kwargs
-        if add_special_tokens is None:
-            token = self._first_token
-            first = "" if token is None else self.tokenizer.decode([token])
-            add_special_tokens = not (first and string.startswith(first))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        return encode(self.tokenizer, string, add_special_tokens=add_special_tokens is not False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Few-shot examples and a question as the model's chat."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return render(self.tokenizer, [chat_history], **how)[0]
 
     # --- its three requests ---
 

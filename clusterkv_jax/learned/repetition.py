@@ -28,32 +28,40 @@ from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.text.tokenizer import encode
 
 Params = dict[str, Any]
 # Ids that ask for the first piece, for a later one whose beginning follows them, and what stands before the answer.
 Instruction = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+# Ids that a chat template puts before a user's message, and behind it.
+Frame = tuple[tuple[int, ...], tuple[int, ...]]
 # Tokens of the piece before that a later instruction ends with.
 TAIL = 8
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """`words` as ids, None where a tokenizer is still to give them; the others are arguments of `reconstruction`."""
+    """`words` as ids, None where a tokenizer is still to give them; `frame` is what a chat template puts before and
+    behind a prompt, used where a prompt begins so; the others are arguments of `reconstruction`.
+    """
 
     words: Instruction | None = None
+    frame: Frame | None = None
     chunk: int = 2048
     sinks: int = 4
     normalize: bool = False
 
 
 def instruction(tokenizer: Any) -> Instruction:
-    """What asks a model to repeat a text, in KVzip's words; a line break stands before the answer."""
+    """What asks a model to repeat a text, in KVzip's words; a line break stands before the answer, where no template
+    has its own beginning of one.
+    """
     texts = (
         "\n\nRepeat the previous context exactly.",
         "\n\nRepeat the part of the previous context exactly, starting with",
         "\n",
     )
-    first, later, suffix = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    first, later, suffix = (tuple(encode(tokenizer, text)) for text in texts)
     return first, later, suffix
 
 
@@ -70,10 +78,32 @@ def prompts(words: Instruction, tokens: Int[Array | np.ndarray, "B N"], chunk: i
     return [wide(first + suffix), *rest]
 
 
+def in_frame(how: Repetition, tokens: Any, lengths: Any) -> tuple[Instruction, int]:
+    """The words for these prompts, and how many tokens of a chat template they begin with.
+
+    Prompts that a jit traces count as plain. Raises ValueError if some begin with the template, and others do not.
+    """
+    assert how.words is not None
+    ids, counts = concrete(tokens), concrete(lengths)
+    if how.frame is None or ids is None or counts is None:
+        return how.words, 0
+    prefix, suffix = how.frame
+    begins = (counts > len(prefix)) & (ids[:, : len(prefix)] == np.asarray(prefix)).all(axis=1)
+    if not begins.any():
+        return how.words, 0
+    if not begins.all():
+        raise ValueError(
+            f"Prompt {int(np.argmin(begins))} does not begin with the model's chat template, and others do: a model "
+            "repeats them in different words; ask them one by one."
+        )
+    return (*how.words[:2], suffix), len(prefix)
+
+
 def most_fed(how: Repetition, count: int) -> int:
     """The most tokens that a pass over a context of `count` feeds."""
     assert how.words is not None
     first, later, suffix = map(len, how.words)
+    suffix = max(suffix, len(how.frame[1]) if how.frame else 0)
     before = first if count <= how.chunk else max(first, later + TAIL)
     return before + suffix + min(how.chunk, count)
 

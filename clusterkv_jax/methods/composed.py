@@ -10,7 +10,7 @@ from typing_extensions import override
 from clusterkv_jax import pages
 from clusterkv_jax.cache import NewTokens, resize
 from clusterkv_jax.errors import check_fields
-from clusterkv_jax.learned.repetition import Instruction, Repetition
+from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
     Holding,
@@ -91,10 +91,10 @@ class Composed(Method):
         prefill: Any = self.prefill  # one that needs "repetition"
         return prefill.repetition
 
-    def with_words(self, words: Instruction) -> "Composed":
+    def with_words(self, words: Instruction, frame: Frame | None = None) -> "Composed":
         """As the prefill method."""
         prefill: Any = self.prefill
-        return replace(self, prefill=prefill.with_words(words))
+        return replace(self, prefill=prefill.with_words(words, frame))
 
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.errors import check_fields, is_count
-from clusterkv_jax.learned.repetition import Instruction, Repetition
+from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import Need
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.families.scored import Scored
@@ -22,8 +22,9 @@ class KVzip(Scored):
     The model reads the prompt, then repeats it in pieces of `chunk` tokens behind its full cache; a row is worth the
     greatest attention that it gets (`learned.reconstruction`). With `plus` attention counts by what it writes. Heads
     get the shares of the model's calibration, where there is one; with `scope` "layer" those of a layer share pages.
-    `instruction` asks for the repetition: `generate` takes KVzip's words, `prefill` needs `learned.instruction`. Tokens
-    are appended while decoding.
+    `instruction` asks for the repetition: `generate` takes KVzip's words, `prefill` needs `learned.instruction`. A
+    prompt that begins as the model's chat template does is repeated within it; `frame` are the template's ids before
+    and behind a message, which `generate` takes from the tokenizer. Tokens are appended while decoding.
     """
 
     sinks: int = 4
@@ -32,6 +33,7 @@ class KVzip(Scored):
     scope: Literal["head", "layer"] = "head"
     chunk: int = 2048
     instruction: Instruction | None = field(default=None, repr=False)
+    frame: Frame | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +41,8 @@ class KVzip(Scored):
             self,
             ("plus", isinstance(self.plus, bool), "True or False"),
             ("chunk", is_count(self.chunk, 1), "a whole number of at least 1"),
-            ("instruction", self.instruction is None or _is_instruction(self.instruction), "None or 3 tuples of ids"),
+            ("instruction", self.instruction is None or _are_ids(self.instruction, 3), "None or 3 tuples of ids"),
+            ("frame", self.frame is None or _are_ids(self.frame, 2), "None or 2 tuples of ids"),
         )
 
     @override
@@ -58,16 +61,16 @@ class KVzip(Scored):
     @property
     def repetition(self) -> Repetition:
         """How a prompt is repeated."""
-        return Repetition(self.instruction, self.chunk, self.sinks, self.plus)
+        return Repetition(self.instruction, self.frame, self.chunk, self.sinks, self.plus)
 
-    def with_words(self, words: Instruction) -> "KVzip":
-        """The method with what asks a model to repeat a prompt, unless it has words of its own."""
-        return self if self.instruction is not None else replace(self, instruction=words)
+    def with_words(self, words: Instruction, frame: Frame | None = None) -> "KVzip":
+        """The method with what asks a model to repeat a prompt, and its chat template, unless it has words already."""
+        return self if self.instruction is not None else replace(self, instruction=words, frame=frame)
 
 
-def _is_instruction(words: Any) -> bool:
+def _are_ids(words: Any, parts: int) -> bool:
     return (
         isinstance(words, tuple)
-        and len(words) == 3
+        and len(words) == parts
         and all(isinstance(part, tuple) and all(map(is_count, part)) for part in words)
     )

@@ -260,7 +260,7 @@ def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None
             f"{name} has the model repeat its prompts and needs an instruction for that: use generate with a model "
             "that has a tokenizer, or give it instruction=learned.instruction(tokenizer)."
         )
-    ids = sorted({id for part in how.words for id in part})
+    ids = sorted({id for part in (*how.words, *(how.frame or ())) for id in part})
     if ids and ids[-1] >= config.vocab_size:
         raise ValueError(f"{name} instruction holds id {ids[-1]}; allowed are 0 to {config.vocab_size - 1}.")
     fed = repetition.most_fed(how, longest)

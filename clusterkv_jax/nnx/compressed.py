@@ -27,7 +27,7 @@ from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
 from clusterkv_jax.nnx.layouts import Layout, attentions, layers_of, layout_of
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import auto_mesh
-from clusterkv_jax.texts import Texts, is_list
+from clusterkv_jax.text.prompts import Texts, is_list
 
 # Positions of a model that says nothing of them.
 MAX_POSITIONS = 1 << 20

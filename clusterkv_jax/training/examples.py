@@ -10,7 +10,7 @@ from msgspec import Struct
 from clusterkv_jax.batch import bucket, padded
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.schema import MIB, as_text, checked, from_json, read_lines, read_text, shown
-from clusterkv_jax.texts import Tokens, encode
+from clusterkv_jax.text.tokenizer import Tokens, encode
 from clusterkv_jax.training.objective import Batch
 
 # The most that is read of a line, and of a text.
@@ -76,7 +76,8 @@ def _ids(model: Model, text: str | list[int], where: str, *, special: bool) -> T
         raise ValueError(f"{where} is text, and model {model.name!r} has no tokenizer: give token ids.")
     if not text or (isinstance(text, str) and not text.strip()):
         raise ValueError(f"{where} is empty; give at least one word.")
-    ids, most = encode(model, [text], "text", special)[0], model.config.vocab_size
+    ids = encode(model.tokenizer, text, add_special_tokens=special) if isinstance(text, str) else text
+    most = model.config.vocab_size
     if (wrong := next((i for i in ids if not 0 <= i < most), None)) is not None:
         raise ValueError(f"{where} holds token id {shown(wrong)}; allowed are 0 to {most - 1}.")
     return ids
@@ -88,8 +89,8 @@ def _pieces(ids: Tokens, model: Model, context: int, answer: int) -> Iterator[Ex
         raise ValueError(
             f"--context-tokens {context} and --answer-tokens {answer} exceed the model's {most} positions."
         )
-    first = encode(model, ["a"], "text", True)[0]
-    begin = first[: len(first) - len(encode(model, ["a"], "text", False)[0])]  # what begins a text
+    first = encode(model.tokenizer, "a", add_special_tokens=True)
+    begin = first[: len(first) - len(encode(model.tokenizer, "a"))]  # what begins a text
     body = context - len(begin)
     for start in range(0, len(ids) - body - answer + 1, body + answer):
         piece = ids[start : start + body + answer]

@@ -30,7 +30,7 @@ from clusterkv_jax.decoding import DecodeState, append_step_jit, decode_loop
 from clusterkv_jax.evaluation.tasks import haystack, sources, synthetic
 from clusterkv_jax.presets import preset
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.texts import decode
+from clusterkv_jax.text.tokenizer import decode
 from clusterkv_jax.training.cartridge import Rows, divergence, logits_after, rows_of, with_rows
 
 ROOM = 64  # tokens of a question and its answer

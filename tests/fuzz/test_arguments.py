@@ -84,6 +84,7 @@ PREFILL = {"method": ckv.Full(), "tokens": IDS, "lengths": np.asarray([24, 20], 
 PREFILL |= {"reserve": 8, "step_tokens": 1, "prefill_chunk": None, "key": jax.random.key(0)}
 GENERATE = {"prompts": IDS.tolist(), "method": ckv.Full(), "questions": [[1, 2], [3]], "max_new_tokens": 3}
 GENERATE |= {"sampling": ckv.Sampling(), "seed": 0, "stop": (), "prefill_chunk": None}
+GENERATE |= {"stop_ids": (5,), "chat": False, "system": None, "chat_template_kwargs": None, "special_tokens": True}
 
 
 def refused(call: Any) -> tuple[Any, str | None]:

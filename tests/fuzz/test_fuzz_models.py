@@ -17,11 +17,11 @@ import clusterkv_jax as ckv
 from clusterkv_jax import saving
 from clusterkv_jax.arrays import digest
 from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
-from clusterkv_jax.chat import cut_turn, turn
 from clusterkv_jax.checkpoints import load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_weights import file_shapes, layout
-from clusterkv_jax.texts import decode, encode
+from clusterkv_jax.text.chat import cut_turn, turn
+from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
 from tests.support import families
@@ -69,8 +69,8 @@ def read(folder):
     """What a command does with a model before it computes anything."""
     model = ckv.load(folder)
     if model.tokenizer is not None:
-        tokens = encode(model, ["a text"], "prompt", special=True)[0]
-        assert isinstance(decode(model, tokens), str)
+        tokens = encode(model.tokenizer, "a text", add_special_tokens=True)
+        assert isinstance(decode(model.tokenizer, tokens), str)
         if getattr(model.tokenizer, "chat_template", None):
             cut_turn(model.tokenizer, "A text.", "Who?")
     return model

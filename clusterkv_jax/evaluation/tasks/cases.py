@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.schema import shown
+from clusterkv_jax.text.chat import frame, has_template, turn
+from clusterkv_jax.text.tokenizer import encode
 
 Tokens = tuple[int, ...]
-# Between a context and what the chat template puts behind it.
-_SEPARATOR = "\u241e"
 # Characters of a text whose count of tokens is kept: sentences and lines, not contexts.
 _SHORT = 1024
 
@@ -67,7 +66,7 @@ def counter(tokenizer: Any) -> Callable[[str], int]:
     """A function that counts the tokens of a text, without special ones."""
 
     def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return len(encode(tokenizer, text))
 
     # Cases of long contexts are put together from the same sentences again and again.
     of_short = lru_cache(maxsize=2**16)(count)
@@ -77,7 +76,7 @@ def counter(tokenizer: Any) -> Callable[[str], int]:
 def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
     """The tokens of a case, inside the chat template where the tokenizer has one and the case wants it.
 
-    The template goes around context + separator, and what it puts behind the separator stands between question and
+    The template goes around the context, and what it puts behind that stands between question and
     answer prefix (kvpress's protocol). Without a template the parts follow each other as they are, after the
     tokenizer's special tokens.
 
@@ -96,8 +95,8 @@ def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
         whole = not (case.question or case.answer_prefix)
         before, after, special = _wrap(case, tokenizer, whole)
         rest = case.question + after + case.answer_prefix
-        context = tokenizer.encode(before, add_special_tokens=special, verbose=False)
-        prompt = Prompt(tuple(context), tuple(tokenizer.encode(rest, add_special_tokens=False, verbose=False)))
+        context = encode(tokenizer, before, add_special_tokens=special)
+        prompt = Prompt(tuple(context), tuple(encode(tokenizer, rest)))
     new = len(prompt.continuation) or case.max_new_tokens
     room = limit - len(prompt.question) - new
     if len(prompt.context) <= room:
@@ -117,16 +116,9 @@ def middle_cut(tokens: Tokens, room: int) -> Tokens:
 
 def _wrap(case: Case, tokenizer: Any, whole: bool) -> tuple[str, str, bool]:
     """The context in its template, what follows question, and whether special tokens are still to be added."""
-    if not case.chat or not getattr(tokenizer, "chat_template", None):
+    if not case.chat or not has_template(tokenizer):
         return case.context, "", True
-    turn = [{"role": "user", "content": case.context if whole else case.context + _SEPARATOR}]
     try:
-        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of its own
-        raise ValueError(f"The model's chat template fails for case {case.id}: {shown(error)}.") from error
-    if whole:
-        return text, "", False
-    if text.count(_SEPARATOR) != case.context.count(_SEPARATOR) + 1:
-        raise ValueError(f"The model's chat template does not print the context of case {case.id} once, as it is.")
-    before, after = text.rsplit(_SEPARATOR, 1)
-    return before, after, False
+        return (turn(tokenizer, case.context), "", False) if whole else (*frame(tokenizer, case.context), False)
+    except ValueError as error:
+        raise ValueError(f"Case {case.id}: {error}") from error

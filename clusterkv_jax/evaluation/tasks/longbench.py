@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks.cases import Case, middle_cut
+from clusterkv_jax.text.tokenizer import encode
 
 ENGLISH = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
@@ -69,7 +70,7 @@ def official_prompt(task: str, row: Mapping[str, Any], tokenizer: Any, most: int
     A prompt of more than `most` tokens is put together from the texts of its first and last most // 2 tokens.
     """
     text = TASKS[task].fill(TASKS[task].template, row)
-    tokens = tuple(tokenizer.encode(text, verbose=False))
+    tokens = tuple(encode(tokenizer, text, add_special_tokens=True))
     if len(tokens) <= most:
         return text, 0
     ids = middle_cut(tokens, most)

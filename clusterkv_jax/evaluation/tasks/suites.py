@@ -9,6 +9,7 @@ from typing import Any
 from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources
 from clusterkv_jax.evaluation.tasks.cases import Case, counter
 from clusterkv_jax.evaluation.tasks.haystack import Book, book
+from clusterkv_jax.text.tokenizer import encode
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def _read(
         if not tasks or name in tasks
         for case in cut(
             name,
-            tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False)),
+            tuple(encode(tokenizer, text)),
             options.limit or 8,
             length,
             options.seed,

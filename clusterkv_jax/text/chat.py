@@ -1,0 +1,95 @@
+"""A text, or a question about it, as a user's message in the model's chat template."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterkv_jax.schema import shown
+from clusterkv_jax.text import guard
+from clusterkv_jax.text.tokenizer import encode
+
+# Characters without a meaning; one that occurs nowhere else marks the cut.
+_PRIVATE = range(0xF0000, 0xFFFFE)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What stands around a user's message: the system's, and arguments of the template such as `enable_thinking`."""
+
+    system: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def turn(tokenizer: Any, content: str, chat: Chat = Chat()) -> str:
+    """A user's message in the template, and the beginning of the answer. Raises ValueError if the template fails."""
+    return _turns(tokenizer, [content], chat)[0]
+
+
+def cut_turn(tokenizer: Any, text: str, question: str, chat: Chat = Chat()) -> tuple[str, str]:
+    """A message of a text and a question, as what comes before the question, and the question with what follows it.
+
+    The first part is the same for every question, so that it can be compressed before the question is known.
+
+    Raises:
+        ValueError: one sentence, if the template fails, or shows a message other than once and whole.
+    """
+    mark = _unused(tokenizer, text, question)
+    asked, alone, plain = _turns(tokenizer, [text + mark + question, text + mark, text + question], chat)
+    parts = asked.split(mark)
+    whole = len(parts) == 2 and "".join(parts) == plain and question.strip() in parts[1]
+    if not (whole and parts[0] == alone.split(mark)[0]):
+        raise ValueError("The model's chat template must show a message once and whole to be cut before a question.")
+    return parts[0], parts[1]
+
+
+def frame(tokenizer: Any, text: str, chat: Chat = Chat()) -> tuple[str, str]:
+    """A message as what the template shows up to its end, and what it puts behind that (kvpress's protocol).
+
+    Raises ValueError if the template fails, or shows the end of the message other than once.
+    """
+    mark = _unused(tokenizer, text)
+    before, *after = turn(tokenizer, text + mark, chat).split(mark)
+    if len(after) != 1:
+        raise ValueError("The model's chat template does not print a message once, as it is.")
+    return before, after[0]
+
+
+def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the template puts before a user's message, and behind it."""
+    before, after = frame(tokenizer, "x", chat)
+    return tuple(encode(tokenizer, before.removesuffix("x"))), tuple(encode(tokenizer, after))
+
+
+def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
+    """Conversations as the template writes them, in a process that ends where the template does not.
+
+    `variables` are those of transformers' `apply_chat_template`, and the template's own.
+
+    Raises ValueError in one sentence, if the template fails.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+        variables = {**tokenizer.special_tokens_map, **variables}
+        return guard.ask("render", template=template, conversations=conversations, variables=variables)
+    except Exception as error:
+        raise ValueError(f"The model's chat template fails: {shown(error)}.") from error
+
+
+def _turns(tokenizer: Any, contents: Sequence[str], chat: Chat) -> list[str]:
+    first = [] if chat.system is None else [{"role": "system", "content": chat.system}]
+    conversations = [[*first, {"role": "user", "content": content}] for content in contents]
+    texts = render(tokenizer, conversations, **{"add_generation_prompt": True, **chat.arguments})
+    if chat.system is not None and not all(chat.system.strip() in text for text in texts):
+        raise ValueError("The model's chat template does not print a system message; leave it out.")
+    return texts
+
+
+def _unused(tokenizer: Any, *texts: str) -> str:
+    """A character that stands nowhere."""
+    used = set(f"{''.join(texts)}{tokenizer.chat_template}")
+    return next(chr(number) for number in _PRIVATE if chr(number) not in used)

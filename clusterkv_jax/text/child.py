@@ -1,0 +1,80 @@
+"""The process in which a model's own programs are tried: its chat template, and its tokenizer before the first use.
+
+A template is a program, and a tokenizer's files are nearly one: some never end, some take all memory, some make the
+library abort. Here that ends this process and no other. Jobs come in as lines of JSON, `[kind, arguments]`; so do
+answers go out, `{"answer": ...}` or `{"error": ...}`. A job beyond its limits ends the process by a signal.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+# Seconds of computing. A template takes milliseconds, a tokenizer a second for ten megabytes.
+RENDER_S, TRY_S = 1, 4
+# Memory beside what the process has at its start, and beside what large files take.
+MEMORY = 1024 * MIB
+# Letters that templates add to messages: a system prompt and descriptions of tools.
+MOST_ADDED = MIB
+
+
+def main() -> None:
+    """Answers jobs until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # what a library prints is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the line
+    jobs = {"render": _render, "try": _try}
+    for line in sys.stdin:
+        kind, arguments = json.loads(line)
+        try:
+            answer = {"answer": jobs[kind](**arguments)}
+        except MemoryError:
+            answer = {"error": "It takes too much memory"}
+        except BaseException as error:  # a template raises what it likes; a panic of Rust is no Exception
+            answer = {"error": str(error) or type(error).__name__}
+        finally:
+            _limit(0)
+        json.dump(answer, answers)
+        answers.write("\n")
+        answers.flush()
+
+
+def _limit(seconds: float, memory: int = MEMORY) -> None:
+    """End this process after so many seconds of computing (0: never), and give it no more memory than this."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has neither limit
+        return
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
+        most = used + memory if seconds else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _render(template: str, conversations: list[Any], variables: dict[str, Any]) -> list[str]:
+    """Conversations in a template, each with the beginning of an answer if the variables say so."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit(RENDER_S, MEMORY // 4)
+    texts, _ = render_jinja_template(conversations=conversations, chat_template=template, **variables)
+    most = 8 * sum(len(json.dumps(conversation)) for conversation in conversations) + MOST_ADDED
+    if (letters := sum(map(len, texts))) > most:
+        raise ValueError(f"It writes {letters:,} letters, and {most:,} are allowed.")
+    return list(texts)
+
+
+def _try(file: str, nbytes: int) -> None:
+    """Load a tokenizer.json of so many bytes, and encode what brings out the worst in it."""
+    from clusterkv_jax.text.trial import try_out
+
+    _limit(TRY_S + nbytes / (2 * MIB), MEMORY + 32 * nbytes)
+    try_out(file)
+
+
+if __name__ == "__main__":
+    main()
