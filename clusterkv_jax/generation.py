@@ -16,8 +16,9 @@ import numpy as np
 from jax.profiler import annotate_function
 
 from clusterkv_jax.batch import Batch, make_batch, padded
+from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints import Model, check_model
 from clusterkv_jax.decoding import (
     SEGMENT,
     DecodeState,
@@ -35,13 +36,13 @@ from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.presets import completed
+from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.prng import seed_key, seed_keys, spread
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.sharding import fetch, on_mesh
-from clusterkv_jax.text.prompts import Texts
+from clusterkv_jax.text.prompts import Text, Texts, listed
 from clusterkv_jax.text.stops import OnText, finish_reason, shorten, show, text_of
 from clusterkv_jax.text.tokenizer import Tokens
 from clusterkv_jax.windows import window_bytes
@@ -54,9 +55,13 @@ WATCHED = 32
 
 def generate(
     model: Model,
-    prompts: Texts,
+    prompts: str | Texts,
     *,
-    method: Method | None = None,
+    method: Method | str | None = None,
+    ratio: float | None = None,
+    tokens: int | None = None,
+    budget: Budget | None = None,
+    question: Text | None = None,
     questions: Texts | None = None,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
@@ -78,8 +83,12 @@ def generate(
 
     Args:
         model: from `load`.
-        prompts: texts (special tokens are added), or token ids as they are, in lists or arrays.
-        method: what is kept of the prompts; `Full()` by default.
+        prompts: a text or texts (special tokens are added), or token ids as they are, in lists or arrays.
+        method: what is kept of the prompts, by a name such as "auto" or as an object; `Full()` by default.
+        ratio: the share of the cache that a method of a name keeps.
+        tokens: or how many rows.
+        budget: or any budget.
+        question: asked of every prompt, in place of `questions`.
         questions: one per prompt, fed at their true positions after the prompt's cache has been compressed, so that no
             method sees the question before it decides what to keep. Equal prompts are read once.
         max_new_tokens: most tokens generated per prompt.
@@ -106,7 +115,8 @@ def generate(
             names the first layer where numbers are not finite, if the model's logits are not.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    method = Full() if method is None else method
+    method = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
+    prompts, questions = _asked(model, prompts, question, questions)
     sampling = Sampling() if sampling is None else sampling
     if not all(map(isinstance, (method, sampling), (Method, Sampling))):
         raise ValueError(
@@ -195,6 +205,20 @@ def compile_ahead(
             args = model.params, model.config, method, state, *_numbers(keys, 1, 1)
             compile(decode_loop, *args, sampling=sampling, eos_ids=model.config.eos_ids, steps=SEGMENT)
     return total
+
+
+def _asked(
+    model: Model, prompts: str | Texts, question: Text | None, questions: Texts | None
+) -> tuple[Texts, Texts | None]:
+    """Prompts in a list, a text alone too, and a question for each."""
+    check_model(model)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if question is None:
+        return prompts, questions
+    if questions is not None:
+        raise ValueError(f"Give question or questions, not both, got {shown(question)} and {shown(questions)}.")
+    rows = listed(model, prompts, "prompt")
+    return rows, [question] * len(rows)
 
 
 # --- the stages ---

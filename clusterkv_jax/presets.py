@@ -1,4 +1,9 @@
-"""Named settings of the methods: the papers' own, from `configs/methods/`, and yours, from any YAML file.
+"""Methods by name: the papers' settings, from `configs/methods/`, and yours, from files and installed packages.
+
+    snapkv              a method, or a preset
+    mine.yaml           a preset of one's own
+    mine.py:Class       a method of one's own
+    its-name            a method that a package names among its entry points
 
 A preset names a method, says where its numbers come from, and may leave the budget open:
 
@@ -12,8 +17,10 @@ A preset names a method, says where its numbers come from, and may leave the bud
 
 import contextlib
 import dataclasses
+import difflib
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -28,11 +35,17 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints import Model, check_model
+from clusterkv_jax.errors import shown
+from clusterkv_jax.folders import locate
+from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.learned.repetition import instruction
+from clusterkv_jax.methods import outside
 from clusterkv_jax.text.chat import Chat, frame_ids, has_template
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
 MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
+# What is recommended, and what stands in for it where a model has no learned scores (docs/results/pretrained.md).
+AUTO, UNLEARNED = "auto", "compactor"
 _KEYS = ("method", "description", "source", "settings", "budget", "calibration")
 # In the order of the documentation; methods of methods (`Composed`, `Matched`) are made in Python.
 _METHODS = {
@@ -95,6 +108,75 @@ def preset(name: str, budget: Budget | None = None, calibration: Calibration | N
     return method if calibrated is None else calibrated.applied(method)
 
 
+def as_method(
+    method: methods.Method | str | None,
+    *,
+    budget: Budget | None = None,
+    ratio: float | None = None,
+    tokens: int | None = None,
+    learned: bool = True,
+    model: str = "MODEL",
+) -> Any:
+    """The method of a name with a budget, of which at most one way to say it is given; an object as it is.
+
+    Without `learned` scores "auto" means another method, and a warning says so of the `model`. None is the full cache.
+
+    Raises ValueError for an unknown name, an impossible budget, and a budget beside an object, which has its own.
+    """
+    given = {"budget": budget, "ratio": ratio, "tokens": tokens}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not isinstance(method, str):
+        if given:
+            raise ValueError(f"{next(iter(given))} goes with a method's name such as 'snapkv', got {shown(method)}.")
+        return methods.Full() if method is None else method
+    if len(given) > 1:
+        raise ValueError(f"Give one of budget, ratio and tokens, got {' and '.join(given)}.")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ValueError(f"budget must be an object such as Budget(ratio=0.25), got {shown(budget)}.")
+    if ratio is not None or tokens is not None:
+        budget = Budget(ratio=ratio, tokens=tokens)
+    if method == AUTO and not learned:
+        warnings.warn(f"{in_place_of_auto(model)}.", stacklevel=3)
+    return preset(chosen(method, learned), budget)
+
+
+def chosen(name: str, learned: bool) -> str:
+    """The preset that a name means for a model with or without learned scores."""
+    return UNLEARNED if name == AUTO and not learned else name
+
+
+def in_place_of_auto(model: str = "MODEL") -> str:
+    """What to say where "auto" has no calibration to go by, and how to make one."""
+    return (
+        f"{model} has no calibration, so {AUTO} takes {UNLEARNED}, the best without one; to make one: {_command(model)}"
+    )
+
+
+def _command(model: str) -> str:
+    made = f"{model}/{CALIBRATION}" if Path(model).is_dir() else CALIBRATION
+    return f"clusterkv calibrate {model} --data BOOKS --output {made}"
+
+
+def is_calibrated(model: str, calibration: Calibration | None = None) -> bool:
+    """Whether the model of a name will have learned scores, by this calibration or what lies beside its weights."""
+    return getattr(calibration, "surrogate", None) is not None or (locate(model) / CALIBRATION).is_file()
+
+
+def check_calibrated(model: str, calibration: Calibration | None, by_name: Mapping[str, methods.Method]) -> None:
+    """Raise ValueError, before weights are read, for a method of learned scores that the model will not have."""
+    for name, method in by_name.items():
+        if "scores" in method.needs(0) and not is_calibrated(model, calibration):
+            raise ValueError(
+                f"{name} keeps rows by learned scores, and {model} has no calibration; to make one: {_command(model)}."
+            )
+
+
+def method_for(model: Model, method: methods.Method | str | None, **budget: Any) -> Any:
+    """`as_method` for a model, as `generate` and an engine take it."""
+    learned = isinstance(model, Model) and any("surrogate" in layer for layer in model.params["layers"])
+    return as_method(method, **budget, learned=learned, model=getattr(model, "name", "MODEL"))
+
+
 def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> methods.Method:  # noqa: B008  (frozen)
     """The method with what only a model knows: its calibration's shares, words of its tokenizer, and its chat template
     with what `chat` says of it.
@@ -119,8 +201,14 @@ def described(model: Model, method: methods.Method) -> str:
     """What answers depend on: the method, and the model's calibration where it takes scores or shares from there."""
     takes_it = "scores" in method.needs(0) or with_shares(model.calibration, method) != method
     if model.calibration is None or not takes_it:
-        return repr(method)
-    return f"{method!r} with calibration {fingerprint(model.calibration)}"
+        return written(method)
+    return f"{written(method)} with calibration {fingerprint(model.calibration)}"
+
+
+def written(method: methods.Method) -> str:
+    """The method as Python writes it, with the file that its class comes from where the package has none of it."""
+    file = outside.origin(method)
+    return repr(method) if file is None else f"{method!r} of {file}"
 
 
 def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
@@ -140,20 +228,36 @@ def _made(entry: Preset, budget: Budget | None, settings: Mapping[str, Any]):
 
 
 def is_file(name: str) -> bool:
-    """Whether a preset's name is that of a file."""
-    return name.endswith((".yaml", ".yml"))
+    """Whether a method's name is that of a file, or of a class in one."""
+    return name.endswith((".yaml", ".yml")) or outside.is_class_in_file(name)
+
+
+def called(name: str) -> str:
+    """What results call the method of a name: a class in a file by its own name."""
+    return name.rsplit(":", 1)[1] if outside.is_class_in_file(name) else name
 
 
 def find_preset(name: str) -> Preset:
-    """Look a preset up by its name, its method's name in small letters, or its file."""
+    """Look a preset up by its name, its method's name in small letters, its file, or its class.
+
+    Raises ValueError for a name that nothing has, and says which one is near.
+    """
+    if outside.is_class_in_file(name):
+        return Preset(called(name), outside.class_in_file(name), "a method of one's own", name)
     if is_file(name):
         return read_preset(place(name))
-    entries = list_presets()
-    if name not in entries:
-        raise ValueError(
-            f"Unknown method or preset {name!r}; known: {', '.join(entries)}, or the path of a .yaml file."
-        )
-    return entries[name]
+    entries, installed = list_presets(), outside.installed()
+    if name in entries:
+        return entries[name]
+    if name in installed:
+        return Preset(name, outside.class_of(installed[name]), "of an installed package", installed[name].value)
+    known = [*entries, *installed]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(
+        f"Unknown method or preset {schema.shown(repr(name))}; known: {', '.join(known)}, the path of a .yaml file, "
+        f"or FILE.py:Class{meant}."
+    )
 
 
 def list_presets() -> dict[str, Preset]:
@@ -172,11 +276,16 @@ def read_preset(file) -> Preset:
     content = schema.from_yaml(schema.read_text(file, most=schema.MOST_YAML), f"Preset file {file}")
     schema.check_keys(content, _KEYS, where)
     name, description, source = (_converted(content.get(key), str, key, where) for key in _KEYS[:3])
-    if name not in _METHODS:
+    if outside.is_class_in_file(name):
+        method = outside.class_in_file(name, file.parent)
+    elif name in _METHODS:
+        method = _METHODS[name]
+    else:
         raise ValueError(
-            f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, got {schema.shown(repr(name))}."
+            f"Key 'method' of {where} must be one of {', '.join(_METHODS)}, or FILE.py:Class beside it, got "
+            f"{schema.shown(repr(name))}."
         )
-    method, budget = _METHODS[name], content.get("budget")
+    budget = content.get("budget")
     measured = _converted(content.get("calibration"), str | None, "calibration", where)
     return Preset(
         name=Path(file.name).stem,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.checks import (
     check_array,
@@ -30,6 +30,7 @@ from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.presets import as_method
 from clusterkv_jax.prng import own_key
 from clusterkv_jax.programs import jit
 
@@ -38,7 +39,7 @@ MOST_LAYERS = 1024
 
 
 def compress(
-    method: Method,
+    method: Method | str,
     queries: Float[Array, "B H N D"] | None,
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],
@@ -50,6 +51,9 @@ def compress(
     *,
     hidden: Float[Array, "B N M"] | None = None,
     scores: Float[Array, "B K N"] | None = None,
+    ratio: float | None = None,
+    tokens: int | None = None,
+    budget: Budget | None = None,
 ) -> LayerCache | HeadGroups:
     """Compress one layer's prompt as `prefill` does, with room for `max_new_tokens` more tokens.
 
@@ -57,7 +61,7 @@ def compress(
     share pages after `prefill` come with as many slots each as any of them could need.
 
     Args:
-        method: what to keep.
+        method: what to keep, by name or as an object.
         queries: post-RoPE queries; methods without scores take None.
         keys: post-RoPE keys.
         values: values.
@@ -69,6 +73,9 @@ def compress(
         hidden: what enters the layer's attention (after its input norm), for methods that look at it.
         scores: what each row is worth, more is more, for methods that keep rows by learned scores: those of
             `learned.surrogate`, or any others.
+        ratio: the share of the cache that a method of a name keeps.
+        tokens: or how many rows.
+        budget: or any budget.
 
     Returns:
         the layer's cache with positions; HeadGroups where heads have different capacities.
@@ -78,27 +85,29 @@ def compress(
             number before `lengths` is not finite, or too large to be squared where it is no score. Under a jit that
             traces them, lengths and numbers cannot be checked.
     """
+    if isinstance(method, str) or any(x is not None for x in (ratio, tokens, budget)):
+        method = as_method(method, budget=budget, ratio=ratio, tokens=tokens, learned=scores is not None)
     if not hasattr(type(method), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_keys(keys, values)
-    batch, kv_heads, tokens, dim = keys.shape
+    batch, kv_heads, rows, dim = keys.shape
     if queries is not None:
-        check_queries("queries", queries, batch, kv_heads, tokens, dim)
+        check_queries("queries", queries, batch, kv_heads, rows, dim)
     if hidden is not None:
-        _check_hidden(hidden, batch, tokens)
+        _check_hidden(hidden, batch, rows)
     if scores is not None:
         check_array("scores", scores, "B,K,N")
         if scores.shape != keys.shape[:3]:
-            raise ValueError(f"scores must have the shape [{batch},{kv_heads},{tokens}], got {scores.shape}.")
+            raise ValueError(f"scores must have the shape [{batch},{kv_heads},{rows}], got {scores.shape}.")
     check_counts(0, layer=layer, max_new_tokens=max_new_tokens)
     check_counts(1, MOST_LAYERS, num_layers=num_layers)
     check_key(key)
     if layer >= num_layers:
         raise ValueError(f"layer must be between 0 and {num_layers - 1}, got {layer}.")
     # The lengths do not shape the program, so that other lengths reuse it.
-    occurring = np.asarray([tokens]) if lengths is None else np.arange(1, tokens + 1)
-    counts = np.full(batch, tokens) if lengths is None else lengths
-    numbers = check_lengths(counts, batch, tokens)
+    occurring = np.asarray([rows]) if lengths is None else np.arange(1, rows + 1)
+    counts = np.full(batch, rows) if lengths is None else lengths
+    numbers = check_lengths(counts, batch, rows)
     request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens, stored=method.cache_dtype)
     method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     plan = plan_layer(method, layer, request)
@@ -107,7 +116,7 @@ def compress(
     budgets = rows_of_request(method, plan, counts, layer, request)
     key = jax.random.fold_in(own_key(key), layer)
     prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
-    cache, found = _compress(method, prompt, budgets, plan, key, tokens + max_new_tokens)
+    cache, found = _compress(method, prompt, budgets, plan, key, rows + max_new_tokens)
     arrays = {"queries": queries, "keys": keys, "values": values, "hidden": hidden, "scores": scores}
     refuse_unsound(found, numbers, arrays)
     return cache

@@ -123,7 +123,7 @@ def the_question(
     """What is asked, checked. Raises ValueError for what no side could answer."""
     from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
     from clusterkv_jax.planning.shapes import model_config, packaged_shapes
-    from clusterkv_jax.presets import is_file
+    from clusterkv_jax.presets import is_file, written
     from clusterkv_jax.sharding import mesh_sizes
 
     stored = parse_dtypes(dtypes)
@@ -147,7 +147,7 @@ def the_question(
         )
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
     others = () if requests else split(peers)  # what other libraries time are batches
-    files = tuple(repr(entry.method) for entry in entries if is_file(entry.name))
+    files = tuple(written(entry.method) for entry in entries if is_file(entry.name))
     return Asked(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests, files)
 
 

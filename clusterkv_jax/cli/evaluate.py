@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.cli.named import by_class, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
@@ -95,7 +96,7 @@ def evaluate(
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
-        from clusterkv_jax.presets import described, preset
+        from clusterkv_jax.presets import check_calibrated, described, preset
 
         asked = {"query-aware": query_aware, "limit": limit, "seed": seed, "data": data, "books": books}
         asked |= {"dtype": dtype, "cache": cache_dtype, "calibration": calibration}
@@ -107,8 +108,11 @@ def evaluate(
         model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
-        entries = parse_entries(split(methods), split(budgets), measured, cache_dtype)
+        names = split(methods)
+        entries = parse_entries(names, split(budgets), measured, cache_dtype, meant(model, names, measured))
+        entries = by_class(entries)
         check_taken(entries, split(budgets))
+        check_calibrated(model, measured, {entry.name: entry.method for entry in entries})
         entries = batching.with_full(entries, preset("full", **stored_as(cache_dtype)))
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
         everywhere = together.the_replicas(mesh, others)

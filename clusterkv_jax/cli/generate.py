@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import mean
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.cli.named import check_prompts, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
@@ -134,11 +135,15 @@ def generate(
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints import calibrated
         from clusterkv_jax.generation import compile_ahead
+        from clusterkv_jax.presets import check_calibrated
         from clusterkv_jax.sampling import check_seed
 
         check_seed(seed, "--seed")
         measured = None if calibration is None else read(calibration)
-        candidates = _methods(split(methods), _budgets(budgets, cache_ratio, cache_tokens), measured, cache_dtype)
+        asked_of = _budgets(budgets, cache_ratio, cache_tokens)
+        names = split(methods)
+        candidates = _methods(names, asked_of, measured, cache_dtype, meant(model, names, measured))
+        check_calibrated(model, measured, dict(candidates))
 
         _check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -150,6 +155,7 @@ def generate(
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         sizes |= {"sampling": drawing if sampling is None else network.sampling, **reading}
         sizes |= {"stop": tuple(stop or ()), "stop_ids": tuple(stop_id or ())}
+        check_prompts(network, prompts, dict(candidates), sizes)
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
         for name, candidate in candidates:
@@ -194,28 +200,35 @@ def _budgets(budgets: list[str] | None, ratio: float | None, tokens: int | None)
 
 
 def _methods(
-    names: tuple[str, ...], budgets: dict[str, Any], calibration: Any, cache_dtype: str | None
+    names: tuple[str, ...],
+    budgets: dict[str, Any],
+    calibration: Any,
+    cache_dtype: str | None,
+    meant: Mapping[str, str],
 ) -> list[tuple[str, Any]]:
     """The methods by name, each with every budget where it takes one."""
-    from clusterkv_jax.presets import find_preset, preset
+    from clusterkv_jax.presets import called, find_preset, preset
 
+    if not names:
+        raise ValueError("--method must name at least one method; clusterkv methods lists them.")
     takes_budget = {name: find_preset(name).takes_budget for name in names}
     if budgets and not any(takes_budget.values()):
         raise ValueError(f"--method {names[0]} keeps the whole cache and takes no --cache-ratio or --cache-tokens.")
     candidates, stored = [], stored_as(cache_dtype)
     for name in names:
+        shown, one = called(name), meant.get(name, name)
         if not takes_budget[name]:
-            candidates.append((name, preset(name, **stored)))
+            candidates.append((shown, preset(one, **stored)))
         elif budgets:
             several = len(budgets) > 1
             candidates += [
-                (f"{name} {text}" if several else name, preset(name, b, calibration, **stored))
+                (f"{shown} {text}" if several else shown, preset(one, b, calibration, **stored))
                 for text, b in budgets.items()
             ]
-        elif find_preset(name).budget is None:
+        elif find_preset(one).budget is None:
             raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
         else:
-            candidates.append((name, preset(name, None, calibration, **stored)))
+            candidates.append((shown, preset(one, None, calibration, **stored)))
     return candidates
 
 

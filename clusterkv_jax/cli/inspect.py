@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from typing_extensions import override
 
+from clusterkv_jax.cli.named import by_class, check_looks
 from clusterkv_jax.cli.options import (
     CompilationCache,
     ModelArgument,
@@ -61,13 +62,15 @@ def inspect_keys(
         from clusterkv_jax.evaluation.inspection import page as inspection_page
         from clusterkv_jax.evaluation.tasks import sources
         from clusterkv_jax.files import write_whole
+        from clusterkv_jax.presets import AUTO, UNLEARNED
 
-        entries = parse_entries(split(methods), (budget or BUDGET,))
+        entries = parse_entries(split(methods), (budget or BUDGET,), meant={AUTO: UNLEARNED})
+        by_name = {entry.name: entry.method for entry in by_class(entries)}
+        check_looks(by_name)
         if budget is not None:
             check_taken(entries, (budget,))
         network = ckv.load(one_model(model, model_option))
         ids = _tokens_of(network, sources.body(sources.read_text(text)), tokens)
-        by_name = {entry.name: entry.method for entry in entries}
         write_whole(output, inspection_page.page_of(network, ids, by_name))
         plain_console().print(f"Written to {output}", highlight=False)
 

@@ -1,8 +1,9 @@
 """What commands take, from texts to methods and budgets."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -42,7 +43,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same as th
 
 def methods_option(**about: Any) -> Any:
     """`--method`: repeated, or names between commas, which `--methods` reads better for."""
-    text = "A method, a preset or a preset's .yaml file; repeat it, or use commas, to compare several."
+    text = "A method, a preset, its .yaml file, or FILE.py:Class; repeat it, or use commas, to compare several."
     return typer.Option("--method", "--methods", **{"help": text, **about})
 
 
@@ -72,11 +73,15 @@ def one_model(argument: str | None, option: str | None) -> str:
 
 
 def parse_entries(
-    names: Sequence[str], budgets: Sequence[str], calibration: Any = None, cache_dtype: str | None = None
+    names: Sequence[str],
+    budgets: Sequence[str],
+    calibration: Any = None,
+    cache_dtype: str | None = None,
+    meant: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
     """Every method with every budget below the full cache; the full cache once, for "full" or a budget of 1.0.
 
-    A calibration and a type of stored rows go before what a preset says.
+    A calibration and a type of stored rows go before what a preset says. `meant` has names that mean another preset.
     """
     from clusterkv_jax.evaluation.batching import Entry
     from clusterkv_jax.presets import find_preset, preset
@@ -88,11 +93,13 @@ def parse_entries(
     stored = stored_as(cache_dtype)
     takes = {name: find_preset(name).takes_budget for name in names}
     whole = [budget for budget in budgets if (parse_budget(budget).ratio or 0) >= 1]
-    entries = [Entry("full", "1.0", preset("full", **stored))] if whole or not all(takes.values()) else []
+    keeps_all = [name for name in names if not takes[name]]
+    entries = [Entry("full", "1.0", preset("full", **stored))] if whole or "full" in keeps_all else []
+    entries += [Entry(name, "1.0", preset(name, **stored)) for name in keeps_all if name != "full"]
     for name in names:
         if takes[name]:
             entries += [
-                Entry(name, text, preset(name, parse_budget(text), calibration, **stored))
+                Entry(name, text, preset(meant.get(name, name), parse_budget(text), calibration, **stored))
                 for text in budgets
                 if text not in whole
             ]

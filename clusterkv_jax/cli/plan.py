@@ -42,7 +42,7 @@ def plan(
     model: Annotated[str, typer.Option(help=MODEL)],
     topology: Annotated[str, typer.Option(help="Chips: v5e:4x4, v5p:2x2x2, v6e:4x4, h100:8 or h200:8.")],
     context: Annotated[int, _size(help="Tokens of each prompt.", min=1)],
-    method: Annotated[str, typer.Option(help="A method, a preset or a preset's .yaml file.")] = "full",
+    method: Annotated[str, typer.Option(help="A method, a preset, its .yaml file, or FILE.py:Class.")] = "full",
     cache_ratio: Annotated[float | None, typer.Option(help="Share of the cache that is kept, such as 0.2.")] = None,
     batch: Annotated[int, _size(help="Prompts read together.", min=1)] = 1,
     max_new_tokens: Annotated[int, _size(help="Tokens that may follow.", min=1)] = 512,

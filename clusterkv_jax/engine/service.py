@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax import saving
+from clusterkv_jax.budget import Budget
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import slots as programs
 from clusterkv_jax.engine.board import (
@@ -35,8 +36,8 @@ from clusterkv_jax.engine.outcomes import check_tokens, result_of
 from clusterkv_jax.engine.readings import Reader, is_file
 from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats, with_first
 from clusterkv_jax.errors import out_of_memory_explained
-from clusterkv_jax.methods import Full, Method
-from clusterkv_jax.presets import completed
+from clusterkv_jax.methods import Method
+from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.prng import seed_words, spread
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
@@ -61,7 +62,10 @@ class Engine:
 
     Args:
         model: from `load`.
-        method: what is kept of the prompts; `Full()` by default.
+        method: what is kept of the prompts, by a name such as "auto" or as an object; `Full()` by default.
+        ratio: with a name, as in `generate`; and so are the next two.
+        tokens: how many rows.
+        budget: any budget.
         slots: sequences that are decoded together.
         max_tokens: most tokens of a prompt, its question and its answer; never more than the model's positions.
         reserve: most tokens of a question and its answer; a slot has room for so many behind a prompt's budget.
@@ -83,7 +87,10 @@ class Engine:
         self,
         model: Model,
         *,
-        method: Method | None = None,
+        method: Method | str | None = None,
+        ratio: float | None = None,
+        tokens: int | None = None,
+        budget: Budget | None = None,
         slots: int = 8,
         max_tokens: int = 32768,
         reserve: int = 1024,
@@ -97,7 +104,7 @@ class Engine:
         context_folder: str | os.PathLike[str] | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        method = Full() if method is None else method
+        method = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
         entering = slots if questions_per_step is None else questions_per_step
         counts = {"slots": slots, "reserve": reserve, "questions_per_step": entering, "max_waiting": max_waiting}
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}

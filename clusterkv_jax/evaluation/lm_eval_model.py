@@ -34,7 +34,7 @@ from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.rounds import Rounds
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Full
-from clusterkv_jax.presets import preset
+from clusterkv_jax.presets import AUTO, as_method, check_calibrated, is_calibrated
 from clusterkv_jax.text.chat import render
 from clusterkv_jax.text.tokenizer import encode
 
@@ -50,7 +50,7 @@ class Arguments:
 
     Attributes:
         model: "demo", a folder or a hub id.
-        method: a method or preset; the full cache by default.
+        method: a method, a preset, its .yaml file, or FILE.py:Class; the full cache by default.
         cache_ratio, cache_tokens: its budget, one of them.
         dtype: of the parameters.
         max_length: most tokens of context and answer, at most the model's positions.
@@ -262,7 +262,10 @@ def _entry(asked: Arguments) -> Entry:
     if ratio is not None and rows is not None:
         raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
     budget = None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
-    return Entry(asked.method, str(ratio or rows or "1.0"), preset(asked.method, budget))
+    learned = asked.method != AUTO or is_calibrated(asked.model)
+    method = as_method(asked.method, budget=budget, learned=learned, model=asked.model)
+    check_calibrated(asked.model, None, {asked.method: method})
+    return Entry(asked.method, str(ratio or rows or "1.0"), method)
 
 
 def _sampling(settings: dict[str, Any]) -> ckv.Sampling:

@@ -1,0 +1,54 @@
+"""Methods that commands are told by name: what the names mean for a model, and whether they can be, before any runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.text import Text
+
+from clusterkv_jax.cli.terminal import plain_console
+
+
+def meant(model: str, names: Sequence[str], calibration: Any = None) -> dict[str, str]:
+    """Names that mean another preset for this model: "auto" without a calibration, which a line then says."""
+    from clusterkv_jax.presets import AUTO, UNLEARNED, in_place_of_auto, is_calibrated
+
+    if AUTO not in names or is_calibrated(model, calibration):
+        return {}
+    plain_console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"{in_place_of_auto(model)}."), style="dim")
+    return {AUTO: UNLEARNED}
+
+
+def by_class(entries: Sequence[Any]) -> list[Any]:
+    """Entries under the names that results give them. Raises ValueError where two would be told apart no more."""
+    from clusterkv_jax.presets import called
+
+    named = [replace(entry, name=called(entry.name)) for entry in entries]
+    for name in {entry.name for entry in named}:
+        given = {entry.name for entry in entries if called(entry.name) == name}
+        if len(given) > 1:
+            raise ValueError(f"Two methods are called {name}: {' and '.join(sorted(given))}; rename one of them.")
+    return named
+
+
+def check_prompts(model: Any, prompts: Sequence[Any], methods: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError for a method that cannot read these prompts; `sizes` are the arguments of `generate`."""
+    import numpy as np
+
+    from clusterkv_jax.batch import make_batch
+    from clusterkv_jax.engine.orders import request_of_batch
+    from clusterkv_jax.methods.plan import check_prompts
+    from clusterkv_jax.presets import completed
+
+    batch = make_batch(model, prompts, **{name: size for name, size in sizes.items() if name != "sampling"})
+    lengths = np.asarray([len(text) for text in batch.texts], np.int64)
+    for method in methods.values():
+        method = completed(model, method, batch.chat)
+        check_prompts(model.config, method, request_of_batch(model, method, batch), lengths)
+
+
+def check_looks(methods: Mapping[str, Any]) -> None:
+    """Raise ValueError for methods that a look at queries, keys and values cannot judge."""
+    for name, method in methods.items():
+        if wanted := {"scores", "repetition"} & method.needs(0):
+            raise ValueError(f"{name} goes by {wanted.pop()} of a whole model, which clusterkv inspect does not make.")
