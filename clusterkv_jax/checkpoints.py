@@ -119,6 +119,7 @@ def load(
     keep_programs()
     checkpoint = open_checkpoint(name, revision)
     folder, config = checkpoint.folder, checkpoint.config
+    shortened = config if max_positions is None else limited(config, max_positions)
     mesh = None if mesh is None else auto_mesh(mesh)
     fitted = None if mesh is None else fitted_mesh(mesh, config.num_kv_heads)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
@@ -131,9 +132,7 @@ def load(
     params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
     tokenizer = checkpoint.tokenizer()
     ends = end_ids(config.vocab_size, config.eos_ids, tokenizer=getattr(tokenizer, "eos_token_id", None))
-    config = replace(config, weights=checkpoint.fingerprint(target), eos_ids=ends)
-    if max_positions is not None:
-        config = limited(config, max_positions)
+    config = replace(shortened, weights=checkpoint.fingerprint(target), eos_ids=ends)
     model = Model(params, config, tokenizer, mesh, str(name), sampling=_sampling(folder))
     if calibration is None and not (folder / CALIBRATION).is_file():
         return model
