@@ -116,6 +116,10 @@ def generate(
     seed: Annotated[int, _drawing(help="The same seed draws the same tokens.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="End an answer with this token; repeatable.")] = None,
+    max_positions: Annotated[
+        int | None,
+        typer.Option(help="Longest text with its answer; up to 4096, Phi-3.5 takes its short factors.", min=1),
+    ] = None,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     slots: Annotated[int, typer.Option(help="Most answers written together, where several texts are read.", min=1)] = 8,
     raw: Raw = False,
@@ -147,7 +151,7 @@ def generate(
 
         _check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        network = ckv.load(model)
+        network = ckv.load(model, max_positions=max_positions)
         network = network if measured is None else calibrated(network, measured)
         reading = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
         prompts, questions = asked(texts, question or [], reading["chat"])

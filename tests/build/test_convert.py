@@ -343,7 +343,7 @@ def test_help_says_what_to_install():
         (("nothing", "new"), "There is no folder"),
         (("target", "new"), "is converted already."),
         (("source", "new", "--dtype", "int8"), "dtype 'int8' is not supported; allowed: float32, bfloat16, float16."),
-        (("source/config.json", "new"), "is a file; give the folder that holds config.json."),
+        (("source/config.json", "new"), "is a file; give the folder that holds config.json, or a GGUF file."),
         (("source", "source"), "exists; a model is written to a free place."),
     ],
 )
