@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.checkpoints import Model, check_model
-from clusterkv_jax.errors import is_count, shown
+from clusterkv_jax.errors import counted, is_count, shown
 from clusterkv_jax.sharding import SEQUENCE
 from clusterkv_jax.text.chat import Chat
 from clusterkv_jax.text.prompts import Texts, as_chat, encode_all
@@ -137,6 +137,6 @@ def _check(
         question = len(questions[i]) if questions else 0
         if len(text) + question + max_new_tokens > config.max_positions:
             raise ValueError(
-                f"Prompt {i} of {len(text)} tokens, its question of {question} and {max_new_tokens} new tokens "
-                f"exceed the model's {config.max_positions} positions."
+                f"Prompt {i} of {counted(len(text), 'token')}, its question of {question} and {max_new_tokens} new "
+                f"tokens exceed the model's {config.max_positions} positions."
             )

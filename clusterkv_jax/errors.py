@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsInt
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(bytes|B|[KMGT]i?B?)\b")
 # Letters of a value in a sentence.
@@ -23,6 +23,11 @@ def shown(value: Any) -> str:
     """A value as Python writes it, in one line, cut where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def counted(number: SupportsInt, what: str) -> str:
+    """A number of things: "1 token", "2 tokens"."""
+    return f"{int(number)} {what}{'' if int(number) == 1 else 's'}"
 
 
 def is_one_of(value: Any, *allowed: str | None) -> bool:

@@ -104,9 +104,7 @@ def test_mistakes_in_names_are_told(asked, said):
 
 
 def test_auto_without_a_calibration_is_the_best_that_needs_none():
-    with pytest.warns(
-        UserWarning, match="tiny has no calibration, so auto takes compactor, .*calibrate tiny"
-    ):
+    with pytest.warns(UserWarning, match="tiny has no calibration, so auto takes compactor, .*calibrate tiny"):
         without = ckv.generate(tiny(), [prompt(1, 40)], method="auto", ratio=0.5, max_new_tokens=2)
     expected = ckv.generate(tiny(), [prompt(1, 40)], method=ckv.Compactor(HALF), max_new_tokens=2)
     assert without.tokens == expected.tokens

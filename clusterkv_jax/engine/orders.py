@@ -10,7 +10,7 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
-from clusterkv_jax.errors import shown
+from clusterkv_jax.errors import counted, shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.request import Request, request_of_model
 from clusterkv_jax.sampling import Sampling, check_seed
@@ -37,6 +37,19 @@ def context_batch(model: Model, limits: Limits, context: Context, question: Any,
     return replace(batch, texts=[list(context.tokens)])
 
 
+def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: int) -> bool:
+    """Whether a request for so many tokens has the budget that a context was read with; a saved cache is as it is."""
+    if context.file is not None or max_new_tokens == context.max_new_tokens:
+        return True
+    length, dtype = np.asarray([context.length]), model.params["embed"].dtype
+    one, other = (
+        request_of_model(model.config, dtype, length, method.cache_dtype, max_new_tokens=new)
+        for new in (max_new_tokens, context.max_new_tokens)
+    )
+    rows = method.budget_rows
+    return all(np.array_equal(rows(length, i, one), rows(length, i, other)) for i in range(one.num_layers))
+
+
 def check_settings(sampling: Any, seed: Any) -> None:
     """Raise ValueError for a sampling or a seed that `generate` would not take."""
     if not isinstance(sampling, Sampling):
@@ -57,12 +70,12 @@ def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
     after = question + batch.max_new_tokens
     if prompt + after > limits.max_tokens:
         raise ValueError(
-            f"A prompt of {prompt} tokens, its question of {question} and {batch.max_new_tokens} new tokens exceed "
-            f"the engine's max_tokens = {limits.max_tokens}."
+            f"A prompt of {counted(prompt, 'token')}, its question of {question} and {batch.max_new_tokens} new tokens "
+            f"exceed the engine's max_tokens = {limits.max_tokens}."
         )
     if after > limits.reserve:
         raise ValueError(
-            f"A question of {question} tokens and {batch.max_new_tokens} new tokens exceed the engine's "
+            f"A question of {counted(question, 'token')} and {batch.max_new_tokens} new tokens exceed the engine's "
             f"reserve = {limits.reserve}."
         )
 

@@ -17,7 +17,7 @@ from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.board import Order
 from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
-from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch
+from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch, rows_alike
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.prng import seed_key
 from clusterkv_jax.text.prompts import encode_all
@@ -34,7 +34,10 @@ class Reader:
         """A request, encoded; `sizes` as in `make_batch`. Raises ValueError for what cannot be served."""
         sizes["prefill_chunk"] = self.layout.prefill_chunk
         if isinstance(prompt, Context):
-            return context_batch(self.model, self.layout.limits, prompt, question, **sizes)
+            batch = context_batch(self.model, self.layout.limits, prompt, question, **sizes)
+            if not rows_alike(self.model, self.method, prompt, batch.max_new_tokens):
+                self.batch(list(prompt.tokens), None, max_new_tokens=batch.max_new_tokens)
+            return batch
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
 
     def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None) -> Context:
@@ -53,8 +56,13 @@ class Reader:
         self._shelf.put(number, reading)
         return context
 
-    def of_context(self, context: Context) -> Reading:
-        """What was read of a context, wherever it is; read again where nothing is left of it."""
+    def of_context(self, context: Context, max_new_tokens: int) -> Reading:
+        """What was read of a context, wherever it is; read again where nothing is left of it, and for a request whose
+        new tokens make another budget.
+        """
+        if not rows_alike(self.model, self.method, context, max_new_tokens):
+            batch = self.batch(list(context.tokens), None, max_new_tokens=max_new_tokens)
+            return read_batch(self.model, self.method, self.layout, batch, context.seed)
         if (reading := self._shelf.get(context.number)) is not None:
             return reading
         if context.file is not None:

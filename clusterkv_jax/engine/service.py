@@ -235,7 +235,7 @@ class Engine:
             text: the prompt.
             seed: of methods that draw.
             max_new_tokens: of the answers; it counts in budgets of base "prompt+new". By default 64, or as many as
-                the engine has room for.
+                the engine has room for. A request for more or fewer reads the prompt again with its own budget.
 
         Raises ValueError as `add`, and for a saved cache that does not fit; MemoryError if memory does not suffice.
         """
@@ -248,7 +248,9 @@ class Engine:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
         check_own(context, self._shelf)
         with self._at_work():
-            saving.save(path, self._reader.of_context(context).cache, self.model.config, self.method)
+            saving.save(
+                path, self._reader.of_context(context, context.max_new_tokens).cache, self.model.config, self.method
+            )
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again. Raises ValueError as `save`."""
@@ -311,7 +313,7 @@ class Engine:
             if order.context is None:
                 reading = self._reader.of_prompt(order, self._board.waiting[1:2])
             else:
-                reading = self._reader.of_context(order.context)
+                reading = self._reader.of_context(order.context, order.batch.max_new_tokens)
             self._slots = programs.insert(
                 self.method, self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32)
             )

@@ -28,6 +28,7 @@ from clusterkv_jax import pages
 from clusterkv_jax.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append, append_scored, moved_up
+from clusterkv_jax.errors import counted
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
 from clusterkv_jax.sharding import over_heads
@@ -272,8 +273,8 @@ def check_budgets(
         if impossible.any():
             at, head = np.argwhere(impossible)[0]
             raise ValueError(
-                f"{type(method).__name__}: a prompt of {lengths[at]} tokens has a budget of {rows[at, head]} rows, "
-                f"which must be more than {protected}."
+                f"{type(method).__name__}: a prompt of {counted(lengths[at], 'token')} has a budget of "
+                f"{counted(max(0, rows[at, head]), 'row')}, which must be more than {protected}."
             )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.errors import check_fields, counted, is_count, is_number
 from clusterkv_jax.methods.base import Schedule, every, head_rows
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.methods.request import Request
@@ -70,8 +70,8 @@ class Chelsea(Clustering):
         for n, b in zip(lengths, self.budget_rows(lengths, 0, request).min(axis=1), strict=True):
             if b < 0:
                 raise ValueError(
-                    f"Chelsea: a prompt of {n} tokens has a budget below what its {len(self.outlier_heads)} outlier "
-                    "heads keep, which is everything."
+                    f"Chelsea: a prompt of {counted(n, 'token')} has a budget below what its "
+                    f"{len(self.outlier_heads)} outlier heads keep, which is everything."
                 )
         super().check(lengths, request)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.errors import check_fields, counted, is_count, is_one_of
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
@@ -72,7 +72,9 @@ class ChunkKV(Windowed):
         if self.mode == "kvpress":
             for n, b in zip(lengths, self.budget_rows(lengths, 0, request)[:, 0], strict=True):
                 if b < n <= self.window:
-                    raise ValueError(f"ChunkKV: a prompt of {n} tokens must be longer than window = {self.window}.")
+                    raise ValueError(
+                        f"ChunkKV: a prompt of {counted(n, 'token')} must be longer than window = {self.window}."
+                    )
         super().check(lengths, request)
 
     @override

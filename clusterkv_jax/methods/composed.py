@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from clusterkv_jax import pages
 from clusterkv_jax.cache import NewTokens, resize
-from clusterkv_jax.errors import check_fields
+from clusterkv_jax.errors import check_fields, counted
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -115,8 +115,9 @@ class Composed(Method):
             if smaller.any():
                 at, head = np.argwhere(smaller)[0]
                 raise ValueError(
-                    f"Composed: of a prompt of {lengths[at]} tokens prefill keeps {first[at, head]} rows, "
-                    f"so decode's budget must be at least that, got {then[at, head]}."
+                    f"Composed: of a prompt of {counted(lengths[at], 'token')} prefill keeps "
+                    f"{counted(first[at, head], 'row')}, so decode's budget must be at least that, "
+                    f"got {then[at, head]}."
                 )
 
     @override

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.budget import rows_for
-from clusterkv_jax.errors import check_fields, is_number, is_one_of
+from clusterkv_jax.errors import check_fields, counted, is_number, is_one_of
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.request import Request, all_heads
@@ -57,7 +57,7 @@ class PyramidKV(Windowed):
         for n, b in zip(lengths, self._mean_rows(lengths, request), strict=True):
             if b < n and b <= self.window:
                 raise ValueError(
-                    f"PyramidKV: a prompt of {n} tokens has a budget of {int(b)} rows, "
+                    f"PyramidKV: a prompt of {counted(n, 'token')} has a budget of {counted(max(0, int(b)), 'row')}, "
                     f"which must be more than window = {self.window}."
                 )
         super().check(lengths, request)
