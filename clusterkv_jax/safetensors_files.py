@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from clusterkv_jax.weight_files import FILE_TYPES, CheckpointError, Entry
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")
 
 
+@runtime_checkable
 class Coded(Protocol):
     """A tensor whose numbers are computed from what a file holds."""
 
