@@ -82,6 +82,7 @@ def describe(writer: Any, published: dict[str, Any], tensors: Tensors) -> None:
     ropes = ropes.get("full_attention", ropes)
     writer.add_context_length(published["max_position_embeddings"])
     writer.add_embedding_length(published["hidden_size"])
+    writer.add_vocab_size(published["vocab_size"])
     writer.add_block_count(published["num_hidden_layers"])
     writer.add_feed_forward_length(published["intermediate_size"])
     writer.add_head_count(published["num_attention_heads"])
