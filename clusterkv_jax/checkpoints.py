@@ -27,7 +27,6 @@ from clusterkv_jax.errors import shown
 from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.folders import locate, nearby, tokenizer_in
 from clusterkv_jax.gguf_files import Gguf, read_gguf
-from clusterkv_jax.gguf_tokenizer import gguf_tokenizer
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.kept_programs import keep_programs
 from clusterkv_jax.models import gguf, registry
@@ -42,6 +41,7 @@ from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.stacks import Stack
+from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
 from clusterkv_jax.weight_files import (
     FILE_TYPES,
     IGNORED,

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import clusterkv_jax as ckv
-from clusterkv_jax.chat import turn
-from clusterkv_jax.gguf_tokenizer import gguf_tokenizer
+from clusterkv_jax.text.chat import turn
+from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
 from tests.fuzz import rules
 from tests.support import checkpoint_files, gguf_writer
 

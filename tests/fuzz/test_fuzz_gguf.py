@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.chat import cut_turn
-from clusterkv_jax.texts import decode, encode
+from clusterkv_jax.text.chat import cut_turn
+from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
 from tests.support import gguf_writer
@@ -100,8 +100,8 @@ def read(path):
     """What a command does with a model before it computes anything."""
     model = ckv.load(path)
     if model.tokenizer is not None:
-        tokens = encode(model, ["a text"], "prompt", special=True)[0]
-        assert isinstance(decode(model, tokens), str)
+        tokens = encode(model.tokenizer, "a text", add_special_tokens=True)
+        assert isinstance(decode(model.tokenizer, tokens), str)
         if model.tokenizer.chat_template:
             cut_turn(model.tokenizer, "A text.", "Who?")
     return model
