@@ -5,10 +5,13 @@ takes either happens in a working folder on this machine, and is copied.
 """
 
 import hashlib
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import platformdirs
@@ -17,21 +20,44 @@ from clusterkv_jax.extras import library
 from clusterkv_jax.schema import MIB, AnyPath, shown
 
 SCHEME = "gs://"
+# The longest that a bucket may take to say something at all; its client would try for a minute.
+PATIENCE_S = 20
 
 
 def place(name: str | os.PathLike[str]) -> AnyPath:
     """A path of this machine, or one of a bucket, which has pathlib's methods.
 
-    Raises ValueError for an address of another kind, one that names no bucket, and where etils is missing.
+    Raises ValueError for an address of another kind, one that names no bucket, and where etils is missing; OSError for
+    a bucket that says nothing.
     """
     text = os.fspath(name)
     if not text.startswith(SCHEME):
         if "://" in text:
             raise ValueError(f"A folder or a gs:// address is needed, got {shown(text)}.")
         return Path(text).expanduser()
-    if not text.removeprefix(SCHEME).strip("/"):
+    bucket = text.removeprefix(SCHEME).strip("/").split("/")[0]
+    if not bucket:
         raise ValueError(f"A bucket and a folder follow gs://, got {shown(text)}.")
-    return library("etils.epath", text, "pods").Path(text)
+    found = library("etils.epath", text, "pods").Path(text)
+    _wait_for(type(found)(SCHEME + bucket))
+    return found
+
+
+@cache
+def _wait_for(bucket: AnyPath) -> None:
+    """Raises OSError where a bucket says nothing, be it an error, in time; once for each."""
+    for name in ("gcsfs", "google.auth"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say is in the errors they raise
+    asking = threading.Thread(target=_ask, args=(bucket,), daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S)
+    if asking.is_alive():
+        raise OSError(f"{bucket} does not answer within {PATIENCE_S} s; check its name and the network.")
+
+
+def _ask(bucket: AnyPath) -> None:
+    with suppress(Exception):  # an answer, too; whoever reads says what is wrong
+        bucket.exists()
 
 
 def working_folder(address: AnyPath) -> Path:

@@ -291,6 +291,11 @@ def test_what_is_not_there_is_named(name, options, said, tokenizer):
         suites.cases(name, options, tokenizer, 8192)
 
 
+def test_a_length_that_no_memory_holds_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"length = 999999999 tokens is more than the 16,777,216 that an example may"):
+        suites.cases("ruler", Options(lengths=(999_999_999,)), tokenizer, 2**31 - 1)
+
+
 LCC = {"context": "x", "answers": ["y"], "all_classes": None, "length": 1}
 
 

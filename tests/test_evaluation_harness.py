@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -151,3 +152,22 @@ def test_what_it_cannot_do_is_said(folder, caplog):
     ):
         with pytest.raises(ValueError, match=said):
             model(folder, **options)
+
+
+def test_tasks_that_make_texts_find_the_demo_models_tokenizer(monkeypatch):
+    """They load it by the model's name, which would be one of the hub."""
+    import lm_eval.__main__
+    from transformers import AutoTokenizer
+
+    from clusterkv_jax.evaluation import lm_eval_model
+
+    given = []
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: given.append(sys.argv[-1]))
+    monkeypatch.setattr(sys, "argv", ["lm_eval"])
+    for argument in ("model=demo,method=full", "--model_args=method=full,model=demo", "model=demo-large"):
+        lm_eval_model.main(["--model_args", argument])
+    first, second, other = given
+    folder = first.removeprefix("model=").removesuffix(",method=full")
+    assert AutoTokenizer.from_pretrained(folder).encode("Call me Ishmael.")
+    assert second == f"--model_args=method=full,model={folder}"
+    assert other == "model=demo-large"

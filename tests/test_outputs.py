@@ -1,5 +1,6 @@
 """A run whose output is a bucket: what is written is there, and goes on from there on a machine that has nothing."""
 
+import threading
 from contextlib import nullcontext
 
 import jax
@@ -122,6 +123,17 @@ def test_a_bucket_that_does_not_answer(cloud):
         outputs.at(GS).opened(),
     ):
         pass
+
+
+def test_a_bucket_that_says_nothing(cloud, monkeypatch):
+    monkeypatch.setattr(buckets, "PATIENCE_S", 0.05)
+    silent = threading.Event()
+    with (
+        testing.mock_epath(exists=lambda *_: silent.wait(10)),
+        pytest.raises(OSError, match=r"^gs://silent does not answer within 0\.05 s; check its name and the network\.$"),
+    ):
+        outputs.at("gs://silent/runs")
+    silent.set()
 
 
 def test_a_bucket_that_answers_no_more(cloud, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.cli.plan import show
+from clusterkv_jax.evaluation.report.plots import as_svg, new_figure
 from clusterkv_jax.planning import arithmetic, collectives, measure, process
 from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
@@ -329,6 +331,20 @@ def test_a_picture_shows_the_full_cache_beside(answers, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert file.read_bytes().startswith(b"\x89PNG")
     assert [question.method for question in answers] == ["centroidkv", "full"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_left_out(answers, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = _run(*_asked(method="centroidkv", cache_ratio=0.2), "--plot", tmp_path / "memory.png")
+    assert result.exit_code == 0, result.stderr
+    assert "No picture is drawn. Drawing the plan needs the package 'matplotlib'" in result.stderr
+    assert [question.method for question in answers] == ["centroidkv"]
+
+
+def test_a_name_in_a_picture_is_no_formula():
+    figure, axes = new_figure(2, 2)
+    axes.set_title(r"$\badcmd$")
+    assert "<svg" in as_svg(figure)
 
 
 def test_the_guide_shows_what_the_command_prints():

@@ -13,7 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.cli.options import CompilationCache, ModelArgument, ModelOption, one_model
-from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, progress_bar, use_compilation_cache
+from clusterkv_jax.cli.terminal import (
+    can_draw,
+    one_sentence_errors,
+    plain_console,
+    progress_bar,
+    use_compilation_cache,
+)
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -103,7 +109,8 @@ def calibrate(
 ) -> None:
     """Learn from plain text which rows matter, how many each head needs, and which heads do not cluster."""
     with one_sentence_errors(debug):
-        _check(output, plot, threshold, chunk, ratio)
+        _check(output, threshold, chunk, ratio)
+        plot = plot and can_draw("the map of layers and heads")
         _check_push(push)
         most, length = QUICK if quick else THOROUGH
         sequences, tokens = sequences or most, tokens or length
@@ -187,7 +194,7 @@ def _check_push(push: str | None) -> None:
     hub.check_login(f"--push {push}")
 
 
-def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float) -> None:
+def _check(output: Path, threshold: float, chunk: int, ratio: float) -> None:
     """What would be noticed only after minutes of work."""
     if not -1 <= threshold <= 1:
         raise ValueError(f"--threshold must be between -1 and 1, got {threshold}.")
@@ -199,10 +206,6 @@ def _check(output: Path, plot: bool, threshold: float, chunk: int, ratio: float)
         raise ValueError(f"--output must be a .safetensors or a .yaml file, got {output}.")
     if not output.parent.is_dir():
         raise ValueError(f"The folder {output.parent} does not exist; make it before a calibration is written there.")
-    if plot:
-        from clusterkv_jax.evaluation.extras import library
-
-        library("matplotlib", "Drawing the map (leave it out with --no-plot)")
 
 
 def read_texts(data: str) -> list[str]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console
+from clusterkv_jax.cli.terminal import can_draw, one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -67,6 +67,7 @@ def plan(
             from clusterkv_jax.cli import plan_picture
 
             plan_picture.check(plot)
+            plot = plot if can_draw("the plan") else None
         start = time.monotonic()
         with _progress(as_json) as progress:
             measures = ask(question, time_limit, progress)

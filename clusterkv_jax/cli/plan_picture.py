@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.report.plots import COLOURS, new_figure
 from clusterkv_jax.files import replacing
 from clusterkv_jax.planning.arithmetic import memory
@@ -19,7 +18,6 @@ def check(file: Path) -> None:
         raise ValueError(f"--plot must be a .png file, got {file}.")
     if not file.parent.is_dir():
         raise ValueError(f"The folder {file.parent} does not exist; make it before a picture is written there.")
-    library("matplotlib", "Drawing a plan")
 
 
 def curve(measures: Measures, contexts: np.ndarray) -> list[float]:

@@ -58,6 +58,18 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}, which nothing foresaw: {text.rstrip('.')}. Add --debug to see where."
 
 
+def can_draw(what: str) -> bool:
+    """Whether matplotlib is there; where it is missing, a line says that the picture is left out."""
+    from clusterkv_jax.extras import library
+
+    try:
+        library("matplotlib", f"Drawing {what}", "plots")
+    except ValueError as error:
+        plain_console(stderr=True, soft_wrap=True).print(f"No picture is drawn. {error}", style="dim", highlight=False)
+        return False
+    return True
+
+
 @contextmanager
 def progress_bar(total: int, unit: str) -> Iterator[Callable[[float], None]]:
     """A bar with an estimate on standard error; called with how many of the `total` units are done, parts of one too.

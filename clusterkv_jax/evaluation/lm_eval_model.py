@@ -13,6 +13,7 @@ batches that they answer.
 # pyright: reportMissingImports=false, reportImplicitOverride=false
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -33,6 +34,7 @@ from clusterkv_jax.evaluation.replicas import Post, Replica, Team, replicas
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.rounds import Rounds
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.folders import locate
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import AUTO, as_method, check_calibrated, is_calibrated
 from clusterkv_jax.text.chat import render
@@ -291,13 +293,18 @@ def register() -> None:
         model_registry.register(NAME)(CompressedLM)
 
 
+def _with_a_folder(argument: str) -> str:
+    """The argument with "demo" as its folder: tasks that make texts of their own load the model's tokenizer by its name."""
+    return re.sub(r"(?<![^=,\s])model=demo(?![^,\s])", lambda _: f"model={locate('demo')}", argument)
+
+
 def main(arguments: Sequence[str], pod: Pod | None = None) -> None:
     """The harness's own command, with the model registered. Raises ValueError where it ends with an error."""
     from lm_eval.__main__ import cli_evaluate
 
     register()
     CompressedLM.pod, CompressedLM.rounds = pod, Rounds(None if pod is None else pod.post)
-    sys.argv = ["lm_eval", *arguments]
+    sys.argv = ["lm_eval", *map(_with_a_folder, arguments)]
     try:
         cli_evaluate()
     except SystemExit as end:

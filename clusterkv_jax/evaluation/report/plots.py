@@ -17,7 +17,9 @@ def new_figure(width: float, height: float):
 
 def new_panels(width: float, height: float, count: int):
     """An empty figure and `count` axes, one below the other."""
-    library("matplotlib", "Drawing a picture").use("Agg")
+    matplotlib = library("matplotlib", "Drawing a picture")
+    matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a name may hold dollars
     figure = library("matplotlib.figure", "Drawing a picture").Figure(figsize=(width, height), layout="constrained")
     panels = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
     for axes in panels:

@@ -11,6 +11,9 @@ from clusterkv_jax.evaluation.tasks.cases import Case, counter
 from clusterkv_jax.evaluation.tasks.haystack import Book, book
 from clusterkv_jax.text.tokenizer import encode
 
+# No model reads more; a text of many times as many would not fit into memory.
+MOST_TOKENS = 2**24
+
 
 @dataclass(frozen=True)
 class Options:
@@ -83,6 +86,8 @@ def _lengths(options: Options, positions: int) -> tuple[int, ...]:
     for length in options.lengths:
         if length > positions:
             raise ValueError(f"length = {length} tokens exceeds the model's {positions} positions.")
+        if length > MOST_TOKENS:
+            raise ValueError(f"length = {length} tokens is more than the {MOST_TOKENS:,} that an example may have.")
     return options.lengths
 
 
