@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.evaluation import batching, runner
 from clusterkv_jax.evaluation.batching import Entry, Job
-from clusterkv_jax.evaluation.report import examples, pictures, report, table
+from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.tasks import longbench
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -272,73 +272,6 @@ def test_perplexities_are_averaged_as_logarithms():
     assert row.average.value == pytest.approx(2.718281828**2)
 
 
-RUN = {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]}
-
-
-def test_the_report_shows_everything_and_loads_nothing(lines):
-    summary = table.summarize(lines)
-    page = report.report(summary, lines, RUN)
-    assert page.count("<svg") == 1
-    assert "a &lt;b&gt; &amp; c" in page
-    for loads in ("<script src", '<link rel="style', "<img", "@import", "url(", 'src="', "http"):
-        assert loads not in page
-    for row in summary.rows:
-        assert table.cell_text(row.average, False) in page
-    assert page == report.report(summary, lines, RUN)
-
-
-def test_the_full_cache_is_dashed_in_the_picture(lines):
-    picture = pictures.score_over_share(table.summarize(lines))
-    full, *others = picture.lines
-    assert (full.name, full.colour, {point.y for point in full.points}) == ("full cache", None, {100.0})
-    assert [[point.x for point in line.points] for line in others] == [[0.25, 0.5]]
-    assert picture.svg.count('class="full"') == 1
-
-
-def test_examples_show_the_question_what_was_expected_and_every_answer(lines):
-    page = report.report(table.summarize(lines), [line | {"question": "Who <is> it?"} for line in lines], RUN)
-    assert "Who &lt;is&gt; it?" in page
-    differ = next(each for each in examples.examples(lines) if len({score for *_, score in each.answers}) > 1)
-    assert [answer[:2] for answer in differ.answers] == [("full", "100%"), ("centroidkv", "50%"), ("centroidkv", "25%")]
-    assert differ.expected in differ.answers[0][2]
-
-
-def test_names_in_the_report_are_texts(lines):
-    hostile = "<script>alert('x')</script>$\\badcmd$"
-    named = [line | {"method": hostile if line["method"] != "full" else "full", "task": hostile} for line in lines]
-    page = report.report(table.summarize(named), named, {"config": CONFIG | {"model": hostile}, "sessions": []})
-    assert page.count("<script>") == 1  # the page's own
-    assert page.count("&lt;script&gt;alert(&#39;x&#39;)") >= 4  # title, heading, column, rows
-
-
-@pytest.mark.parametrize(
-    ("methods", "budgets", "lengths", "tasks"),
-    [(300, 1, 1, 2), (1, 500, 1, 2), (1, 1, 2000, 1), (1, 1, 1, 3000)],
-)
-def test_reports_of_many_rows_and_columns_are_quick(methods, budgets, lengths, tasks):
-    asked = [("full", "1.0")] + [(f"m{i}", str(8 + j)) for i in range(methods) for j in range(budgets)]
-    more = {"metric": "f1", "tokens": 4096, "question": "?", "expected": ["x"], "output": "x"}
-    lines = [
-        {**BARE, **more, "method": method, "budget": budget, "task": f"t{t}", "id": f"{t}/{n}", "score": 0.5}
-        | {"facts": {"length": 1000 + n, "depth": 0.5}}
-        for method, budget in asked
-        for t in range(tasks)
-        for n in range(lengths)
-    ]
-    begin = time.monotonic()
-    page = report.report(table.summarize(lines), lines, RUN)
-    assert time.monotonic() - begin < 10
-    assert len(page) < 2e6
-
-
-def test_rows_that_differ_in_their_examples_or_versions_are_named(lines):
-    sessions = [{"versions": {"jax": version}, "answers": n} for version, n in (("1.0", 3), ("1.1", 4), ("1.2", 0))]
-    summary = table.summarize(lines[1:], sessions)
-    assert "Not all examples are answered by full; averages are of what is." in table.notes(summary)
-    assert "Answers are of different versions: jax 1.0 and 1.1." in table.markdown(summary)
-    assert table.summarize(lines, sessions[:1]).remarks == ()
-
-
 def longbench_lines(tmp_path):
     """Two rows of a task, of which one lost tokens, through a run."""
     work = []
@@ -376,14 +309,6 @@ def test_what_the_authors_of_longbench_cut_is_counted(tmp_path):
     lines = longbench_lines(tmp_path)
     assert {line["id"]: line["cut"] for line in lines} == {"lcc/0": 0, "lcc/1": 9}
     assert "3 prompts lost tokens" in table.markdown(table.summarize(lines))
-
-
-def test_needles_stand_at_the_nearest_tenth_of_the_depth():
-    depths = [i / 10 for i in range(11)]
-    lines = [
-        {**BARE, "score": float(i == 10), "facts": {"length": 64, "depth": depth}} for i, depth in enumerate(depths)
-    ]
-    assert pictures.needles(lines) == ([("full", "100%", 64, [0.0] * 10 + [100.0])], 0)
 
 
 @pytest.mark.parametrize("name", table.published_names())

@@ -249,7 +249,8 @@ def _show(summary: Any, output: str | Path) -> None:
     console = plain_console()
     console = console if console.is_terminal else plain_console(width=240)
     columns = summary.columns
-    if console.measure(_screen(summary, columns)).minimum > console.width:
+    unbounded = console.options.update_width(10**6)
+    if console.measure(_screen(summary, columns), options=unbounded).minimum > console.width:
         columns = ()
     console.print(_screen(summary, columns))
     if not columns:
@@ -264,14 +265,15 @@ def _screen(summary: Any, columns: Sequence[str]) -> Table:
     """The table without the intervals of single tasks, which table.md has."""
     from clusterkv_jax.evaluation.report.table import budget_name, cell_text
 
-    grid = Table(box=SIMPLE_HEAD)
-    for name in ("method", "kept", "average", *columns):
-        grid.add_column(name, justify="left" if name in ("method", "kept") else "right", no_wrap=name != "method")
-    for row in summary.rows:
+    averages = [cell_text(row.average, summary.perplexity) for row in summary.rows]
+    grid = Table("method", "kept", box=SIMPLE_HEAD)
+    grid.add_column("average", justify="right", min_width=max(map(len, averages)))
+    for name in columns:
+        grid.add_column(Text(name), justify="right", no_wrap=True)
+    for row, average in zip(summary.rows, averages, strict=True):
         cells = [row.cells.get(name) for name in columns]
         values = [cell_text(cell, summary.perplexity).split(" ")[0] for cell in cells]
         name = row.method if row.measured else f"{row.method}, {row.source}"
-        average = cell_text(row.average, summary.perplexity)
         look = None if row.measured else "dim italic"
         grid.add_row(Text(name), budget_name(row.budget), average, *values, style=look)
     return grid

@@ -294,7 +294,7 @@ def register() -> None:
 
 
 def _with_a_folder(argument: str) -> str:
-    """The argument with "demo" as its folder: tasks that make texts of their own load the model's tokenizer by its name."""
+    """The argument with "demo" as its folder: tasks that make texts load a tokenizer by the model's name."""
     return re.sub(r"(?<![^=,\s])model=demo(?![^,\s])", lambda _: f"model={locate('demo')}", argument)
 
 
