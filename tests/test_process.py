@@ -109,6 +109,16 @@ def test_output_onto_a_full_disk_gets_one_sentence(command):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("broken", ["closed", "full"])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_an_error_that_nobody_can_read_keeps_its_code(broken):
+    place = "os.pipe()[1]" if broken == "closed" else "os.open('/dev/full', os.O_WRONLY)"
+    ends = f"import os; os.dup2({place}, 2)"
+    ends += "; os.closerange(3, 99)" if broken == "closed" else ""
+    code = RUN.format(command="raise ValueError('A sentence.')", debug=False)
+    assert ended(f"{ends}\n{code}")[0] == 2
+
+
 def test_a_closed_standard_output_is_none():
     command = [sys.executable, "-m", "clusterkv_jax.cli", "--help"]
     assert ended(f"import os; os.close(1); os.execv({command[0]!r}, {command})") == (0, "")

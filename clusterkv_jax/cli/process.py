@@ -4,6 +4,7 @@ exit code 0 done · 2 an error, in one sentence · 75 to be started again (a pro
 end) · 130 interrupted · 141 who read the output has gone away
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ def _code(command: Callable[[], None], debug: bool) -> int:
     try:
         command()
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        _tell("Interrupted.")
         return INTERRUPTED
     except SystemExit as end:
         # rich and typer end with 1 where a pipe is closed.
@@ -39,7 +40,7 @@ def _code(command: Callable[[], None], debug: bool) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"Error: {error}", file=sys.stderr)
+        _tell(f"Error: {error}")
         return ERROR
     return 0
 
@@ -48,8 +49,14 @@ def _number(code: str | int | None) -> int:
     """What `sys.exit` makes of its argument."""
     if code is None or isinstance(code, int):
         return code or 0
-    print(code, file=sys.stderr)
+    _tell(code)
     return 1
+
+
+def _tell(sentence: str) -> None:
+    """Write to standard error, if it can be written to; the exit code says the rest."""
+    with contextlib.suppress(OSError):
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:
@@ -62,7 +69,7 @@ def _flushed(code: int) -> int:
             if isinstance(error, BrokenPipeError):
                 code = code or CLOSED_PIPE
             elif not code:
-                print(f"Error: {error.strerror}: standard output.", file=sys.stderr)
+                _tell(f"Error: {error.strerror}: standard output.")
                 code = ERROR
     return code
 

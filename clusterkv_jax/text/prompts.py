@@ -148,9 +148,7 @@ def _check_text(model: Any, text: str, name: str) -> None:
     positions = model.config.max_positions
     if len(text) > MOST_LETTERS * positions:
         raise ValueError(f"{name} has {len(text):,} letters, far more than the model's {positions:,} positions hold.")
-    half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-    if half is not None:
-        raise ValueError(f"{name} holds half of a character, {text[half]!r} at place {half}; give whole ones.")
+    door.check_whole(text, name)
 
 
 def _chat_ids(tokenizer: Any, text: str, own: tuple[str, str] | None, of: Literal["front", "back", "both"]) -> Tokens:

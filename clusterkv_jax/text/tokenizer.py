@@ -96,15 +96,21 @@ def encode(
 
     Raises ValueError in one sentence for what the tokenizer cannot encode.
     """
-    half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-    if half is not None:
-        raise ValueError(f"A text holds half of a character, {text[half]!r} at place {half}; give whole ones.")
+    check_whole(text, "A text")
     options = {"split_special_tokens": True} if split_special_tokens else {}
     if hasattr(tokenizer, "model_max_length"):  # those of transformers warn of what they call long
         options["verbose"] = False
     with _naming(tokenizer):
         begins = add_special_tokens and not has_beginning(tokenizer, text)
         return list(tokenizer.encode(text, add_special_tokens=begins, **options))
+
+
+def check_whole(text: str, name: str) -> None:
+    """Raise ValueError for a text with half of a character, as Python makes it of bytes that are no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a character, {text[error.start]!r}; give whole ones.") from None
 
 
 def has_beginning(tokenizer: Any, text: str) -> bool:
@@ -127,7 +133,7 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     with _naming(tokenizer):
         text = _plain(tokenizer, tokens)
         first = next((token for token in tokens if not _is_special(tokenizer, token)), None)
-        if first is None or text.startswith(" ") or not _piece(tokenizer, first).startswith(_SPACE):
+        if first is None or not _piece(tokenizer, first).startswith(_SPACE):
             return text
         # What follows another token is whole.
         return _plain(tokenizer, [first, *tokens])[len(_plain(tokenizer, [first])) :]

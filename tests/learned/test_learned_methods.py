@@ -10,6 +10,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding, learned
+from clusterkv_jax.batch import make_batch
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import Prompt
@@ -18,14 +19,17 @@ from clusterkv_jax.learned import surrogates as surrogates_room
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
 from clusterkv_jax.models import transformer
 from clusterkv_jax.pages import unpaged
+from clusterkv_jax.text.chat import frame_ids
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate
+from tests.support.words import by_letters
 
 WORDS = ((3, 5), (7, 1, 4), (2,))
 BUDGET = ckv.Budget(tokens=12)
 ZIP = ckv.KVzip(BUDGET, sinks=2, recent=1, chunk=16, instruction=WORDS)
 PLUS = dataclasses.replace(ZIP, plus=True)
 LAYER = dataclasses.replace(ZIP, scope="layer")
+CHATTING = by_letters("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<bot>")
 PROMPTS = [prompt(1, 40), prompt(2, 21), prompt(3, 15)]
 
 
@@ -81,6 +85,25 @@ def test_every_head_keeps_the_best_rows_of_the_reconstruction(method):
             np.testing.assert_array_equal(
                 layer.keys[i, :, :12], np.take_along_axis(np.asarray(whole.keys[i]), at[..., None], 1)
             )
+
+
+def test_a_prompt_in_a_chat_template_is_repeated_in_it():
+    """As KVzip's authors do: pieces begin behind the template, and its beginning of an answer stands before each."""
+    config = dataclasses.replace(tiny().config, vocab_size=len(CHATTING))
+    model = ckv.Model(random_params(config), config, CHATTING, None, "letters")
+    chat, plain = (make_batch(model, ["abcdefghij" * 5], chat=chat).texts[0] for chat in (True, False))
+    (prefix, suffix), words = frame_ids(CHATTING), learned.instruction(CHATTING)
+    assert chat == [*prefix, *plain[1:], *suffix]
+    method = ckv.completed(model, dataclasses.replace(ZIP, instruction=None))
+    for text, own, size in ((chat, (*words[:2], suffix), len(prefix)), (plain, words, 0)):
+        asked = repeat_prompts(own, jnp.asarray([text])[:, size:], ZIP.chunk)
+        options = {"chunk": ZIP.chunk, "sinks": ZIP.sinks, "prefix": size}
+        expected = learned.reconstruction(model.params, config, jnp.asarray([text]), prompts=asked, **options)
+        cache, _ = prefill(method, [text], model, width=len(text))
+        for layer, scores in zip(cache.layers, expected, strict=True):
+            assert held(layer) == [best(head, 12, 2, 1) for head in scores[0]]
+    with pytest.raises(ValueError, match=r"^Prompt 1 does not begin with the model's chat template, and others do"):
+        prefill(method, [chat, plain], model, width=len(chat))
 
 
 def test_heads_of_a_layer_share_its_rows_without_a_safeguard():
