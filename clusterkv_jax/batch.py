@@ -32,6 +32,7 @@ class Batch:
         max_new_tokens: tokens to be generated.
         prefill_chunk: as in `generate`.
         stops: what ends a text besides the model's end-of-text tokens.
+        whole: prompts of at most so many tokens are kept whole, whatever their budget.
         chat: what stands around prompts that are in the model's chat template.
     """
 
@@ -43,6 +44,7 @@ class Batch:
     reserve: int
     max_new_tokens: int
     prefill_chunk: int | None
+    whole: int = 0
     stops: Stops = Stops()  # noqa: RUF009  (frozen)
     chat: Chat = Chat()  # noqa: RUF009  (frozen)
 

@@ -55,6 +55,14 @@ def check_queries(name: str, queries: Any, batch: int, kv_heads: int, *rest: int
         )
 
 
+def check_flag(**flag: Any) -> bool:
+    """The value of a named argument that must be True or False. Raises ValueError, naming it, for anything else."""
+    ((name, value),) = flag.items()
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}.")
+    return value
+
+
 def check_counts(least: int, most: int = MOST, **counts: Any) -> None:
     """Raise ValueError for the first of these numbers that is no whole number from `least` to `most`."""
     for name, count in counts.items():

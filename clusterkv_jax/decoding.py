@@ -78,6 +78,7 @@ def prefill(
     reserve: int | None = None,
     step_tokens: int = 1,
     prefill_chunk: int | None = None,
+    whole: int = 0,
     plans: Sequence[LayerPlan] | None = None,
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
@@ -96,6 +97,7 @@ def prefill(
         step_tokens: most tokens appended at once, as `extend_step` does.
         prefill_chunk: projections and MLP of this many tokens of each sequence at a time, to bound activations; as
             many as `tokens_at_once` allows by default. The result is the same.
+        whole: prompts of at most so many tokens are kept whole, whatever their budget.
         plans: of the layers, those of a longer request whose slots the cache is to fit; its own by default.
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
@@ -122,9 +124,9 @@ def prefill(
     if numbers is not None:
         check_ids(tokens, config.vocab_size, numbers)
     reserve = max_new_tokens if reserve is None else reserve
-    check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve)
+    check_counts(0, max_new_tokens=max_new_tokens, reserve=reserve, whole=whole)
     check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
-    counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens}
+    counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens, "whole": whole}
     request, own_plans = plans_of_width(config, method, params["embed"].dtype, width, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     in_host_memory = method.holds == "host"

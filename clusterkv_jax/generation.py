@@ -19,6 +19,7 @@ from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints import Model, check_model
+from clusterkv_jax.checks import check_flag
 from clusterkv_jax.decoding import (
     SEGMENT,
     DecodeState,
@@ -36,6 +37,7 @@ from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
+from clusterkv_jax.methods.plan import longest_short
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.prng import seed_key, seed_keys, spread
 from clusterkv_jax.programs import Compilation, compilation, compiler
@@ -73,6 +75,7 @@ def generate(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = True,
     prefill_chunk: int | None = None,
+    keep_short: bool = False,
     on_text: OnText | None = None,
     progress: Progress | None = None,
 ) -> Result:
@@ -103,6 +106,7 @@ def generate(
         chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}.
         special_tokens: whether names of special tokens in texts, such as "<|im_end|>", are those tokens.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
+        keep_short: keep prompts whole that are too short for their budget, which is an error otherwise.
         on_text: called as on_text(sequence, text) with each new piece of text.
         progress: called as progress("prefill", layers done, layers) and progress("decode", steps done, steps).
 
@@ -138,6 +142,8 @@ def generate(
         streams=on_text is not None,
     )
     method = completed(model, method, batch.chat)
+    if check_flag(keep_short=keep_short):
+        batch = replace(batch, whole=kept_whole(model, method, batch))
     texts, question_ids = batch.texts, batch.questions
     check_seeds(seed, len(texts))
     seeds = spread(seed, len(texts))
@@ -207,6 +213,12 @@ def compile_ahead(
     return total
 
 
+def kept_whole(model: Model, method: Method, batch: Batch) -> int:
+    """The most tokens of a prompt that is too short for its budget, in a batch like this."""
+    counts = {"reserve": batch.reserve, "step_tokens": batch.step_tokens}
+    return longest_short(model.config, method, model.params["embed"].dtype, **counts)
+
+
 def _asked(
     model: Model, prompts: str | Texts, question: Text | None, questions: Texts | None
 ) -> tuple[Texts, Texts | None]:
@@ -266,6 +278,7 @@ def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **
         reserve=batch.reserve,
         step_tokens=batch.step_tokens,
         prefill_chunk=batch.prefill_chunk,
+        whole=batch.whole,
         key=key,
         **options,
     )

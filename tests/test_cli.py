@@ -278,7 +278,11 @@ def test_chat_without_a_template_is_an_error(model, text, tmp_path):
         ("config.json", json.dumps({**BYTES, "num_hidden_layers": 10**9}), "'num_hidden_layers': Expected int <= 1024"),
         ("config.json", json.dumps({**BYTES, "rms_norm_eps": -1}), "'rms_norm_eps': Expected float > 0.0 (-1)."),
         ("config.json", "[" * 200_000, "config.json is nested deeper than 32 levels."),
-        ("generation_config.json", '{"eos_token_id": "x"}', "'eos_token_id': Expected int | array | null, got str ('x')."),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "x"}',
+            "'eos_token_id': Expected int | array | null, got str ('x').",
+        ),
         ("tokenizer.json", "{}", "tokenizer.json makes no tokenizer"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: Expected object, got array ([])."),
         ("tokenizer_config.json", '{"chat_template": "{% for %}"}', "The model's chat template fails: "),

@@ -9,12 +9,12 @@ import numpy as np
 from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.cache import KVCache
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.checks import check_counts
+from clusterkv_jax.checks import check_counts, check_flag
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
 from clusterkv_jax.engine.slots import slot_plans, template
 from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.plan import check_prompts
+from clusterkv_jax.methods.plan import check_prompts, longest_short
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 
 # Contexts that the device has room for where nobody says how many bytes.
@@ -23,11 +23,15 @@ DEVICE_CONTEXTS = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a slot has room for: tokens of a sequence, and of what follows its prompt; question tokens of a step."""
+    """What a slot has room for: tokens of a sequence, and of what follows its prompt; question tokens of a step.
+
+    `whole` is the most tokens of a prompt that is kept whole.
+    """
 
     max_tokens: int
     reserve: int
     step_tokens: int
+    whole: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,7 @@ def make_layout(
     context_bytes: int | None,
     device_bytes: int | None,
     prefill_chunk: int | None,
+    keep_short: bool,
 ) -> Layout:
     """The layout of an engine with these arguments. Raises ValueError for what does not fit `device_bytes`."""
     config, params = model.config, model.params
@@ -85,7 +90,9 @@ def make_layout(
     width = min(bucket(max_tokens, 64), config.max_positions)
     sizes = {"reserve": limits.reserve, "step_tokens": limits.step_tokens}
     lengths = np.arange(1, width + 1)
-    counts = sizes | {"max_new_tokens": limits.reserve}
+    if check_flag(keep_short=keep_short):
+        limits = replace(limits, whole=longest_short(config, method, params["embed"].dtype, **sizes))
+    counts = sizes | {"max_new_tokens": limits.reserve, "whole": limits.whole}
     request = request_of_model(config, params["embed"].dtype, lengths, method.cache_dtype, **counts)
     check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
     plans = slot_plans(config, method, request)

@@ -19,7 +19,7 @@ from clusterkv_jax.sampling import Sampling, check_seed
 def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, question: Any, **sizes: Any) -> Batch:
     """A prompt and its question, encoded. Raises ValueError for what cannot be served."""
     questions = None if question is None else [question]
-    batch = make_batch(model, [prompt], questions=questions, **sizes)
+    batch = replace(make_batch(model, [prompt], questions=questions, **sizes), whole=limits.whole)
     check_lengths(limits, len(batch.texts[0]), batch)
     request = request_of_batch(model, method, batch)
     check_prompts(model.config, method, request, np.asarray([len(batch.texts[0])], np.int64))
@@ -82,6 +82,6 @@ def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
 
 def request_of_batch(model: Model, method: Method, batch: Batch) -> Request:
     """The request that `generate` would make of it."""
-    counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens")}
+    counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens", "whole")}
     lengths = np.arange(1, batch.width + 1)
     return request_of_model(model.config, model.params["embed"].dtype, lengths, method.cache_dtype, **counts)

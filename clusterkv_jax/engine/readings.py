@@ -106,6 +106,7 @@ def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed:
         reserve=request.reserve,
         step_tokens=request.step_tokens,
         prefill_chunk=layout.prefill_chunk,
+        whole=batch.whole,
         plans=layout.plans,
         key=seed_key(seed),
     )

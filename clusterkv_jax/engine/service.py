@@ -78,6 +78,7 @@ class Engine:
         context_disk_bytes: of those in `context_folder`.
         context_folder: a folder that exists, for contexts that no memory has room for; None leaves them out.
         prefill_chunk: as in `generate`.
+        keep_short: as in `generate`.
 
     Raises:
         ValueError: one sentence, for numbers that are not possible, and what does not fit `device_bytes`.
@@ -103,6 +104,7 @@ class Engine:
         context_disk_bytes: int = DISK_BYTES,
         context_folder: str | os.PathLike[str] | None = None,
         prefill_chunk: int | None = None,
+        keep_short: bool = False,
     ) -> None:
         method = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
         entering = slots if questions_per_step is None else questions_per_step
@@ -113,7 +115,7 @@ class Engine:
         counts |= {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
         check_arguments(method, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, method)
-        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk
+        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
         with self._on_mesh():
             self._layout = make_layout(model, self.method, *sizes)
             self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)

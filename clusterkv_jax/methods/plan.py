@@ -3,6 +3,8 @@
 All of it is arithmetic on the host, in double precision where a budget is a ratio, as the papers' int() is.
 """
 
+import contextlib
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -76,8 +78,8 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
     them, so that one program serves any number.
     """
     lengths = np.asarray(request.lengths)
-    most = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=request.reserve)))
-    least = stages(method.budget_rows(lengths, layer, replace(request, max_new_tokens=0)))[..., 0]
+    most = stages(rows_of(method, lengths, layer, replace(request, max_new_tokens=request.reserve)))
+    least = stages(rows_of(method, lengths, layer, replace(request, max_new_tokens=0)))[..., 0]
     budget = _budget_of(method)
     table = None if budget is None else share_table(budget, request.num_layers, request.num_kv_heads)[layer]
     groups = []
@@ -85,13 +87,15 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
         rows = np.maximum(most[:, heads[0]], method.protected.fewest)
         covered = np.all(least[:, heads[0]] >= lengths) and method.schedule.kind == "append" and method.forgets
         slots = capacity(method, lengths, rows, request)
-        most_rows = int(np.max(np.minimum(rows[:, -1], lengths + request.reserve)))
+        possible = np.minimum(rows[:, -1], lengths + request.reserve)
+        most_rows = int(np.max(possible))
+        fewest_rows = int(possible[np.argmax(lengths)]) if request.whole else most_rows
         groups.append(
             GroupPlan(
                 heads,
                 aligned(int(np.max(slots)), slot_ways(len(heads)) if slots_apart(method) else 1),
                 most_rows=most_rows,
-                fewest_rows=most_rows,
+                fewest_rows=fewest_rows,
                 keep_all=bool(covered) or bool(np.min(rows) >= MOST_ROWS),
                 reserve=request.reserve,
                 step_tokens=request.step_tokens,
@@ -112,11 +116,14 @@ def plan_heads(method: Method, request: Request) -> GroupPlan:
 
     def budgets(new: int) -> Int[np.ndarray, "L 1 K stages"]:
         known, layers = replace(request, max_new_tokens=new), range(request.num_layers)
-        return np.stack([stages(method.budget_rows(np.asarray([longest]), layer, known)) for layer in layers])
+        return np.stack([stages(rows_of(method, np.asarray([longest]), layer, known)) for layer in layers])
 
     most, fewest = budgets(request.reserve), budgets(0)
     most_rows = min(int(most.max()), longest + request.reserve)
     held = min(longest, int(most[..., 0].max()) + method.schedule.slack + method.schedule.rounding)
+    held = max(held, min(request.whole, longest))
+    if request.whole:
+        most_rows = max(most_rows, min(request.whole, longest) + request.reserve)
     return GroupPlan(
         (0,),
         aligned(held),
@@ -170,7 +177,7 @@ def rows_of_request(
     numbers = concrete(lengths)
     at = np.arange(int(np.max(request.lengths)) + 1) if numbers is None else numbers
     first = [heads[0] for heads in plan.heads]
-    rows = np.minimum(stages(method.budget_rows(at, layer, request))[:, first], MOST_ROWS)
+    rows = np.minimum(stages(rows_of(method, at, layer, request))[:, first], MOST_ROWS)
     if numbers is not None:
         return rows.astype(np.int32)
     # Lengths that are traced cannot be checked: every head keeps at least what it must.
@@ -201,6 +208,33 @@ def planned_layer(
     exact = np.all(budgets[:, :, 0] == [group.most_rows for group in plan.groups], axis=0).tolist()
     groups = (replace(group, exact=known) for group, known in zip(plan.groups, exact, strict=True))
     return replace(plan, groups=tuple(groups)), budgets
+
+
+def rows_of(method: Method, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    """`budget_rows`, which prompts that are kept whole never reach."""
+    rows = method.budget_rows(lengths, layer, request)
+    if not request.whole:
+        return rows
+    short = np.asarray(lengths) <= request.whole
+    return np.where(short.reshape(-1, *[1] * (rows.ndim - 1)), MOST_ROWS, rows)
+
+
+def longest_short(config: ModelConfig, method: Method, dtype: Any, **counts: int) -> int:
+    """The most tokens of a prompt that is too short for its budget; 0 if the longest one has an impossible budget too.
+
+    `counts` as in `request_of_model`.
+    """
+    request = request_of_model(config, dtype, np.asarray([1]), method.cache_dtype, **(counts | {"max_new_tokens": 0}))
+
+    def is_possible(tokens: int) -> bool:
+        with contextlib.suppress(ValueError):
+            method.check(np.asarray([tokens], np.int64), request)
+            return True
+        return False
+
+    if not config.global_layers or not is_possible(config.max_positions):
+        return 0
+    return bisect_left(range(1, config.max_positions), True, key=is_possible)
 
 
 def budgets_by_head(
@@ -247,7 +281,7 @@ def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:
 def check_prompts(config: ModelConfig, method: Method, request: Request, lengths: np.ndarray) -> None:
     """Raise ValueError for prompts of these lengths that the method cannot read; none are those not known yet."""
     if config.global_layers:  # else there is nothing to compress
-        method.check(lengths, request)
+        method.check(lengths[lengths > request.whole], request)
     if repeats(config, method):
         _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
 

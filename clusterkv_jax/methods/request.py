@@ -27,6 +27,7 @@ class Request:
         step_tokens: the most of them that are appended at once.
         row_bytes: of one row of one head: a key, a value and a degree.
         rope: the model's rotations, None where it has none.
+        whole: prompts of at most so many tokens are kept whole, whatever their budget.
     """
 
     lengths: np.ndarray
@@ -37,6 +38,7 @@ class Request:
     step_tokens: int = 1
     row_bytes: int = 0
     rope: Rope | None = None
+    whole: int = 0
 
     @property
     def bytes_per_row(self) -> int:
@@ -117,7 +119,7 @@ def request_of_model(
     """The request of prompts of these lengths to a model whose parameters have this type; rows may be `stored` in
     another.
 
-    `counts` are `max_new_tokens`, `reserve` and `step_tokens`.
+    `counts` are `max_new_tokens`, `reserve`, `step_tokens` and `whole`.
     """
     row = row_bytes(config.head_dim, dtype, dtype, stored=stored)
     return Request(lengths, len(config.global_layers), config.num_kv_heads, row_bytes=row, rope=config.rope, **counts)

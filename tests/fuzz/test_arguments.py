@@ -83,7 +83,7 @@ IDS = np.asarray([prompt(1, 24), prompt(2, 24)], np.int32)
 PREFILL = {"method": ckv.Full(), "tokens": IDS, "lengths": np.asarray([24, 20], np.int32), "max_new_tokens": 4}
 PREFILL |= {"reserve": 8, "step_tokens": 1, "prefill_chunk": None, "key": jax.random.key(0)}
 GENERATE = {"prompts": IDS.tolist(), "method": ckv.Full(), "ratio": None, "tokens": None, "budget": None}
-GENERATE |= {"question": None, "questions": [[1, 2], [3]], "max_new_tokens": 3}
+GENERATE |= {"keep_short": False, "question": None, "questions": [[1, 2], [3]], "max_new_tokens": 3}
 GENERATE |= {"sampling": ckv.Sampling(), "seed": 0, "stop": (), "prefill_chunk": None}
 GENERATE |= {"stop_ids": (5,), "chat": False, "system": None, "chat_template_kwargs": None, "special_tokens": True}
 
