@@ -16,13 +16,14 @@ from clusterkv_jax.models.hf_fields import MOST_POSITIONS, Decoder, RopeParamete
 from clusterkv_jax.schema import shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+_THETA = 10000.0
 
 
 def rope(
     file: Decoder,
     head_dim: int,
     *,
-    theta: float = 10000.0,
+    theta: float = _THETA,
     fraction: float | None = None,
     interleaved: bool = False,
     types: Sequence[str] = ROPE_TYPES,
@@ -44,7 +45,7 @@ def rope(
 
 def longest_text(file: Decoder) -> int:
     """The most positions; with YaRN files may give the original ones, and the factor beside them."""
-    parameters = _parameters(file, _parts(file)[0], 1.0)
+    parameters = _parameters(file, _parts(file)[0])
     if parameters["rope_type"] != "yarn":
         return file.max_position_embeddings
     longer = int(parameters["original_max_position_embeddings"] * parameters.get("factor", 1))
@@ -57,7 +58,7 @@ def _parts(file: Decoder) -> list[RopeParameters]:
     return [part for part in (file.rope_scaling, file.rope_parameters) if part not in (None, empty)] or [empty]
 
 
-def _parameters(file: Decoder, part: RopeParameters, theta: float) -> dict[str, Any]:
+def _parameters(file: Decoder, part: RopeParameters, theta: float = _THETA) -> dict[str, Any]:
     """What one part says, and the file where that is silent; an original length in the file itself comes first."""
     values = {name: getattr(part, name) for name in RopeParameters.__struct_fields__}
     parameters = {name: value for name, value in values.items() if value is not None}
