@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         H2O,
         TOVA,
         AdaKV,
+        Auto,
         CaM,
         CentroidKV,
         Chelsea,
@@ -57,6 +58,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "AdaKV",
+    "Auto",
     "Budget",
     "CaM",
     "CentroidKV",
@@ -112,7 +114,7 @@ __all__ = [
 ]
 
 _METHODS = (
-    "H2O TOVA AdaKV CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full "
+    "H2O TOVA AdaKV Auto CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full "
     "GravityKV InfiniGen KVzap KVzip KeyDiff Knorm LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
 )
 _HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {

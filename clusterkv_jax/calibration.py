@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,8 @@ Number = Annotated[int, Meta(ge=0, le=2**20)]
 Rows = Annotated[float, Meta(gt=0, le=2**20)]
 Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
 Explained = Annotated[float, Meta(ge=-(2**20), le=1)]
+# What the method `Auto` may become.
+AutoChoice = Literal["orbitkv", "kvzap"]
 
 AnyMethod = TypeVar("AnyMethod", bound=Any)
 
@@ -116,6 +118,7 @@ class Calibration:
         least_scores: logarithm of the least score that the surrogate expects among the best `PARTS` of a head's rows.
         explained: share of these logarithms' variance that the surrogate explains, R^2.
         surrogate: for each layer the arrays that `learned.surrogates.predicted_scores` takes; no part of a YAML file.
+        auto: what the method `Auto` becomes, "orbitkv" or "kvzap"; None where nobody measured which loses less.
     """
 
     model: str
@@ -126,6 +129,7 @@ class Calibration:
     least_scores: tuple[tuple[tuple[Log, ...], ...], ...] | None = None
     explained: tuple[tuple[Explained, ...], ...] | None = None
     surrogate: Any = field(default=None, compare=False, repr=False)
+    auto: AutoChoice | None = None
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
         """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept.
@@ -254,7 +258,10 @@ def to_yaml(calibration: Calibration) -> str:
 
 def _numbers(calibration: Calibration) -> dict[str, Any]:
     """Everything but the surrogate, as a file has it."""
-    return _lists({name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)})
+    numbers = {name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)}
+    if calibration.auto is None:  # as files have it that are older than the field, and with it their fingerprint
+        del numbers["auto"]
+    return _lists(numbers)
 
 
 def fingerprint(calibration: Calibration) -> str:

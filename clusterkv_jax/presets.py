@@ -40,6 +40,7 @@ from clusterkv_jax.folders import locate
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import outside
+from clusterkv_jax.methods.auto import settled
 from clusterkv_jax.text.chat import Chat, frame_ids, has_template
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
@@ -55,6 +56,7 @@ _METHODS = {
         methods.CentroidKV,
         methods.Chelsea,
         methods.GravityKV,
+        methods.Auto,
         methods.OrbitKV,
         methods.ChunkKV,
         methods.SnapKV,
@@ -178,8 +180,8 @@ def method_for(model: Model, method: methods.Method | str | None, **budget: Any)
 
 
 def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> methods.Method:  # noqa: B008  (frozen)
-    """The method with what only a model knows: its calibration's shares, words of its tokenizer, and its chat template
-    with what `chat` says of it.
+    """The method with what only a model knows: its calibration's choice and shares, words of its tokenizer, and its
+    chat template with what `chat` says of it.
 
     `generate` and `Engine` complete a method themselves. `prefill`, `decode_step` and `load_cache` see no model: with
     the completed method their caches are those of `generate`. A method that needs nothing of a model stays as it is.
@@ -187,6 +189,8 @@ def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> meth
     Raises ValueError for anything but a model.
     """
     check_model(model)
+    if model.calibration is not None:
+        method = settled(method, model.calibration.auto)
     result: Any = with_shares(model.calibration, method)
     if model.tokenizer is None or "repetition" not in method.needs(0):
         return result

@@ -108,7 +108,7 @@ def test_auto_without_a_calibration_is_the_best_that_needs_none():
         without = ckv.generate(tiny(), [prompt(1, 40)], method="auto", ratio=0.5, max_new_tokens=2)
     expected = ckv.generate(tiny(), [prompt(1, 40)], method=ckv.Compactor(HALF), max_new_tokens=2)
     assert without.tokens == expected.tokens
-    assert ckv.Engine(taught(), method="auto", ratio=0.5, slots=1, max_tokens=64).method == ckv.OrbitKV(HALF)
+    assert ckv.Engine(taught(), method="auto", ratio=0.5, slots=1, max_tokens=64).method == ckv.Auto(HALF)
     keys = jax.random.normal(jax.random.key(0), (1, 2, 40, 8))
     scored = ckv.compress("auto", None, keys, keys, scores=keys[..., 0], ratio=0.5)
     assert scored.degree.sum() == 2 * 40  # merged, not dropped

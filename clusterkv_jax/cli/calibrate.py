@@ -120,6 +120,7 @@ def calibrate(
 
         import clusterkv_jax as ckv
         from clusterkv_jax import calibration, observation
+        from clusterkv_jax.evaluation.choice import with_choice
 
         if int(ratio * tokens) <= ckv.AdaKV.window:
             raise ValueError(
@@ -153,6 +154,8 @@ def calibrate(
                 progress=on_layers,
                 resume=output.with_name(f".{output.name}.started"),
             )
+        with plain_console(stderr=True).status("measuring what auto takes"):
+            measures = with_choice(network, measures, pieces)
         if plot:
             from clusterkv_jax.cli.calibration_picture import draw
 
@@ -273,6 +276,10 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
         f"{sizes['tokens']:,} tokens.",
         highlight=False,
     )
+    if measures.auto is not None:
+        losses = {name: f"{loss:.3f}" for name, loss in sizes["auto_losses"].items()}
+        line = f"auto takes {measures.auto}. Nats a token at an eighth of the cache: orbitkv {losses['orbitkv']}, "
+        console.print(f"{line}kvzap {losses['kvzap']}, full cache {losses['full']}.", highlight=False, soft_wrap=True)
     files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
     console.print(f"Written to {files}", highlight=False, soft_wrap=True)
     if measures.surrogate is not None and output.suffix != ".safetensors":

@@ -1,6 +1,7 @@
 """Compression methods: a short file per paper, and the pieces that a method of your own is made of."""
 
 from clusterkv_jax.methods.adakv import AdaKV
+from clusterkv_jax.methods.auto import Auto
 from clusterkv_jax.methods.base import Compressed, Method, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.cam import CaM
 from clusterkv_jax.methods.centroidkv import CentroidKV
@@ -36,6 +37,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "AdaKV",
+    "Auto",
     "CaM",
     "CentroidKV",
     "Chelsea",

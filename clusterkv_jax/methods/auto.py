@@ -1,0 +1,34 @@
+"""Auto: the method that a model's calibration chose (docs/methods/orbitkv.md, docs/results/pretrained.md)."""
+
+from dataclasses import dataclass, fields
+
+from clusterkv_jax.calibration import AutoChoice
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.kvzap import KVzap
+from clusterkv_jax.methods.orbitkv import OrbitKV
+
+# Recent rows where the others are dropped: on a pretrained model 32 lose less of plain text than 8.
+RECENT = 32
+
+
+@dataclass(frozen=True)
+class Auto(OrbitKV):
+    """What to take where nothing speaks for another method: it becomes that of the model's calibration.
+
+    `presets.completed` puts the chosen method in its place, as `generate` and engines do: OrbitKV with these fields
+    where merging was measured to lose less than dropping, else KVzap with 32 recent rows. Without a calibration it is
+    OrbitKV.
+    """
+
+    def chosen(self, choice: AutoChoice | None) -> Method:
+        """The method of a calibration's choice; None is one that nobody measured."""
+        mine = {field.name: getattr(self, field.name) for field in fields(OrbitKV)}
+        if choice == "orbitkv":
+            return OrbitKV(**mine)
+        shared = {name: mine[name] for name in ("budget", "sinks", "cache_dtype")}
+        return KVzap(**shared, recent=RECENT, decode_interval=self.interval)
+
+
+def settled(method: Method, choice: AutoChoice | None) -> Method:
+    """The method with what a calibration chose in place of `Auto`."""
+    return method.chosen(choice) if isinstance(method, Auto) else method
