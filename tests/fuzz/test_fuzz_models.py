@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
@@ -20,7 +19,7 @@ from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
 from clusterkv_jax.checkpoints import load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_weights import file_shapes, layout
-from clusterkv_jax.text.chat import cut_turn, turn
+from clusterkv_jax.text.chat import cut_turn
 from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
@@ -170,25 +169,3 @@ def test_saved_caches_with_right_checksums(book, tmp_path_factory, data):
         text = data.draw(mutated(metadata["about"], "json")).decode("utf-8", "replace")
     save_file(arrays, path, metadata | {"about": text, "checksum": saving._checksum(text)})
     one_sentence(lambda: ckv.load_cache(path, CONFIG, METHOD))
-
-
-# --- chat templates ---
-
-PARTS = [
-    *("{{ messages[0]['content'] }}", "{{ messages[0].content[-3:] }}", "{{ messages }}", "{{ x }}", "{{ x.y }}"),
-    *("{% for m in messages %}", "{% endfor %}", "{{ m.content | upper }}", "{% if x %}", "{% else %}", "{% endif %}"),
-    *("{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{{ 1 / 0 }}", "{{ range(10**9) }}", "{% set x = 1 %}"),
-    *("{{ messages | tojson }}", "{% generation %}", "{% endgeneration %}", "{# ", " #}", "{{", "%}", "\U000f0000"),
-    *("{% include 'x' %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ strftime_now('%Y') }}", "text"),
-]
-
-
-@given(template=st.one_of(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), mutated(TEMPLATE, "bytes")))
-def test_chat_templates(template):
-    text = template if isinstance(template, str) else template.decode("utf-8", "replace")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=WORDS, chat_template=text)
-    parts, _ = one_sentence(lambda: cut_turn(tokenizer, "A text.", "Who?"))
-    if parts is not None:
-        assert "Who?" not in parts[0]
-        assert parts[1].startswith("Who?")
-        assert "".join(parts) == turn(tokenizer, "A text.Who?")
