@@ -1,11 +1,12 @@
-"""Pages made from the code when the site is built: the command line from its typer app, the presets from their files,
-the models from the table that the tests go through.
+"""Pages made when the site is built: the front page from the README, the command line from its typer app, the presets
+from their files, the models from the table that the tests go through.
 
 mkdocs calls `on_files` (see mkdocs.yml); tests call `pages` and need no mkdocs for it.
 """
 
 import inspect
 import re
+import tomllib
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,10 +20,17 @@ from clusterkv_jax.models.registry import FAMILIES, from_hf
 from clusterkv_jax.presets import Preset, list_presets
 from tests.support.families import HEAD_DIMS, PARITY, PUBLISHED, SAME_AS
 
+ROOT = Path(__file__).parent.parent
+
 
 def pages() -> dict[str, str]:
     """The text of each generated page, by its path below `docs/`."""
-    return {"reference/cli.md": command_line(), "reference/models.md": models(), "reference/presets.md": presets()}
+    return {
+        "index.md": front_page(),
+        "reference/cli.md": command_line(),
+        "reference/models.md": models(),
+        "reference/presets.md": presets(),
+    }
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -32,6 +40,13 @@ def on_files(files: Any, config: Any) -> Any:
     for path, content in pages().items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def front_page() -> str:
+    """The README, whose links lead from `docs/`, or to the repository where they lead out of it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    return re.sub(r"\]\((?!https?:)(docs/)?", lambda link: "](" if link[1] else f"]({address}/blob/main/", text)
 
 
 def command_line() -> str:

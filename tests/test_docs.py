@@ -64,6 +64,19 @@ def test_links_lead_somewhere(page):
             assert anchor in _anchors(target), f"no heading #{anchor} in {target.name}"
 
 
+def test_links_lead_somewhere_in_a_checkout_too():
+    """Where no page has been made from the code."""
+    for page in PAGES:
+        for link, _ in LINK.findall(_without_code(TEXTS[page])):
+            target = Path(os.path.normpath(page.parent / link)) if link else page
+            assert target.exists(), f"{page.name}: {link} is made for the site alone"
+
+
+def test_the_front_page_is_the_readme():
+    front = TEXTS[DOCS / "index.md"]
+    assert re.sub(r"\]\([^)]*\)", "]", front) == re.sub(r"\]\([^)]*\)", "]", TEXTS[ROOT / "README.md"])
+
+
 @functools.cache
 def _anchors(page):
     """Of the headings of a page as the site makes them, and of the names that the API page shows."""
