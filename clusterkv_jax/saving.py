@@ -9,11 +9,13 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
@@ -52,9 +54,17 @@ class _About(Struct):
     method: str
     heads: list[list[tuple[int, ...]] | None]
     checksums: dict[str, str]
+    origin: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, method: Method) -> None:
+def save(
+    path: str | os.PathLike[str],
+    cache: KVCache,
+    config: ModelConfig,
+    method: Method,
+    *,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
     """Write a cache made by `prefill`; the file appears only when it is whole.
 
     Args:
@@ -62,6 +72,7 @@ def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, meth
         cache: stays as it is.
         config: of the model that made it. The file is for the weights that `config.weights` names.
         method: that made it.
+        origin: more to be written beside it, as JSON, which `origin` reads: where it comes from, say.
 
     Raises:
         ValueError: if the folder does not exist, or the cache is none of this model's or holds impossible numbers.
@@ -81,6 +92,7 @@ def save(path: str | os.PathLike[str], cache: KVCache, config: ModelConfig, meth
         "method": repr(method),
         "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
         "checksums": {name: digest(x) for name, x in arrays.items()},
+        "origin": dict(origin or {}),
     }
     text = json.dumps(about)
     with replacing(path) as temporary:
@@ -109,6 +121,18 @@ def read(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> t
             return _read(path, config, method)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
+
+
+def origin(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was written beside a cache. Raises ValueError if the file is missing, damaged or no cache."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"There is no cache file {path}.")
+    try:
+        with safe_open(path, framework="np") as file:
+            return _about(path, file.metadata() or {}).origin
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
 
 
 def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str]:

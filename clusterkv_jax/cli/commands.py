@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from clusterkv_jax.cli import benchmark, calibrate, compare, convert, demo, evaluate, generate, inspect, lists, plan
+from clusterkv_jax.cli import (
+    benchmark,
+    calibrate,
+    compare,
+    convert,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    lists,
+    plan,
+    read,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -36,6 +48,7 @@ def _version(
 
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=read.EXAMPLES)(read.read)
 app.command()(demo.demo)
 app.command("methods")(lists.list_methods)
 app.command("models")(lists.list_models)

@@ -1,21 +1,18 @@
 """`clusterkv generate`: read a long text, keep a clustered cache of it, answer from it; `clusterkv methods`."""
 
-import dataclasses
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import mean
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from clusterkv_jax.cli.named import check_prompts, meant
+from clusterkv_jax.cli.answers import Run, answers, costs, in_json
+from clusterkv_jax.cli.named import budgets_of, check_prompts, chosen, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
@@ -23,10 +20,9 @@ from clusterkv_jax.cli.options import (
     budgets_option,
     cache_dtype_option,
     methods_option,
-    parse_budget,
     split,
-    stored_as,
 )
+from clusterkv_jax.cli.read import ask_saved, check_decided
 from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, plain_console, use_compilation_cache
 from clusterkv_jax.cli.texts import InChat, Raw, SpecialTokens, System, TemplateArguments, asked, how_to_read, read_text
 
@@ -71,23 +67,14 @@ _drawing = partial(typer.Option, rich_help_panel="Sampling")
 _output = partial(typer.Option, rich_help_panel="Output")
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One method's answers, one per file and question, and what they cost: all together, or each in an engine."""
-
-    name: str
-    method: Any
-    texts: list[str]
-    ends: Sequence[str]
-    stats: list[Any]
-    engine: Any = None
-
-
 def generate(
     prompt_file: Annotated[
         list[str], typer.Option(help="The text to read, UTF-8; '-' reads standard input; repeatable.")
-    ],
-    model: Annotated[str, typer.Option(help=MODEL)] = "demo",
+    ] = [],
+    cache: Annotated[
+        Path | None, typer.Option(help="In place of a text, what 'clusterkv read' made of it; needs a --question.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL, show_default="demo, or the model of --cache")] = None,
     methods: Annotated[list[str], methods_option(rich_help_panel="Cache")] = ["full"],
     budgets: Annotated[list[str] | None, budgets_option(rich_help_panel="Cache")] = None,
     cache_ratio: Annotated[float | None, _cache(help="--budget, a share such as 0.25.")] = None,
@@ -133,6 +120,8 @@ def generate(
 ) -> None:
     """Continue a text, or answer questions about it, from a compressed cache."""
     with one_sentence_errors(debug):
+        if (cache is None) == (not prompt_file):
+            raise ValueError("One of --prompt-file and --cache is needed.")
         texts = [read_text(file) for file in prompt_file]
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
@@ -143,14 +132,27 @@ def generate(
         from clusterkv_jax.sampling import check_seed
 
         check_seed(seed, "--seed")
-        measured = None if calibration is None else read(calibration)
-        asked_of = _budgets(budgets, cache_ratio, cache_tokens)
-        names = split(methods)
-        candidates = _methods(names, asked_of, measured, cache_dtype, meant(model, names, measured))
-        check_calibrated(model, measured, dict(candidates))
-
         _check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        if cache is not None:
+            given = {"--method": methods != ["full"], "--budget": budgets, "--cache-ratio": cache_ratio}
+            given |= {"--cache-tokens": cache_tokens, "--cache-dtype": cache_dtype, "--calibration": calibration}
+            given |= {"--raw": raw, "--system": system, "--chat-template-kwargs": chat_template_kwargs}
+            given |= {"--no-special-tokens": not special_tokens, "--prefill-chunk": prefill_chunk}
+            given |= {"--max-positions": max_positions}
+            check_decided(given)
+            how = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
+            how |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
+            runs = [ask_saved(cache, model, question or [], how, slots, quiet=as_json)]
+            _show(runs, model or str(cache), [], question or [], as_json=as_json)
+            return
+        model = model or "demo"
+        measured = None if calibration is None else read(calibration)
+        asked_of = budgets_of(budgets, cache_ratio, cache_tokens)
+        names = split(methods)
+        candidates = chosen(names, asked_of, measured, cache_dtype, meant(model, names, measured))
+        check_calibrated(model, measured, dict(candidates))
+
         network = ckv.load(model, max_positions=max_positions)
         network = network if measured is None else calibrated(network, measured)
         reading = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
@@ -172,14 +174,21 @@ def generate(
                 result = answer(method=candidate, progress=progress, on_text=_streamer(clear) if stream else None)
             runs.append(Run(name, candidate, result.texts, result.finish_reasons, [result.stats]))
         files = prompt_file if len(texts) > 1 else []
-        if as_json:
-            print(json.dumps(_as_json(model, files, question or [], runs), indent=2, ensure_ascii=False))
-            return
-        console = plain_console()
-        console.print()
-        if not stream:
-            console.print(_answers(files, question or [], runs))
-        console.print(_costs(runs))
+        _show(runs, model, files, question or [], as_json=as_json, streamed=stream)
+
+
+def _show(
+    runs: list[Run], model: str, files: list[str], questions: list[str], *, as_json: bool, streamed: bool = False
+) -> None:
+    """Print tables, or one JSON object; what was streamed stands there already."""
+    if as_json:
+        print(in_json(model, files, questions, runs))
+        return
+    console = plain_console()
+    console.print()
+    if not streamed:
+        console.print(answers(files, questions, runs))
+    console.print(costs(runs))
 
 
 def _check_drawing(sampling: str | None, *others: float | None) -> None:
@@ -188,52 +197,6 @@ def _check_drawing(sampling: str | None, *others: float | None) -> None:
         raise ValueError(f"--sampling must be model, or be left out, got {sampling!r}.")
     if sampling is not None and any(others):
         raise ValueError("Give --sampling model, or --temperature and the filters, not both.")
-
-
-def _budgets(budgets: list[str] | None, ratio: float | None, tokens: int | None) -> dict[str, Any]:
-    """The budgets by the texts that name them; none where the presets have theirs."""
-    from clusterkv_jax.budget import Budget
-
-    if ratio is not None and tokens is not None:
-        raise ValueError(f"Give --cache-ratio or --cache-tokens, not both (got {ratio} and {tokens}).")
-    if ratio is None and tokens is None:
-        return {text: parse_budget(text) for text in split(budgets or [])}
-    if budgets:
-        raise ValueError(f"Give --budget, --cache-ratio or --cache-tokens, not several (got {', '.join(budgets)} too).")
-    return {str(ratio or tokens): Budget(ratio=ratio, tokens=tokens)}
-
-
-def _methods(
-    names: tuple[str, ...],
-    budgets: dict[str, Any],
-    calibration: Any,
-    cache_dtype: str | None,
-    meant: Mapping[str, str],
-) -> list[tuple[str, Any]]:
-    """The methods by name, each with every budget where it takes one."""
-    from clusterkv_jax.presets import called, find_preset, preset
-
-    if not names:
-        raise ValueError("--method must name at least one method; clusterkv methods lists them.")
-    takes_budget = {name: find_preset(name).takes_budget for name in names}
-    if budgets and not any(takes_budget.values()):
-        raise ValueError(f"--method {names[0]} keeps the whole cache and takes no --cache-ratio or --cache-tokens.")
-    candidates, stored = [], stored_as(cache_dtype)
-    for name in names:
-        shown, one = called(name), meant.get(name, name)
-        if not takes_budget[name]:
-            candidates.append((shown, preset(one, **stored)))
-        elif budgets:
-            several = len(budgets) > 1
-            candidates += [
-                (f"{shown} {text}" if several else shown, preset(one, b, calibration, **stored))
-                for text, b in budgets.items()
-            ]
-        elif find_preset(one).budget is None:
-            raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
-        else:
-            candidates.append((shown, preset(one, None, calibration, **stored)))
-    return candidates
 
 
 def _served(
@@ -305,77 +268,3 @@ def _streamer(clear: Callable[[], None]) -> Callable[[int, str], None]:
         sys.stdout.flush()
 
     return write
-
-
-def _answers(files: list[str], questions: list[str], runs: list[Run]) -> Table:
-    """Answers side by side: a row per file and question, a column per method."""
-    table = Table(box=SIMPLE_HEAD, show_lines=len(runs[0].texts) > 1, title_justify="left", title_style="")
-    if len(questions) == 1:
-        table.title = Text(questions[0].strip())
-    if files:
-        table.add_column("text", overflow="fold")
-    if len(questions) > 1:
-        table.add_column("question", overflow="fold")
-    for run in runs:
-        table.add_column(run.name, overflow="fold")
-    for row in range(len(runs[0].texts)):
-        file, question = divmod(row, max(len(questions), 1))
-        cells = ([files[file]] if files else []) + ([questions[question]] if len(questions) > 1 else [])
-        table.add_row(*(Text(cell.strip()) for cell in [*cells, *(run.texts[row] for run in runs)]))
-    return table
-
-
-def _costs(runs: list[Run]) -> Table:
-    """What each method kept and how fast it was; megabytes are allocated, with room for question and answer."""
-    table = Table(box=SIMPLE_HEAD)
-    recalling = any(stats.recalled_rows for run in runs for stats in run.stats)
-    recalled = ("recalled",) if recalling else ()
-    for column in ("method", "KV pairs", "kept", *recalled, "cache MB", "TTFT s", "tokens/s"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for run in runs:
-        total = lambda name: sum(getattr(stats, name) for stats in run.stats)  # noqa: B023, E731
-        recalled = [stats.recalled_rows for stats in run.stats if stats.recalled_rows]
-        table.add_row(
-            run.name,
-            f"{_span(list(map(_kept, run.stats)))} of {_span([stats.prompt_tokens for stats in run.stats])}",
-            f"{sum(map(_kept, run.stats)) / sum(stats.prompt_tokens[0] for stats in run.stats):.1%}",
-            *([_span(recalled) if recalled else "-"] if recalling else []),
-            f"{(run.engine.memory.slots if run.engine else total('cache_bytes')) / 1e6:.2f}",
-            f"{max(stats.ttft_s for stats in run.stats):.2f}",
-            f"{run.engine.tokens_per_s:.1f}" if run.engine else _speed(run.stats[0]),
-        )
-    return table
-
-
-def _kept(stats: Any) -> int:
-    """KV pairs that a head keeps of the prompt, on average over all heads."""
-    return round(mean(_numbers(stats.kept_rows)))
-
-
-def _speed(stats: Any) -> str:
-    """Tokens per second of all rows together, the first token of each apart: its time is TTFT."""
-    steps = max(stats.new_tokens) - 1
-    return f"{(sum(stats.new_tokens) - len(stats.new_tokens)) / (steps * stats.tpot_s):.1f}" if steps else "-"
-
-
-def _as_json(model: str, files: list[str], questions: list[str], runs: list[Run]) -> dict[str, Any]:
-    """The same as the tables, for programs; of several files `stats` are a list, and `engine` says how all went."""
-
-    def one(run: Run) -> dict[str, Any]:
-        said = {"name": run.name, "method": repr(run.method), "texts": run.texts, "finish_reasons": run.ends}
-        stats = [dataclasses.asdict(stats) for stats in run.stats]
-        return said | ({"stats": stats, "engine": dataclasses.asdict(run.engine)} if files else {"stats": stats[0]})
-
-    named = {"files": files} if files else {}
-    return {"model": model, **named, "questions": questions, "runs": [one(run) for run in runs]}
-
-
-def _numbers(nested: Any) -> list[int]:
-    """All numbers of nested sequences."""
-    return [nested] if isinstance(nested, int) else [number for item in nested for number in _numbers(item)]
-
-
-def _span(nested: Any) -> str:
-    """Smallest to largest number, one number where they agree."""
-    low, high = min(_numbers(nested)), max(_numbers(nested))
-    return f"{low:,}" if low == high else f"{low:,}-{high:,}"

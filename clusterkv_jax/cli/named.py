@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
+from clusterkv_jax.cli.options import parse_budget, split, stored_as
 from clusterkv_jax.cli.terminal import plain_console
 
 
@@ -52,3 +53,49 @@ def check_looks(methods: Mapping[str, Any]) -> None:
     for name, method in methods.items():
         if wanted := {"scores", "repetition"} & method.needs(0):
             raise ValueError(f"{name} goes by {wanted.pop()} of a whole model, which clusterkv inspect does not make.")
+
+
+def budgets_of(budgets: list[str] | None, ratio: float | None, tokens: int | None) -> dict[str, Any]:
+    """The budgets by the texts that name them; none where the presets have theirs."""
+    from clusterkv_jax.budget import Budget
+
+    if ratio is not None and tokens is not None:
+        raise ValueError(f"Give --cache-ratio or --cache-tokens, not both (got {ratio} and {tokens}).")
+    if ratio is None and tokens is None:
+        return {text: parse_budget(text) for text in split(budgets or [])}
+    if budgets:
+        raise ValueError(f"Give --budget, --cache-ratio or --cache-tokens, not several (got {', '.join(budgets)} too).")
+    return {str(ratio or tokens): Budget(ratio=ratio, tokens=tokens)}
+
+
+def chosen(
+    names: tuple[str, ...],
+    budgets: dict[str, Any],
+    calibration: Any,
+    cache_dtype: str | None,
+    meant: Mapping[str, str],
+) -> list[tuple[str, Any]]:
+    """The methods by name, each with every budget where it takes one."""
+    from clusterkv_jax.presets import called, find_preset, preset
+
+    if not names:
+        raise ValueError("--method must name at least one method; clusterkv methods lists them.")
+    takes_budget = {name: find_preset(name).takes_budget for name in names}
+    if budgets and not any(takes_budget.values()):
+        raise ValueError(f"--method {names[0]} keeps the whole cache and takes no --cache-ratio or --cache-tokens.")
+    candidates, stored = [], stored_as(cache_dtype)
+    for name in names:
+        shown, one = called(name), meant.get(name, name)
+        if not takes_budget[name]:
+            candidates.append((shown, preset(one, **stored)))
+        elif budgets:
+            several = len(budgets) > 1
+            candidates += [
+                (f"{shown} {text}" if several else shown, preset(one, b, calibration, **stored))
+                for text, b in budgets.items()
+            ]
+        elif find_preset(one).budget is None:
+            raise ValueError(f"--method {name} needs --cache-ratio or --cache-tokens.")
+        else:
+            candidates.append((shown, preset(one, None, calibration, **stored)))
+    return candidates

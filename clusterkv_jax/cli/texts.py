@@ -32,6 +32,10 @@ def read_text(prompt_file: str) -> str:
             raw = file.read(MOST_PROMPT + 1)
     if len(raw) > MOST_PROMPT:
         raise ValueError(f"Prompt file {prompt_file} is larger than {MOST_PROMPT // 2**20} MiB, the most that is read.")
+    if raw.startswith(b"%PDF-"):
+        raise ValueError(
+            f"{prompt_file} is a PDF; make a text of it first, as 'pdftotext {prompt_file} text.txt' does."
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

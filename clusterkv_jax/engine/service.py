@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -246,13 +246,15 @@ class Engine:
         with self._at_work():
             return self._reader.read(number, text, int(seed), max_new_tokens)
 
-    def save(self, context: Context, path: str | os.PathLike[str]) -> None:
-        """Write a context to a file that `read` and `add` of another process take, with the same model and method."""
+    def save(self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
+        """Write a context to a file that `read` and `add` of another process take, with the same model and method.
+
+        `origin` is as in `save_cache`.
+        """
         check_own(context, self._shelf)
         with self._at_work():
-            saving.save(
-                path, self._reader.of_context(context, context.max_new_tokens).cache, self.model.config, self.method
-            )
+            cache = self._reader.of_context(context, context.max_new_tokens).cache
+            saving.save(path, cache, self.model.config, self.method, origin=origin)
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again. Raises ValueError as `save`."""
