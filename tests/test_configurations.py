@@ -154,6 +154,7 @@ def test_an_odd_number_of_rotated_dimensions():
     assert "rotates 3 of 8 dimensions" in refusal("glm", partial_rotary_factor=0.4)
 
 
+@pytest.mark.wrong_arguments
 def test_short_factors_of_longrope():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     whole = config("phi3", rope_scaling=scaling, original_max_position_embeddings=64)

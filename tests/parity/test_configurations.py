@@ -78,7 +78,7 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "dtype": ("float32", "float32", "float32"),
 }
 # Where a family takes other values than the rest.
-OF_FAMILY: dict[str, dict[str, tuple[Any, Any, Any]]] = {
+OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "phi3": {
         "rope_parameters": (
             {**THETA, "rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 9.0] * 2},
