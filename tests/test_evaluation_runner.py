@@ -344,6 +344,14 @@ def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_pa
     assert [session["n"] for session in run["sessions"]] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
+def test_of_the_full_cache_the_first_run_counts(tmp_path):
+    for name, entry in zip("ab", ENTRIES[1:], strict=True):
+        part(tmp_path / name, [ENTRIES[0], entry])
+    assert len(runner.join([tmp_path / "a", tmp_path / "b"])[1]) == 90
+    with pytest.raises(ValueError, match=r"answers full with budget 1\.0 of example t0/0 a second time"):
+        runner.join([tmp_path / "a", tmp_path / "a"])
+
+
 def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):
     part(tmp_path / "a", ENTRIES[:1])
     part(tmp_path / "b", ENTRIES[1:], model="another")
