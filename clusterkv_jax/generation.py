@@ -154,7 +154,7 @@ def generate(
         cache, logits, held = _read(model, method, batch, seed_key(seeds[0]), progress)
         token = jax.block_until_ready(next_token_jit(logits, sampling, keys, 0))
         first, compiled_first = time.perf_counter(), compiled.seconds
-        cache, tokens, steps = _decode(model, method, batch, cache, token, keys, sampling, on_text, progress)
+        cache, written, steps = _decode(model, method, batch, cache, token, keys, sampling, on_text, progress)
         end = time.perf_counter()
     recalled, union = recalled_rows(cache)
     stats = Stats(
@@ -168,11 +168,11 @@ def generate(
         full_cache_bytes=full_bytes(model, batch.width + batch.reserve, len(batch.unique)),
         prompt_tokens=[len(text) for text in texts],
         question_tokens=[len(question) for question in question_ids] if question_ids else [0] * len(texts),
-        new_tokens=[len(sequence) for sequence in tokens],
+        new_tokens=[len(sequence) for sequence in written],
     )
-    answers = [text_of(model.tokenizer, sequence, batch.stops) for sequence in tokens]
+    answers = [text_of(model.tokenizer, sequence, batch.stops) for sequence in written]
     ends = model.config.eos_ids, batch.stops
-    return Result(answers, tokens, stats, [finish_reason(model.tokenizer, sequence, *ends) for sequence in tokens])
+    return Result(answers, written, stats, [finish_reason(model.tokenizer, sequence, *ends) for sequence in written])
 
 
 def compile_ahead(

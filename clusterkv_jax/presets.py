@@ -173,7 +173,7 @@ def check_calibrated(model: str, calibration: Calibration | None, by_name: Mappi
             )
 
 
-def method_for(model: Model, method: methods.Method | str | None, **budget: Any) -> Any:
+def method_for(model: Model, method: methods.Method | str | None, **budget: Any) -> methods.Method:
     """`as_method` for a model, as `generate` and an engine take it."""
     learned = isinstance(model, Model) and any("surrogate" in layer for layer in model.params["layers"])
     return as_method(method, **budget, learned=learned, model=getattr(model, "name", "MODEL"))

@@ -77,6 +77,19 @@ def test_the_systems_message_and_arguments_of_the_template():
     )
 
 
+def test_a_context_is_asked_in_its_chat():
+    chat = {"chat": True, "system": "Be brief."}
+    engine = ckv.Engine(model(), max_tokens=128, reserve=64)
+    context = engine.read("A text.", max_new_tokens=4, **chat)
+    asked = engine.add(context, "Who?", max_new_tokens=4).result()
+    alone = ckv.generate(model(), ["A text."], questions=["Who?"], max_new_tokens=4, **chat)
+    assert (asked.tokens, asked.stats.question_tokens) == (alone.tokens, alone.stats.question_tokens)
+    assert engine.add("A text.", "Who?", max_new_tokens=4, **chat).result().tokens == alone.tokens
+    for question, options in ((None, {}), ("Who?", chat)):
+        with pytest.raises(ValueError, match=r"needs a question in words|must be said where a context is read"):
+            engine.add(context, question, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

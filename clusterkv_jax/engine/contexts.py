@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,7 @@ class Context:
         seed: of methods that draw.
         max_new_tokens: what budgets of base "prompt+new" count.
         shelf: of the engine that read it.
+        in_chat: a question's ids within the chat that the prompt is part of; None of one that is in none.
     """
 
     number: int
@@ -48,6 +50,7 @@ class Context:
     seed: int
     max_new_tokens: int
     shelf: Any = field(repr=False)
+    in_chat: Callable[[str], list[int]] | None = field(default=None, repr=False)
 
 
 def check_own(context: Any, shelf: Any) -> None:

@@ -28,6 +28,11 @@ def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, ques
 
 def context_batch(model: Model, limits: Limits, context: Context, question: Any, **sizes: Any) -> Batch:
     """A question to a context, encoded; the context's own tokens were checked when it was read."""
+    if sizes.get("chat"):
+        raise ValueError("Arguments of a chat must be said where a context is read, not where it is asked.")
+    if context.in_chat is not None and not isinstance(question, str):
+        raise ValueError(f"A context in a chat needs a question in words, got {shown(question)}.")
+    question = question if context.in_chat is None else context.in_chat(question)
     stand_in = list(context.tokens[:1]) or [0]
     questions = None if question is None else [question]
     batch = make_batch(model, [stand_in], questions=questions, **sizes)

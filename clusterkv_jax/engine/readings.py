@@ -18,9 +18,10 @@ from clusterkv_jax.engine.board import Order
 from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
 from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch, rows_alike
+from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.prng import seed_key
-from clusterkv_jax.text.prompts import encode_all
+from clusterkv_jax.text.prompts import as_chat, encode_all
 
 
 class Reader:
@@ -40,18 +41,24 @@ class Reader:
             return batch
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
 
-    def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None) -> Context:
-        """A new context on the shelf: of a text, token ids, or the path of a saved cache."""
+    def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None, **texts: Any) -> Context:
+        """A new context on the shelf: of a text, token ids, or a saved cache; `texts` as in `Engine.add`."""
         limits = self.layout.limits
+        chat = as_chat(texts.pop("chat", False), texts.pop("system", None), texts.pop("chat_template_kwargs", None))
+        if chat is not None and not isinstance(text, str):
+            raise ValueError(f"prompt 0 must be a text to be part of a chat, got {shown(text)}.")
         if is_file(text):
             length, mark, reading = read_file(text, self.model, self.method, self.layout)
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
             context = Context(number, (), length, Path(text), mark, 0, new, self._shelf)
         else:
-            tokens = encode_all(self.model, [text])[0][0]
+            ask = lambda question: encode_all(self.model, [text], [question], chat=chat, **texts)  # noqa: E731
+            # The template before a question is the same for every one.
+            tokens = encode_all(self.model, [text], **texts)[0][0] if chat is None else ask("x")[0][0]
+            in_chat = None if chat is None else lambda question: ask(question)[1][0]
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
             batch = self.batch(tokens, None, max_new_tokens=new)
-            context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf)
+            context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf, in_chat)
             reading = read_batch(self.model, self.method, self.layout, batch, seed)
         self._shelf.put(number, reading)
         return context

@@ -195,8 +195,8 @@ class Engine:
             stop: texts that end it.
             stop_ids: tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
-            texts: `chat`, `system`, `chat_template_kwargs` and `special_tokens`, as in `generate`; not of a context,
-                which holds its beginning already.
+            texts: `chat`, `system`, `chat_template_kwargs` and `special_tokens`, as in `generate`; of a context
+                they are said to `read`.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
@@ -230,7 +230,7 @@ class Engine:
         self._board, self._added = joined(self._board, order), self._added + 1
         return handle
 
-    def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None) -> Context:
+    def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
 
         Args:
@@ -238,13 +238,14 @@ class Engine:
             seed: of methods that draw.
             max_new_tokens: of the answers; it counts in budgets of base "prompt+new". By default 64, or as many as
                 the engine has room for. A request for more or fewer reads the prompt again with its own budget.
+            texts: as in `add`; questions to the context are then in its chat.
 
         Raises ValueError as `add`, and for a saved cache that does not fit; MemoryError if memory does not suffice.
         """
         check_settings(Sampling(), seed)
         number, self._read_count = self._read_count, self._read_count + 1
         with self._at_work():
-            return self._reader.read(number, text, int(seed), max_new_tokens)
+            return self._reader.read(number, text, int(seed), max_new_tokens, **texts)
 
     def save(self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method.
