@@ -40,9 +40,10 @@ def attend_cache(
     """
     if isinstance(layer, LayerCache):
         out, lse = _attend_rows(q, layer, soft_cap)
-        return out, lse
+        return out, with_mean(lse, q, layer.key_mean)
     if isinstance(layer, PagedHeads):
-        return _attend_pages(q, layer, soft_cap)
+        out, lse = _attend_pages(q, layer, soft_cap)
+        return out, with_mean(lse, q, layer.key_mean)
     if isinstance(layer, WindowCache):
         return attend_cache(layer.rows, q, soft_cap)
     kv_heads = sum(map(len, layer.heads))
@@ -62,7 +63,18 @@ def attend_with_probabilities(
     """
     out, lse, probs = _attend_rows(q, group, soft_cap, return_probs=True)
     batch, kv_heads, slots = group.degree.shape
-    return (out, lse), jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
+    return (out, with_mean(lse, q, group.key_mean)), jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
+
+
+def with_mean(
+    lse: Float[Array, "B T H"], q: Float[Array, "B T H D"], mean: Float[Array, "B K 1 D"] | None
+) -> Float[Array, "B T H"]:
+    """Log-sum-exps over keys that are stored less their mean, as those over the keys themselves."""
+    if mean is None:
+        return lse
+    grouped = q.astype(jnp.float32).reshape(*q.shape[:2], mean.shape[1], -1, q.shape[3])
+    score = jnp.einsum("btkgd,bkd->btkg", grouped, mean[:, :, 0], precision=jax.lax.Precision.HIGHEST)
+    return lse + score.reshape(lse.shape) * q.shape[3] ** -0.5
 
 
 def query_heads(x: Array, heads: tuple[int, ...], kv_heads: int, *, axis: int) -> Array:

@@ -37,7 +37,10 @@ from clusterkv_jax.sharding import constrain_batch, fetch, over_heads, over_slot
 class LayerCache:
     """Rows of one layer, or of one group of its heads.
 
-    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `in_numbers`.
+    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `in_numbers`. Such
+    keys are stored less `key_mean`, if there is one: what the keys of a head have in common, as by the biases of some
+    models, would leave the codes nothing for their differences. A softmax does not change by q · mean, the same for all
+    rows; the log-sum-exps of `attention` have it added.
     """
 
     keys: Float[Array, "B K C D"]
@@ -45,6 +48,7 @@ class LayerCache:
     degree: Float[Array, "B K C"]
     length: Int[Array, "B K"]
     positions: Int[Array, "B K C"] | None = None
+    key_mean: Float[Array, "B K 1 D"] | None = None
 
     @property
     def capacity(self) -> int:
@@ -75,6 +79,7 @@ class PagedHeads:
     length: Int[Array, "B K"]
     positions: Int[Array, "B P S"]
     first: Int[Array, "B K"]
+    key_mean: Float[Array, "B K 1 D"] | None = None
 
     @property
     def capacity(self) -> Int[Array, "B K"]:
@@ -180,7 +185,7 @@ def resize(layer: LayerCache, capacity: int) -> LayerCache:
     """The same rows in `capacity` slots; the caller knows that no row lies beyond them."""
     every = (layer.keys, layer.values, layer.degree, layer.positions)
     keys, values, degree, positions = jax.tree.map(partial(fit_slots, capacity=capacity), every)
-    return LayerCache(keys, values, degree, layer.length, positions)
+    return replace(layer, keys=keys, values=values, degree=degree, positions=positions)
 
 
 def fit_slots(x: Shaped[Array, "B K C ..."], capacity: int) -> Shaped[Array, "B K slots ..."]:
@@ -191,16 +196,37 @@ def fit_slots(x: Shaped[Array, "B K C ..."], capacity: int) -> Shaped[Array, "B 
     return jnp.pad(x, [(0, 0), (0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 3))
 
 
-def quantised(group: Any, name: CacheDtype | None) -> Any:
-    """The same rows, or pages of them, stored in this type; None leaves them as they are."""
+def quantised(layer: LayerCache, name: CacheDtype | None, *, less_mean: bool = True) -> LayerCache:
+    """The same rows stored in this type, keys less their mean by default; None leaves them as they are."""
     if name is None:
-        return group
-    return replace(group, keys=quantise(group.keys, name), values=quantise(group.values, name))
+        return layer
+    keys, mean = layer.keys, None
+    if less_mean:
+        mean = key_mean(jnp.sum(keys, axis=2, dtype=jnp.float32), layer.length)
+        keys = where_held(layer, keys.astype(jnp.float32) - mean)
+    return replace(layer, keys=quantise(keys, name), values=quantise(layer.values, name), key_mean=mean)
 
 
-def in_numbers(group: Any) -> Any:
-    """The same rows in float32 where they are quantised: a copy, for what looks into rows or merges them."""
-    return replace(group, keys=dequantised(group.keys), values=dequantised(group.values))
+def key_mean(total: Float[Array, "B K D"], count: Int[Array, "B K"]) -> Float[Array, "B K 1 D"]:
+    """The mean of so many keys of each head, 0 of none. It is rounded, so that how a sum was taken does not show."""
+    mean = total / jnp.maximum(count, 1).astype(jnp.float32)[..., None]
+    return jax.lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=15)[:, :, None]
+
+
+def where_held(group: Any, keys: Float[Array, "B _ C D"]) -> Float[Array, "B _ C D"]:
+    """Keys, with zeros in empty slots."""
+    return jnp.where(group.degree[..., None] > 0, keys, 0.0)
+
+
+def in_numbers(layer: LayerCache) -> LayerCache:
+    """The same rows in float32 where they are quantised: a copy, for what looks into rows."""
+    return replace(layer, keys=key_numbers(layer), values=dequantised(layer.values), key_mean=None)
+
+
+def key_numbers(layer: LayerCache) -> Float[Array, "B K C D"]:
+    """The keys in float32 where they are quantised: a copy."""
+    keys = dequantised(layer.keys)
+    return keys if layer.key_mean is None else where_held(layer, keys + layer.key_mean)
 
 
 def select_heads(layer: LayerCache, heads: tuple[int, ...]) -> LayerCache:
@@ -240,7 +266,8 @@ def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = 
         return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
 
     keys, values, degree, positions = jax.tree.map(take, (layer.keys, layer.values, layer.degree, layer.positions))
-    return LayerCache(keys, values, degree, jnp.sum(occupied, axis=-1, dtype=jnp.int32), positions)
+    length = jnp.sum(occupied, axis=-1, dtype=jnp.int32)
+    return LayerCache(keys, values, degree, length, positions, layer.key_mean)
 
 
 def moved_up(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
@@ -258,11 +285,11 @@ def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: 
     def put(x: Array, new: Array) -> Array:
         return jax.vmap(jax.vmap(one_head))(x, new, at) if x.ndim == 4 else jnp.where(here, new, x)
 
-    rows = as_stored(row.keys, layer.keys), as_stored(row.values, layer.values), row.degree
+    rows = as_stored(row.keys, layer.keys, layer.key_mean), as_stored(row.values, layer.values), row.degree
     keys, values, degree = jax.tree.map(put, (layer.keys, layer.values, layer.degree), rows)
     before, positions = layer.positions, row.positions
     positions = None if before is None or positions is None else put(before, positions)
-    return LayerCache(keys, values, degree, layer.length, positions)
+    return replace(layer, keys=keys, values=values, degree=degree, positions=positions)
 
 
 def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
@@ -319,12 +346,12 @@ def append_scored(
     ) -> tuple[LayerCache, Array | None]:
         layer, scores = held
         rows = (layer.keys, layer.values, layer.degree, layer.positions)
-        keys, values = as_stored(keys, layer.keys), as_stored(values, layer.values)
+        keys, values = as_stored(keys, layer.keys, layer.key_mean), as_stored(values, layer.values)
         # Slots are numbered from those of this device: what comes before or behind them is written elsewhere.
         new = keys, values, positions[:, 0], real[:, 0]
         after = append_rows(*rows, layer.length - before, *new, scores, new_scores)
         length = layer.length + jnp.sum(real, axis=2, dtype=jnp.int32)
-        return LayerCache(*after[:3], length, after[3]), after[4]
+        return LayerCache(*after[:3], length, after[3], layer.key_mean), after[4]
 
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
     held, beside = (layer, scores), (keys, values, positions[:, None], real[:, None], new_scores)
@@ -369,7 +396,7 @@ def overflowed(cache: KVCache) -> Bool[Array, ""]:
 
 def nbytes(cache: KVCache) -> int:
     """Bytes of keys, values and degrees, and of what the method keeps beside them, such as an index."""
-    rows = [(group.keys, group.values, group.degree) for layer in cache.layers for group in groups(layer)]
+    rows = [(x.keys, x.values, x.degree, x.key_mean) for layer in cache.layers for x in groups(layer)]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((rows, cache.state)))
 
 

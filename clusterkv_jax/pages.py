@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import LayerCache, PagedHeads, take_slots
+from clusterkv_jax.cache import LayerCache, PagedHeads, key_mean, take_slots, where_held
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import as_stored
+from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, quantise
 from clusterkv_jax.sharding import ways
 
 # The lanes of a TPU: numbers per row, [B,P,S], take no more memory there than they have.
@@ -45,13 +45,31 @@ def paged(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = 
 
 def chosen(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
     """The rows marked in `keep`, row r of a head at keep[..., r], in the same pages, which change their owners."""
-    return _fill(_in_a_row(layer), _slots(layer, keep.shape[2]), keep, layer.degree.shape)
+    filled_pages = _fill(_in_a_row(layer), _slots(layer, keep.shape[2]), keep, layer.degree.shape)
+    return replace(filled_pages, key_mean=layer.key_mean)
 
 
 def unpaged(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
     """All heads, or these, in `capacity` slots each; the caller knows that none holds more rows."""
     slots = jnp.where(ordinals(capacity, 3) < layer.length[..., None], _slots(layer, capacity), -1)
-    return take_slots(_in_a_row(layer), slots if heads is None else slots[:, heads])
+    mean = layer.key_mean if layer.key_mean is None or heads is None else layer.key_mean[:, heads]
+    return replace(take_slots(_in_a_row(layer), slots if heads is None else slots[:, heads]), key_mean=mean)
+
+
+def quantised(layer: PagedHeads, name: CacheDtype | None, *, less_mean: bool = True) -> PagedHeads:
+    """`cache.quantised` for pages."""
+    if name is None:
+        return layer
+    keys, mean = layer.keys, None
+    if less_mean:
+        owner = owners(layer)
+        mine = (owner[:, None] == ordinals(layer.length.shape[1], 2)[..., None]).astype(jnp.float32)
+        sums = jnp.sum(keys, axis=2, dtype=jnp.float32)
+        total = jnp.einsum("bkp,bpd->bkd", mine, sums, precision=jax.lax.Precision.HIGHEST)
+        mean = key_mean(total, layer.length)
+        of_page = jnp.take_along_axis(mean, owner[..., None, None], axis=1)
+        keys = where_held(layer, keys.astype(jnp.float32) - of_page)
+    return replace(layer, keys=quantise(keys, name), values=quantise(layer.values, name), key_mean=mean)
 
 
 def owners(layer: PagedHeads) -> Int[Array, "B P"]:
@@ -98,7 +116,7 @@ def append(
 
     return replace(
         layer,
-        keys=jax.tree.map(put, layer.keys, as_stored(keys, layer.keys)),
+        keys=jax.tree.map(put, layer.keys, as_stored(keys, layer.keys, layer.key_mean)),
         values=jax.tree.map(put, layer.values, as_stored(values, layer.values)),
         degree=jnp.where(new, 1.0, layer.degree),
         length=layer.length + count[:, None],

@@ -271,7 +271,8 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
 def _check_numbers(name: str, x: np.ndarray) -> None:
     """Keys, values, scales and degrees are finite, degrees not negative: `log degree` is the mask."""
     field = name.rpartition(".")[2] if name.startswith("layers.") else ""
-    if field in ("keys", "values", "scales", "float8_e4m3", "degree") and x.dtype.name in _FINITE and not all_finite(x):
+    numbers = ("keys", "values", "scales", "float8_e4m3", "key_mean", "degree")
+    if field in numbers and x.dtype.name in _FINITE and not all_finite(x):
         raise ValueError(f"{name} of the cache holds numbers that are not finite.")
     if field == "degree" and np.any(x < 0):
         raise ValueError(f"{name} of the cache must be at least 0, got {x.min()}.")
@@ -305,6 +306,7 @@ def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> 
     rows = (batch, *group.keys.shape[1:3]) if isinstance(group, PagedHeads) else (*each, *group.keys.shape[2:3])
     allowed = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
     allowed |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
+    allowed |= {"key_mean": (("float32",), (*each, 1, dim))}
     fields = _fields(group)
     for name in ("keys", "values"):
         allowed[f"{name}.scales"] = ("float32",), rows

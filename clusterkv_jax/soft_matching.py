@@ -19,11 +19,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache, moved_up
+from clusterkv_jax.cache import LayerCache, key_numbers, moved_up
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import row_squares
+from clusterkv_jax.kernels.quantised import dequantised, row_squares
 from clusterkv_jax.kernels.row_merge import Squares, row_merge
 
 
@@ -265,13 +265,14 @@ def merge_best(
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
     where: dict[str, Any] = {"chunk": chunk, "length": middle, "index": slots}
     if edges is None:
-        match, score = chunked_matching(layer.keys, **where)
+        # Codes are matched as they are, but not those of keys less a mean, whose angles are others.
+        match, score = chunked_matching(layer.keys if layer.key_mean is None else key_numbers(layer), **where)
     else:
         assert squares[0] is not None
         match, score = chunked_matching(
             layer.keys,
             values=layer.values,
-            key_weight=1 / _mean_of_listed(squares[0], slots, middle),
+            key_weight=1 / _mean_of_listed(_key_squares(layer, squares[0]), slots, middle),
             value_weight=edges.value_weight,
             bias=edges.gravity * jnp.log2(jnp.maximum(layer.degree, 1.0)),
             squares=squares,
@@ -282,6 +283,14 @@ def merge_best(
     )
     layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
     return layer, slots, squares
+
+
+def _key_squares(layer: LayerCache, stored: Float[Array, "B K C"]) -> Float[Array, "B K C"]:
+    """|key|² of every row, from those of the keys as they are stored; differences of keys have no mean in them."""
+    if layer.key_mean is None:
+        return stored
+    mixed = jnp.sum(dequantised(layer.keys) * layer.key_mean, axis=-1)
+    return stored + 2 * mixed + jnp.sum(jnp.square(layer.key_mean), axis=-1)
 
 
 def _mean_of_listed(

@@ -121,9 +121,11 @@ def with_changes(stored: Rows, rows: Float[Array, "... D"], changed: Bool[Array,
     return Quantised(codes, jnp.where(changed, new.scales, stored.scales))
 
 
-def as_stored(rows: Rows, others: Rows) -> Any:
-    """Rows in the codes of `others`, where those are quantised and these are not."""
-    return quantise(rows, kind(others)) if isinstance(others, Quantised) and not isinstance(rows, Quantised) else rows
+def as_stored(rows: Rows, others: Rows, mean: Float[Array, "B K 1 D"] | None = None) -> Any:
+    """Rows in the codes of `others`, where those are quantised and these are not, less the mean that they are less."""
+    if isinstance(rows, Quantised) or not isinstance(others, Quantised):
+        return rows
+    return quantise(rows if mean is None else rows.astype(jnp.float32) - mean, kind(others))
 
 
 def numbers(codes: Num[Array, "... width"], dtype: Any) -> list[Num[Array, "... width"]]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from clusterkv_jax.attention import with_sinks
+from clusterkv_jax.attention import join_heads, with_mean, with_sinks
 from clusterkv_jax.cache import (
     HeadGroups,
     LayerCache,
@@ -70,7 +70,7 @@ def grouped(method: Method, plan: LayerPlan, cache: LayerCache, memory: ByHead) 
     for group in plan.groups:
         rows = resize(select_heads(cache, group.heads), group.capacity)
         mine = {name: x[:, jnp.asarray(group.heads)] for name, x in memory.items()}
-        caches.append(quantised(rows, method.cache_dtype))
+        caches.append(quantised(rows, method.cache_dtype, less_mean=not group.soft_capped))
         state.append(None if group.keep_all else _of_group(mine, group.capacity) or None)
     return HeadGroups(tuple(caches), plan.heads), tuple(state)
 
@@ -115,7 +115,11 @@ def step(
     """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
     of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
-    keys, values = (as_stored(of_heads(x), held[0].keys) for x in (tokens.k, tokens.v))
+    mean = None
+    if held[0].key_mean is not None:
+        mean = of_heads(join_heads([of_heads(group.key_mean) for group in held], heads))
+    keys = as_stored(of_heads(tokens.k), held[0].keys, mean)
+    values = as_stored(of_heads(tokens.v), held[0].values)
     scores = None if tokens.scores is None else of_heads(tokens.scores)
     buffers, lengths = of_groups(layer, state)
 
@@ -129,7 +133,7 @@ def step(
     token = of_heads(tokens.q), keys, values, tokens.positions[:, None], tokens.real[:, None], scores
     run = enter if on_one_device() else partial(over_heads, enter)
     out, lse, after, longer = run(*token, buffers, lengths)
-    attended = with_sinks((of_heads(out), of_heads(lse)), tokens.sink_logits)
+    attended = with_sinks((of_heads(out), with_mean(of_heads(lse), tokens.q, mean)), tokens.sink_logits)
     return attended, *put_in_groups(layer, state, after, longer)
 
 
@@ -148,8 +152,8 @@ def put_in_groups(
 ) -> tuple[HeadGroups | LayerCache, tuple[State, ...]]:
     """The layer and what is remembered of it, with arrays as `of_groups` gives them."""
     caches = tuple(
-        LayerCache(keys, values, degree, length, positions)
-        for (keys, values, degree, positions, _), length in zip(buffers, lengths, strict=True)
+        LayerCache(keys, values, degree, length, positions, group.key_mean)
+        for group, (keys, values, degree, positions, _), length in zip(groups(layer), buffers, lengths, strict=True)
     )
     memories = tuple(
         memory if of_rows is None or memory is None else memory | {"scores": of_rows}

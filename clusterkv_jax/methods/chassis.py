@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax import pages
 from clusterkv_jax.attention import join_heads, query_heads
 from clusterkv_jax.cache import (
     Group,
@@ -191,7 +192,10 @@ def compress_group(
 
 def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
     """A group in the slots and the type that the method stores it in."""
-    return quantised(group if isinstance(group, PagedHeads) else resize(group, plan.capacity), method.cache_dtype)
+    how: Any = {"name": method.cache_dtype, "less_mean": not plan.soft_capped}
+    if isinstance(group, PagedHeads):
+        return pages.quantised(group, **how)
+    return quantised(resize(group, plan.capacity), **how)
 
 
 def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None:

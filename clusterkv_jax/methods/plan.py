@@ -100,6 +100,7 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
                 reserve=request.reserve,
                 step_tokens=request.step_tokens,
                 rope=request.rope,
+                soft_capped=request.soft_capped,
                 share=1.0 if table is None else float(table[heads[0]]),
             )
         )

@@ -28,6 +28,7 @@ class Request:
         row_bytes: of one row of one head: a key, a value and a degree.
         rope: the model's rotations, None where it has none.
         whole: prompts of at most so many tokens are kept whole, whatever their budget.
+        soft_capped: whether scores are capped: a shift common to all rows then changes their softmax.
     """
 
     lengths: np.ndarray
@@ -39,6 +40,7 @@ class Request:
     row_bytes: int = 0
     rope: Rope | None = None
     whole: int = 0
+    soft_capped: bool = False
 
     @property
     def bytes_per_row(self) -> int:
@@ -61,6 +63,7 @@ class GroupPlan:
         step_tokens: the most of them that are appended at once.
         rope: the model's rotations.
         share: the group's part of the budget in units of the mean over all layers and heads.
+        soft_capped: as in `Request`.
         exact: whether every prompt is known to be the longest, with a budget of `most_rows`.
     """
 
@@ -73,6 +76,7 @@ class GroupPlan:
     step_tokens: int = 1
     rope: Rope | None = None
     share: float = 1.0
+    soft_capped: bool = False
     exact: bool = False
 
 
@@ -122,7 +126,8 @@ def request_of_model(
     `counts` are `max_new_tokens`, `reserve`, `step_tokens` and `whole`.
     """
     row = row_bytes(config.head_dim, dtype, dtype, stored=stored)
-    return Request(lengths, len(config.global_layers), config.num_kv_heads, row_bytes=row, rope=config.rope, **counts)
+    known: Any = {"row_bytes": row, "rope": config.rope, "soft_capped": config.soft_cap is not None}
+    return Request(lengths, len(config.global_layers), config.num_kv_heads, **known, **counts)
 
 
 def request_of_tensors(

@@ -101,7 +101,7 @@ class StreamingLLM(Streaming):
             new = jnp.where(moves.reshape(-1, *[1] * (x.ndim - 1)), new, x[:, :, : self.sinks])
             return jax.lax.dynamic_update_slice_in_dim(x, new, 0, axis=2)
 
-        keys = jax.tree.map(put, group.keys, as_stored(turned, group.keys))
+        keys = jax.tree.map(put, group.keys, as_stored(turned, group.keys, group.key_mean))
         return moved_back(token, memory), replace(group, keys=keys)
 
 

@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import LayerCache, groups, in_numbers, nbytes
+from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.cache import LayerCache, NewTokens, groups, in_numbers, nbytes
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, row_bytes
 from clusterkv_jax.methods.base import Rows
+from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.request import GroupPlan
 from tests.support.methods import every_method, fitted_method, named, page_method
 from tests.support.tiny import prompt, tiny
@@ -55,7 +59,8 @@ def test_bytes_are_those_of_codes_scales_and_degrees(name):
     slots = groups(cache.layers[0])[0].capacity
     config = model.config
     rows = config.num_layers * config.num_kv_heads * slots
-    assert nbytes(cache) == rows * (2 * row_bytes(name, config.head_dim) + 4)
+    mean = config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert nbytes(cache) == rows * (2 * row_bytes(name, config.head_dim) + 4) + mean
     assert row_bytes(name, config.head_dim) == config.head_dim * (0.5 if name == "int4" else 1) + 4
 
 
@@ -163,3 +168,82 @@ def test_without_the_option_a_method_is_named_as_before():
 def test_what_cannot_be_stored_so_is_said_in_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+# --- what keys of a head have in common ---
+
+TOKENS = (3, 1)  # that enter one after the other
+OFFSETS = st.tuples(st.sampled_from([0.0, 40.0, 600.0]), st.integers(0, 3))
+STORES = [ckv.Full(), ckv.CentroidKV(BUDGET, sinks=2, recent=4, chunk=16), page_method(BUDGET, 4)]
+STORES += [ckv.StreamingLLM(BUDGET), ckv.CentroidKV(ckv.Budget(tokens=24, shares=((0.5, 1.5),)), 2, 4, chunk=16)]
+
+
+def with_offset(keys, size, seed):
+    """Keys with a common offset of this norm in the slowest quarter of the channels, one for each head."""
+    direction = np.random.default_rng(seed).normal(size=(1, keys.shape[1], 1, keys.shape[3] // 4))
+    direction *= size / np.linalg.norm(direction, axis=-1, keepdims=True)
+    return keys.at[..., -direction.shape[-1] :].add(direction)
+
+
+def error(layer, exact, queries):
+    out, expected = (attend_cache(x, queries)[0] for x in (layer, exact))
+    return float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
+
+
+@settings(max_examples=8)
+@given(offset=OFFSETS, name=st.sampled_from([*CODES]), which=st.sampled_from([0, 3]))
+def test_an_offset_of_all_keys_costs_nothing(offset, name, which):
+    """Rows of these methods are those of any keys; a merge would weigh other angles."""
+    queries, keys, values = tensors()
+    queries = jnp.swapaxes(queries[:, :, -2:], 1, 2)
+    errors = []
+    for moved in (keys, with_offset(keys, *offset)):
+        exact, layer = (ckv.compress(stored(STORES[which], x), None, moved, values) for x in (None, name))
+        errors.append(error(layer, exact, queries))
+    assert errors[1] <= 1.1 * errors[0] + 1e-3
+
+
+@pytest.mark.parametrize(("method", "name"), [*((method, "int8") for method in STORES), (STORES[0], "int4")])
+def test_steps_over_keys_with_an_offset_are_those_over_their_numbers(method, name):
+    """Tokens enter one or several at a time, and sinks take their share: all parts of a softmax are shifted alike."""
+    queries, keys, values = tensors()
+    keys = with_offset(keys, 60.0, 1)
+    args, one_step = (queries, keys, values), jax.jit(step_layer, static_argnums=0)
+    exact, layer = (ckv.compress(stored(method, x), *args, max_new_tokens=20) for x in (None, name))
+    memory = {"budget": jnp.full(2, 24)} if isinstance(method, ckv.StreamingLLM) else None
+    state = (memory,) * len(groups(layer))
+    for place, count in enumerate(TOKENS):
+        q, k, v = (jnp.swapaxes(x[:, :, 20 * place : 20 * place + count], 1, 2) for x in (queries, keys, values))
+        positions = 80 + place + jnp.arange(count)[None].repeat(2, 0)
+        real, sinks = jnp.ones((2, count), bool), jnp.arange(4.0)
+        new = NewTokens(q, k, v, positions, real, sink_logits=sinks)
+        (out, layer, _), (expected, exact, _) = (one_step(method, x, state, new) for x in (layer, exact))
+        np.testing.assert_allclose(out, expected, atol={"int8": 0.1, "int4": 0.9}[name])
+
+
+@pytest.mark.parametrize("kind", [ckv.CentroidKV, ckv.GravityKV])
+def test_rows_are_merged_by_their_own_angles_and_lengths(kind):
+    """Not by those of what is left of keys without their mean."""
+    _, keys, values = tensors()
+    layer = ckv.compress(ckv.Full(cache_dtype="int8"), None, with_offset(keys, 4.0, 1), values)
+    method = kind(ckv.Budget(tokens=40), sinks=2, recent=4, chunk=16)
+    after = []
+    for cache in (layer, in_numbers(layer)):
+        plan = GroupPlan((), cache.capacity)
+        rows = Rows(cache, jnp.full(2, 60), jnp.full(2, 80), {"rounds": jnp.zeros(2, jnp.int32)}, plan=plan)
+        after.append(jax.jit(method.recompress)(rows).cache)
+    np.testing.assert_array_equal(after[0].positions, after[1].positions)
+    np.testing.assert_array_equal(after[0].degree, after[1].degree)
+    assert after[0].length.tolist() == [[60, 60]] * 2
+    np.testing.assert_allclose(in_numbers(after[0]).keys, after[1].keys, atol=0.03)
+
+
+def test_scores_that_are_capped_are_stored_whole():
+    """tanh of a score less a constant is another one."""
+    model = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, soft_cap=20.0))
+    means = []
+    for config in (tiny().config, model.config):
+        args = model.params, config, ckv.Full(cache_dtype="int8"), jnp.asarray([prompt(1, 60)]), jnp.asarray([60])
+        means.append(groups(ckv.prefill(*args, max_new_tokens=8)[0].layers[0])[0].key_mean)
+    assert means[0].shape == (1, 2, 1, tiny().config.head_dim)
+    assert means[1] is None
