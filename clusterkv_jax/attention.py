@@ -12,9 +12,11 @@ from clusterkv_jax.checks import check_queries
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.kernels.soft_cap import capped
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
 
 
+@own_settings()
 def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
     """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3).
 

@@ -60,6 +60,7 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.prng import own_key
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sampling import Sampling, next_token
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import constrain, constrain_cache
 
 # Most tokens of a call of `decode_loop`. A call costs the host 3 to 5 ms, two tokens' time on a fast device; while it
@@ -67,6 +68,7 @@ from clusterkv_jax.sharding import constrain, constrain_cache
 SEGMENT = 512
 
 
+@own_settings()
 def prefill(
     params: Params,
     config: ModelConfig,
@@ -146,8 +148,7 @@ def prefill(
         known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
         planned = cache(partial(planned_layer, config, method, request, *known))
         following = lambda number: planned(number + 1)[0] if number + 1 < config.num_layers else None  # noqa: E731
-        done, waiting, layers = [], [], layers_in_a_row(config)
-        selection = workspace = draws = None
+        done, waiting, selection, workspace, draws, layers = [], [], None, None, None, layers_in_a_row(config)
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
             if rows is None:
@@ -172,8 +173,7 @@ def prefill(
                 waiting.clear()
             prompt = None  # a layer's rows go as soon as it is compressed
         workspace = None
-        if logits is None:
-            logits = run(reading.last_logits, params, config, hidden, position)
+        logits = run(reading.last_logits, params, config, hidden, position) if logits is None else logits
         caches, state = zip(*done, strict=True)
         return KVCache(caches, state, position), logits
 
@@ -206,6 +206,7 @@ def _read_and_repeat(
     return [replace(prompt, scores=score) for prompt, score in zip(read, scores, strict=True)], logits
 
 
+@own_settings()
 def decode_step(
     params: Params, config: ModelConfig, method: Method, cache: KVCache, token: Int[Array, " B"]
 ) -> tuple[KVCache, Float[Array, "B V"]]:

@@ -43,6 +43,7 @@ from clusterkv_jax.prng import seed_key, seed_keys, spread
 from clusterkv_jax.programs import Compilation, compilation, compiler
 from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import Sampling, check_seeds
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.text.prompts import Text, Texts, listed
 from clusterkv_jax.text.stops import OnText, finish_reason, shorten, show, text_of
@@ -55,6 +56,7 @@ Progress = Callable[[str, int, int], None]
 WATCHED = 32
 
 
+@own_settings()
 def generate(
     model: Model,
     prompts: str | Texts,
@@ -175,6 +177,7 @@ def generate(
     return Result(answers, written, stats, [finish_reason(model.tokenizer, sequence, *ends) for sequence in written])
 
 
+@own_settings()
 def compile_ahead(
     model: Model,
     prompts: Texts,

@@ -41,6 +41,7 @@ from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.schema import checked, from_json, shown
+from clusterkv_jax.settings import own_settings
 
 FORMAT = "clusterkv_jax cache 2"
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class _About(Struct):
     origin: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+@own_settings()
 def save(
     path: str | os.PathLike[str],
     cache: KVCache,
@@ -100,6 +102,7 @@ def save(
         _put_in_order(temporary)
 
 
+@own_settings()
 def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> KVCache:
     """Read a cache that `save` wrote, for the same model, weights and method.
 
@@ -111,6 +114,7 @@ def load(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> K
     return read(path, config, method)[0]
 
 
+@own_settings()
 def read(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> tuple[KVCache, str]:
     """What `load` reads, and a fingerprint that tells the file from every other one. Raises as `load`."""
     path = _checked_path(path, config, method)

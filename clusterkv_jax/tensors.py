@@ -33,11 +33,13 @@ from clusterkv_jax.pages import unpaged
 from clusterkv_jax.presets import as_method
 from clusterkv_jax.prng import own_key
 from clusterkv_jax.programs import jit
+from clusterkv_jax.settings import own_settings
 
 # As of models.
 MOST_LAYERS = 1024
 
 
+@own_settings()
 def compress(
     method: Method | str,
     queries: Float[Array, "B H N D"] | None,
@@ -147,6 +149,7 @@ def _check_hidden(hidden: Any, batch: int, tokens: int) -> None:
         raise ValueError(f"hidden must have the shape [{batch},{tokens},M], got {hidden.shape}.")
 
 
+@own_settings()
 def build_index(
     method: Recall,
     keys: Float[Array, "B K N D"],
@@ -218,6 +221,7 @@ def _build(
     return method.index(group, count, 0, **options), found
 
 
+@own_settings()
 def select(method: Recall, index: Index, query: Float[Array | np.ndarray, "B H D"]) -> Int[Array, "B H budget"]:
     """The positions that a query per head attends to, by the index alone; -1 where there are fewer than the budget.
 

@@ -42,6 +42,7 @@ from clusterkv_jax.prng import seed_words, spread
 from clusterkv_jax.programs import compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling, check_seeds
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.text.prompts import Texts, listed
 from clusterkv_jax.text.stops import shorten, show
@@ -116,7 +117,7 @@ class Engine:
         check_arguments(method, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, method)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
-        with self._on_mesh():
+        with own_settings(), self._on_mesh():
             self._layout = make_layout(model, self.method, *sizes)
             self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
@@ -421,7 +422,7 @@ class Engine:
         begin = time.perf_counter()
         doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
         explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
-        with compilation() as total, self._on_mesh(), explained:
+        with own_settings(), compilation() as total, self._on_mesh(), explained:
             try:
                 yield
             finally:

@@ -28,6 +28,7 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.presets import completed
 from clusterkv_jax.prng import seed_key
 from clusterkv_jax.programs import compilation, jit
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import fetch, on_mesh
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
@@ -138,6 +139,7 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
     return False
 
 
+@own_settings()
 def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
     """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts.
 

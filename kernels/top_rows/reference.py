@@ -31,7 +31,7 @@ def _kth_highest(x: UInt32[Array, "B K A"], k: Int[Array, "B #K 1"]) -> UInt32[A
     """
 
     def body(i, t):
-        trial = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        trial = t | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         return jnp.where(jnp.sum(x >= trial, axis=-1, keepdims=True) >= k, trial, t)
 
     return jax.lax.fori_loop(0, 32, body, jnp.zeros((*x.shape[:2], 1), jnp.uint32))
