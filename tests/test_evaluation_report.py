@@ -104,4 +104,7 @@ def test_needles_stand_at_the_nearest_tenth_of_the_depth():
     lines = [
         {**BARE, "score": float(i == 10), "facts": {"length": 64, "depth": depth}} for i, depth in enumerate(depths)
     ]
-    assert pictures.needles(lines) == ([("full", "100%", 64, [0.0] * 10 + [100.0])], 0)
+    found = pictures.needles(lines)
+    assert found.tenths == tuple(range(11))
+    assert found.rows == (("full", "100%", 64, (0.0,) * 10 + (100.0,)),)
+    assert pictures.needles(lines[4:5]).tenths == (4,)

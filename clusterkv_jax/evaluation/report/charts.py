@@ -11,7 +11,7 @@ from clusterkv_jax.evaluation.templates import render
 
 COLOURS = 10  # of page.html.jinja
 _WIDTH, _HEIGHT = 400, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 12, 10, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 20, 10, 38
 _APART = 38  # between two ticks of the horizontal axis, at least
 
 

@@ -14,8 +14,7 @@ from clusterkv_jax.evaluation.report.charts import COLOURS, Axis, Line, Point, d
 from clusterkv_jax.evaluation.report.table import Row, Summary, budget_name, cell_text
 
 _MOST_PANELS, _MOST_NEEDLES = 6, 120
-_DEPTHS = 11  # 0, 10 ... 100 %; a needle belongs to the nearest
-_PERPLEXITIES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 100_000)  # that an axis names
+_PERPLEXITIES = (1, 2, 5, 10, 20, 50, 100, 150, 200, 300, 500, 1000, 2000, 5000, 10_000, 100_000)  # that an axis names
 
 
 @dataclass(frozen=True)
@@ -80,22 +79,32 @@ def perplexity_by_position(summary: Summary) -> Iterator[Picture]:
         yield Picture(heading, draw(lines, across, _perplexities(lines)), tuple(lines), left_out)
 
 
-def needles(lines: Sequence[Mapping[str, Any]]) -> tuple[list[Any], int]:
-    """Mean scores by depth, in rows of method, budget and length, a score or None for each tenth; and how many rows are
-    left out.
+@dataclass(frozen=True)
+class Needles:
+    """Mean scores by depth: the tenths that were asked, rows of method, budget, length and a score or None for each
+    tenth, and how many more rows there are.
     """
+
+    tenths: tuple[int, ...]
+    rows: tuple[tuple[str, str, int, tuple[float | None, ...]], ...]
+    left_out: int
+
+
+def needles(lines: Sequence[Mapping[str, Any]]) -> Needles:
+    """How well needles are found at which depth; no rows without lines that have depth and length."""
     scores: dict[tuple[str, str, int], dict[int, list[float]]] = {}
     for line in lines:
         facts = line["facts"]
         if {"depth", "length"} <= facts.keys():
             of_row = scores.setdefault((line["method"], line["budget"], facts["length"]), {})
-            of_row.setdefault(round(facts["depth"] * (_DEPTHS - 1)), []).append(line["score"])
+            of_row.setdefault(round(10 * facts["depth"]), []).append(line["score"])
     ordered = sorted(scores, key=lambda row: row[0] != "full")
-    table = [
-        (method, budget_name(budget), length, [_mean(scores[method, budget, length].get(i)) for i in range(_DEPTHS)])
+    tenths = tuple(sorted({tenth for of_row in scores.values() for tenth in of_row}))
+    rows = tuple(
+        (method, budget_name(budget), length, tuple(_mean(scores[method, budget, length].get(i)) for i in tenths))
         for method, budget, length in ordered[:_MOST_NEEDLES]
-    ]
-    return table, len(ordered) - len(table)
+    )
+    return Needles(tenths, rows, len(ordered) - len(rows))
 
 
 _PER_CENTS = tuple((tick, f"{tick}") for tick in range(0, 101, 20))

@@ -16,7 +16,6 @@ def report(summary: Summary, lines: Sequence[Mapping[str, Any]], run: Mapping[st
     """The page: charts, table (published rows in italics), examples, and how it was made."""
     config = run["config"]
     most = max(1, _MOST_CELLS // (len(summary.columns) + 6))
-    depths, depths_left_out = needles(lines)
     return render(
         "report/report.html.jinja",
         title=f"{config['suite']} · {config['model']}",
@@ -27,8 +26,7 @@ def report(summary: Summary, lines: Sequence[Mapping[str, Any]], run: Mapping[st
         budget_name=budget_name,
         cell_text=cell_text,
         pictures=list(pictures(summary)),
-        needles=depths,
-        needles_left_out=depths_left_out,
+        needles=needles(lines),
         examples=list(examples(lines)),
         sessions=run["sessions"],
         made_with=_made_with,
