@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.prng import seed_key
 from clusterkv_jax.text.prompts import as_chat, encode_all
+from clusterkv_jax.text.tokenizer import Tokens
 
 
 class Reader:
@@ -52,16 +54,22 @@ class Reader:
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
             context = Context(number, (), length, Path(text), mark, 0, new, self._shelf)
         else:
-            ask = lambda question: encode_all(self.model, [text], [question], chat=chat, **texts)  # noqa: E731
+            in_chat = None if chat is None else partial(self._in_chat, text, chat=chat, **texts)
             # The template before a question is the same for every one.
-            tokens = encode_all(self.model, [text], **texts)[0][0] if chat is None else ask("x")[0][0]
-            in_chat = None if chat is None else lambda question: ask(question)[1][0]
+            question = None if chat is None else ["x"]
+            tokens = encode_all(self.model, [text], question, chat=chat, **texts)[0][0]
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
             batch = self.batch(tokens, None, max_new_tokens=new)
             context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf, in_chat)
             reading = read_batch(self.model, self.method, self.layout, batch, seed)
         self._shelf.put(number, reading)
         return context
+
+    def _in_chat(self, text: str, question: str, **texts: Any) -> Tokens:
+        """Ids of a question about a text."""
+        _, questions = encode_all(self.model, [text], [question], **texts)
+        assert questions is not None
+        return questions[0]
 
     def of_context(self, context: Context, max_new_tokens: int) -> Reading:
         """What was read of a context, wherever it is; read again where nothing is left of it, and for a request whose

@@ -2,7 +2,8 @@
 
 A template is a program, and a tokenizer's files are nearly one: some never end, some take all memory, some make the
 library abort. Here that ends this process and no other. Jobs come in as lines of JSON, `[kind, arguments]`; so do
-answers go out, `{"answer": ...}` or `{"error": ...}`. A job beyond its limits ends the process by a signal.
+answers go out, `{"answer": ...}` or `{"error": ...}`. A job beyond its limits is an error; a single call that does not
+return to Python ends the process by a signal.
 """
 
 import json
@@ -43,17 +44,23 @@ def main() -> None:
 
 
 def _limit(seconds: float, memory: int = MEMORY) -> None:
-    """End this process after so many seconds of computing (0: never), and give it no more memory than this."""
+    """TimeoutError after so many seconds of computing (0: never), a signal a second later; no more memory than this."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows has neither limit
         return
+    signal.signal(signal.SIGPROF, _late)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds and seconds + 1)
     statm = Path("/proc/self/statm")
     if statm.exists():
         used = int(statm.read_text().split()[0]) * resource.getpagesize()
         most = used + memory if seconds else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _late(_number: int, _frame: object) -> None:
+    raise TimeoutError("It takes too long.")
 
 
 def _render(template: str, conversations: list[Any], variables: dict[str, Any]) -> list[str]:
