@@ -121,12 +121,12 @@ def generate(
             names the first layer where numbers are not finite, if the model's logits are not.
         MemoryError: one sentence, if the device's or the host's memory does not suffice.
     """
-    method = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
+    named = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
     prompts, questions = _asked(model, prompts, question, questions)
     sampling = Sampling() if sampling is None else sampling
-    if not all(map(isinstance, (method, sampling), (Method, Sampling))):
+    if not all(map(isinstance, (named, sampling), (Method, Sampling))):
         raise ValueError(
-            f"method and sampling must be objects such as Full() and Sampling(), got {shown(method)} and "
+            f"method and sampling must be objects such as Full() and Sampling(), got {shown(named)} and "
             f"{shown(sampling)}."
         )
     batch = make_batch(
@@ -143,7 +143,7 @@ def generate(
         special_tokens=special_tokens,
         streams=on_text is not None,
     )
-    method = completed(model, method, batch.chat)
+    method = completed(model, named, batch.chat)
     if check_flag(keep_short=keep_short):
         batch = replace(batch, whole=kept_whole(model, method, batch))
     texts, question_ids = batch.texts, batch.questions

@@ -87,9 +87,10 @@ def compress(
             number before `lengths` is not finite, or too large to be squared where it is no score. Under a jit that
             traces them, lengths and numbers cannot be checked.
     """
+    kept: Any = method
     if isinstance(method, str) or any(x is not None for x in (ratio, tokens, budget)):
-        method = as_method(method, budget=budget, ratio=ratio, tokens=tokens, learned=scores is not None)
-    if not hasattr(type(method), "budget_rows"):
+        kept = as_method(method, budget=budget, ratio=ratio, tokens=tokens, learned=scores is not None)
+    if not hasattr(type(kept), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     check_keys(keys, values)
     batch, kv_heads, rows, dim = keys.shape
@@ -110,15 +111,15 @@ def compress(
     occurring = np.asarray([rows]) if lengths is None else np.arange(1, rows + 1)
     counts = np.full(batch, rows) if lengths is None else lengths
     numbers = check_lengths(counts, batch, rows)
-    request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens, stored=method.cache_dtype)
-    method.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
-    plan = plan_layer(method, layer, request)
+    request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens, stored=kept.cache_dtype)
+    kept.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
+    plan = plan_layer(kept, layer, request)
     if not plan.selects:  # there is no earlier layer whose selection could be reused
-        plan = replace(plan, needs=method.needs(0))
-    budgets = rows_of_request(method, plan, counts, layer, request)
+        plan = replace(plan, needs=kept.needs(0))
+    budgets = rows_of_request(kept, plan, counts, layer, request)
     key = jax.random.fold_in(own_key(key), layer)
     prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
-    cache, found = _compress(method, prompt, budgets, plan, key, rows + max_new_tokens)
+    cache, found = _compress(kept, prompt, budgets, plan, key, rows + max_new_tokens)
     arrays = {"queries": queries, "keys": keys, "values": values, "hidden": hidden, "scores": scores}
     refuse_unsound(found, numbers, arrays)
     return cache

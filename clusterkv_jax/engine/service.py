@@ -107,15 +107,15 @@ class Engine:
         prefill_chunk: int | None = None,
         keep_short: bool = False,
     ) -> None:
-        method = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
+        named = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
         entering = slots if questions_per_step is None else questions_per_step
         counts = {"slots": slots, "reserve": reserve, "questions_per_step": entering, "max_waiting": max_waiting}
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
         sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
         sums |= {"device_bytes": device_bytes or 0}
         counts |= {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
-        check_arguments(method, max_tokens, context_folder, counts, sums)
-        self.model, self.method = model, completed(model, method)
+        check_arguments(named, max_tokens, context_folder, counts, sums)
+        self.model, self.method = model, completed(model, named)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
         with own_settings(), self._on_mesh():
             self._layout = make_layout(model, self.method, *sizes)

@@ -311,7 +311,7 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path):
         ({"slots": 0}, "slots must be a whole number of at least 1"),
         ({"max_tokens": 1}, "max_tokens must be"),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1"),
-        ({"method": "full"}, "method must be an object"),
+        ({"method": ckv.Full}, "method must be an object"),
         ({"context_folder": tmp_path / "none"}, "context_folder must be a folder that exists"),
         ({"device_bytes": 1000}, "An engine of 3 slots needs .* take fewer slots"),
     ]:
