@@ -48,6 +48,7 @@ from clusterkv_jax.weight_files import (
     IGNORED,
     SINGLE,
     Entry,
+    account,
     entries_of,
     is_gguf,
     naming,
@@ -298,7 +299,7 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
     }
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, family.weights)
-    _account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
+    account(folder, {tensor: entry.shape for tensor, entry in entries.items()}, file_shapes(stored))
     parameters = jax.tree.map(lambda place: in_files(place, entries), stored)
     return Checkpoint(folder, config, parameters, entries[stored["embed"].name].dtype, None)
 
@@ -308,7 +309,7 @@ def _open_gguf(file: AnyPath) -> Checkpoint:
     with naming(file):
         config = registry.from_hf(found.published, str(file))
     stored = layout(config, gguf.weights(config.family, found.tensors))
-    _account(file, {name: tensor.shape for name, tensor in found.tensors.items()}, file_shapes(stored), "header")
+    account(file, {name: tensor.shape for name, tensor in found.tensors.items()}, file_shapes(stored), "header")
     parameters = jax.tree.map(lambda place: in_files(place, found.tensors), stored)
     return Checkpoint(file, config, parameters, found.tensors[stored["embed"].name].dtype, None, found)
 
@@ -322,7 +323,7 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
     tensors = manifest.tensors
     config = replace(config, tie_embeddings="lm_head" not in tensors)
     specs = {parameter_name(path): spec for path, spec in jax.tree.leaves_with_path(abstract(config))}
-    _account(folder, {n: x.shape for n, x in tensors.items()}, {n: spec.shape for n, spec in specs.items()})
+    account(folder, {n: x.shape for n, x in tensors.items()}, {n: spec.shape for n, spec in specs.items()})
 
     index = index_cache()
 
@@ -355,29 +356,6 @@ def _equal(a: Entry | Quantised, b: Entry | Quantised, shape: tuple[int, int]) -
         return False
     left, right, step = a.map(), b.map(), 4096
     return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, len(left), step))
-
-
-def _account(
-    folder: AnyPath,
-    stored: dict[str, tuple[int, ...]],
-    expected: dict[str, tuple[int, ...]],
-    source: str = "config.json",
-) -> None:
-    """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
-    if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
-        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its {source} implies.")
-    if extra := [f"{name} {list(stored[name])}" for name in stored if name not in expected]:
-        raise CheckpointError(f"{folder} holds {_some(extra)}, which its {source} has no place for.")
-    for name, shape in expected.items():
-        if stored[name] != shape:
-            raise CheckpointError(
-                f"{name} in {folder} has the shape {list(stored[name])}, its {source} implies {list(shape)}."
-            )
-
-
-def _some(names: list[str]) -> str:
-    examples = ", ".join(names[:3])
-    return examples if len(names) <= 3 else f"{examples} and {len(names) - 3} more tensors"
 
 
 # --- onto the devices ---

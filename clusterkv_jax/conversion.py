@@ -94,7 +94,7 @@ def convert(
     """Write a model as a folder that `load` reads onto any mesh, each process its own part of it.
 
     Args:
-        source: "demo", a local folder, a hub id or a gs:// address, with safetensors.
+        source: "demo", a local folder, a hub id or a gs:// address, with safetensors; or a GGUF file.
         target: a folder or gs:// address that does not exist. It appears when it is whole; a call that was killed goes
             on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
@@ -257,13 +257,24 @@ def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manife
                 shutil.copytree(session, new / session.name, copy_function=_link, dirs_exist_ok=True)
         with _settings(orbax):
             orbax.partial.finalize((new / WEIGHTS).absolute())
-        files = files_beside(checkpoint.folder)
+        files = files_beside(checkpoint.folder) if checkpoint.gguf is None else _described(checkpoint, new)
         extra = [CALIBRATION] if (checkpoint.folder / CALIBRATION).is_file() else []
-        with nearby(checkpoint.folder, files + extra) as folder:
-            for name in files + extra:
+        given = (files if checkpoint.gguf is None else []) + extra
+        with nearby(checkpoint.folder, given) as folder:
+            for name in given:
                 shutil.copyfile(folder / name, new / name)
         digests = {name: file_digest(new / name) for name in files}
         write_manifest(new, Manifest(manifest.fingerprints, digests, manifest.tensors))
+
+
+def _described(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Configuration and tokenizer of a GGUF file as files of their own, whose names are returned."""
+    assert checkpoint.gguf is not None
+    write_whole(folder / "config.json", json.dumps(checkpoint.gguf.published, indent=2) + "\n")
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return files_beside(folder)
 
 
 def _copy(folder: Path, goal: AnyPath, origin: Path) -> None:

@@ -215,3 +215,26 @@ def header(path: AnyPath) -> tuple[dict[str, Entry], dict[str, str]]:
         for name, entry in tensors.items()
     }
     return entries, metadata
+
+
+def account(
+    folder: AnyPath,
+    stored: dict[str, tuple[int, ...]],
+    expected: dict[str, tuple[int, ...]],
+    source: str = "config.json",
+) -> None:
+    """Raise CheckpointError unless exactly the expected tensors are there in their expected shapes."""
+    if missing := [f"{name} {list(expected[name])}" for name in expected if name not in stored]:
+        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its {source} implies.")
+    if extra := [f"{name} {list(stored[name])}" for name in stored if name not in expected]:
+        raise CheckpointError(f"{folder} holds {_some(extra)}, which its {source} has no place for.")
+    for name, shape in expected.items():
+        if stored[name] != shape:
+            raise CheckpointError(
+                f"{name} in {folder} has the shape {list(stored[name])}, its {source} implies {list(shape)}."
+            )
+
+
+def _some(names: list[str]) -> str:
+    examples = ", ".join(names[:3])
+    return examples if len(names) <= 3 else f"{examples} and {len(names) - 3} more tensors"

@@ -7,6 +7,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import clusterkv_jax as ckv
+from clusterkv_jax.conversion import convert
+from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.text.chat import turn
 from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
 from tests.fuzz import rules
@@ -135,3 +137,21 @@ def test_a_kind_that_is_not_read_is_a_warning(model, pre):
     with pytest.warns(UserWarning, match=r"The tokenizer of m\.gguf is not read, so tokenizer is None: "):
         assert gguf_tokenizer(about, "m.gguf") is None
     assert gguf_tokenizer({}, "m.gguf") is None
+
+
+def test_what_is_converted_is_the_file(tmp_path):
+    """Parameters, configuration and tokenizer, as the file has them; `clusterkv plan` reads the same configuration."""
+    original = byte_level("smollm")
+    published = {**checkpoint_files.LLAMA, "vocab_size": original.get_vocab_size()}
+    about = described(original, model="gpt2", pre="smollm", merges=merges(original))
+    extra = about | {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    tensors = checkpoint_files.random_tensors(published)
+    file = gguf_writer.write(tmp_path / "m.gguf", published, tensors, "Q8_0", extra=extra)
+    assert convert(file, tmp_path / "converted", dtype="float32")
+    mine, theirs = ckv.load(tmp_path / "converted"), ckv.load(file)
+    assert checkpoint_files.same(mine.params, theirs.params)
+    assert mine.config == theirs.config == model_config(str(file))
+    assert mine.config.weights == theirs.config.weights
+    for text in TEXTS:
+        assert mine.tokenizer.encode(text) == theirs.tokenizer.encode(text)
+    assert mine.tokenizer.chat_template == theirs.tokenizer.chat_template

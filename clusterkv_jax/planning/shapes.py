@@ -10,6 +10,7 @@ from clusterkv_jax.checkpoints import CheckpointError, load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.schema import shown
+from clusterkv_jax.weight_files import is_gguf
 
 
 def packaged_shapes() -> dict[str, Path]:
@@ -19,7 +20,7 @@ def packaged_shapes() -> dict[str, Path]:
 
 
 def model_config(name: str) -> ModelConfig:
-    """The configuration of "demo", a packaged shape, a folder with a `config.json`, or a hub id.
+    """The configuration of "demo", a packaged shape, a folder with a `config.json`, a hub id, or a GGUF file.
 
     Raises CheckpointError (a ValueError), in one sentence, for what is none of them or not supported.
     """
@@ -29,13 +30,13 @@ def model_config(name: str) -> ModelConfig:
     if name == "demo":
         return load_config(Path(str(resources.files("clusterkv_jax.models") / "demo")))
     folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
+    if folder.is_dir() or (is_gguf(folder) and folder.is_file()):
         return load_config(folder)
     named = hub.parse(name)
     if named is None:
         raise CheckpointError(
             f"There is no folder {shown(repr(name))}; allowed: 'demo', {', '.join(shapes)}, a folder with a "
-            "config.json, or a hub id 'owner/name'."
+            "config.json, a hub id 'owner/name', or a GGUF file."
         )
     try:
         return load_config(hub.snapshot(*named, ["config.json"]))
