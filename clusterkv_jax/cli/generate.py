@@ -46,7 +46,8 @@ Answer about many texts, eight at a time:
 From a pipe to a program, with a model of your own:
 
   cat report.txt | clusterkv generate --model ./my-llama --prompt-file - \\
-    --system "Be brief." --question "Sum it up." --method centroidkv --cache-ratio .2 --json
+    --system "Be brief." --question "Sum it up." --method snapkv \\
+    --cache-ratio .2 --json
 
 A model of the hub at a tag, drawing as its authors say, with a calibration of
 the hub:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,16 +11,18 @@ import typer
 # More than a million tokens of any text: what is larger is refused before anything is loaded.
 MOST_PROMPT = 64 * 2**20
 
-Raw = Annotated[bool, typer.Option("--raw", help="Read the text as it is, also where the model has a chat template.")]
+_chat = partial(typer.Option, rich_help_panel="Chat template")
+_special = partial(typer.Option, rich_help_panel="Special tokens")
+Raw = Annotated[bool, _chat("--raw", help="Read the text as it is, also where the model has a chat template.")]
 # What asked for the template before it was the default.
-InChat = Annotated[bool, typer.Option("--chat", hidden=True)]
-System = Annotated[str | None, typer.Option(help="The system's message of the chat, before the text.")]
+InChat = Annotated[bool, _chat("--chat", hidden=True)]
+System = Annotated[str | None, _chat(help="The system's message of the chat, before the text.")]
 TemplateArguments = Annotated[
     str | None,
-    typer.Option("--chat-template-kwargs", help="More for the template, in JSON: '{\"enable_thinking\": false}'."),
+    _chat("--chat-template-kwargs", help="More for the template, in JSON: '{\"enable_thinking\": false}'."),
 ]
 SpecialTokens = Annotated[
-    bool, typer.Option(help="Whether names of special tokens in texts, such as <|im_end|>, are those tokens.")
+    bool, _special(help="Whether names of special tokens in texts, such as <|im_end|>, are those tokens.")
 ]
 
 
