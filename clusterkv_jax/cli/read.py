@@ -19,7 +19,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 Read a book once, keep a quarter of it, and ask it as often as you like:
 
-  clusterkv read book.txt --output book.ckv --method snapkv --cache-ratio 0.25
+  clusterkv read book.txt --output book.ckv --method auto --cache-ratio 0.25
 
   clusterkv generate --cache book.ckv --question "Who kept watch?"
 
