@@ -35,7 +35,10 @@ CacheFolder = Annotated[
     str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
 ]
 
-MODEL = "'demo', a folder, a gs:// address, or a hub id as owner/name or owner/name@revision (a branch, tag or commit)."
+MODEL = (
+    "'demo', 'smollm2', a folder, a GGUF file, a gs:// address, or a hub id as owner/name, owner/name@revision (a "
+    "branch, tag or commit) or owner/name:file.gguf."
+)
 CALIBRATION = "What 'clusterkv calibrate' measured: a file, a folder, a gs:// address, or a hub id such as owner/name."
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument MODEL.", show_default=False)]
