@@ -6,7 +6,7 @@ some channels of real keys are. `--offset` adds to all keys a vector of this nor
 them with their mean.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clusterkv_jax.attention import attend_cache
-from clusterkv_jax.cache import from_tokens, quantised
+from clusterkv_jax.cache import LayerCache, from_tokens, quantised
 from clusterkv_jax.kernels.quantised import CODES
 
 QUERIES, HEADS, DIM = 32, 8, 128
@@ -33,10 +33,11 @@ def errors(rows: int, seed: int, outliers: bool, offset: float, whole: bool) -> 
     keys += jnp.where(jnp.arange(DIM) < DIM // 2, 0.0, offset / (DIM // 2) ** 0.5)
     layer = from_tokens(keys, values, jnp.asarray([rows]))
     exact, _ = attend_cache(layer, q)
-    rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (keys, values)]
-    stored = [
-        from_tokens(*rounded, jnp.asarray([rows])),
-        *(quantised(layer, name, less_mean=not whole) for name in CODES),
+    bf16 = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+    names: Any = CODES
+    stored: list[LayerCache] = [
+        from_tokens(bf16(keys), bf16(values), jnp.asarray([rows])),
+        *(quantised(layer, name, less_mean=not whole) for name in names),
     ]
     outs = [attend_cache(rows, q)[0] for rows in stored]
     return [float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)) for out in outs]
