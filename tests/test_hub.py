@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 
 import huggingface_hub
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ from huggingface_hub import constants, errors
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import calibration, chat, cli
+from clusterkv_jax import calibration, cli
 from clusterkv_jax.checkpoints import CheckpointError, load, load_config
 from clusterkv_jax.planning.shapes import model_config
+from clusterkv_jax.text import chat
 from tests.support.checkpoint_files import INDEX, LLAMA, SINGLE, random_tensors, same, write
 from tests.support.fake_hub import COMMIT, cached, fake_hub, refusal
 from tests.test_chat import tokenizer
@@ -297,11 +297,6 @@ def test_a_hostile_template_stays_in_the_sandbox(template):
         "{{ f(1) }}",
     ],
 )
-def test_a_template_without_end_is_ended(monkeypatch, template):
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
-    begin = time.monotonic()
-    with pytest.raises(
-        ValueError, match=r"^The model's chat template fails: (Its loops run for more than 0\.3|maximum rec)"
-    ):
+def test_a_template_without_end_is_ended(template):
+    with pytest.raises(ValueError, match=r"^The model's chat template fails: [^\n]*(too long|maximum rec)"):
         chat.turn(tokenizer(template), "A text.")
-    assert time.monotonic() - begin < 5

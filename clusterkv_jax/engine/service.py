@@ -139,7 +139,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Texts,
+        prompts: Texts | Sequence[Context],
         *,
         questions: Texts | None = None,
         seed: int | Sequence[int] = 0,

@@ -118,7 +118,7 @@ def row_bytes(dim: int, *dtypes: Any, stored: CacheDtype | None = None) -> int:
 
 
 def request_of_model(
-    config: ModelConfig, dtype: Any, lengths: np.ndarray, stored: CacheDtype | None = None, **counts: int
+    config: ModelConfig, dtype: Any, lengths: np.ndarray, stored: CacheDtype | None = None, **counts: Any
 ) -> Request:
     """The request of prompts of these lengths to a model whose parameters have this type; rows may be `stored` in
     another.

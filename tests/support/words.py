@@ -14,7 +14,7 @@ TEMPLATE = (
 SPECIAL = ("<s>", "<|end|>", "<pad>")
 
 
-def by_letters(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def by_letters(template: str | None = TEMPLATE) -> Any:
     """Every letter below U+0250 is a token; a text begins with <s>."""
     vocabulary = {chr(number): number for number in range(0x250)} | {"<unk>": 0x250}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -26,7 +26,7 @@ def by_letters(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
 
 
-def by_pieces() -> PreTrainedTokenizerFast:
+def by_pieces() -> Any:
     """SentencePiece's pieces as in Llama 2: bytes where no piece fits, a first space that its decoder drops."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Paris", "▁a", "b", ".", "the"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
