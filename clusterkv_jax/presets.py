@@ -28,19 +28,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from clusterkv_jax import methods, schema
 from clusterkv_jax.buckets import place
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
-from clusterkv_jax.checkpoints import Model, check_model
+from clusterkv_jax.checkpoints import Model, check_model, open_checkpoint
 from clusterkv_jax.errors import shown
-from clusterkv_jax.folders import locate
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import outside
 from clusterkv_jax.methods.auto import settled
+from clusterkv_jax.packaged_calibrations import packaged_calibration
 from clusterkv_jax.text.chat import Chat, frame_ids, has_template
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.
@@ -160,8 +161,12 @@ def _command(model: str) -> str:
 
 
 def is_calibrated(model: str, calibration: Calibration | None = None) -> bool:
-    """Whether the model of a name will have learned scores, by this calibration or what lies beside its weights."""
-    return getattr(calibration, "surrogate", None) is not None or (locate(model) / CALIBRATION).is_file()
+    """Whether the model of a name will have learned scores, by this calibration or by what `load` finds for it."""
+    if getattr(calibration, "surrogate", None) is not None:
+        return True
+    checkpoint = open_checkpoint(model)
+    packaged = packaged_calibration(checkpoint.fingerprint(np.dtype(np.float32)))
+    return packaged is not None or (checkpoint.folder / CALIBRATION).is_file()
 
 
 def check_calibrated(model: str, calibration: Calibration | None, by_name: Mapping[str, methods.Method]) -> None:
