@@ -37,6 +37,7 @@ from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints import Model, check_model, open_checkpoint
 from clusterkv_jax.errors import shown
+from clusterkv_jax.folders import locate
 from clusterkv_jax.hub import CALIBRATION
 from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import outside
@@ -162,11 +163,11 @@ def _command(model: str) -> str:
 
 def is_calibrated(model: str, calibration: Calibration | None = None) -> bool:
     """Whether the model of a name will have learned scores, by this calibration or by what `load` finds for it."""
-    if getattr(calibration, "surrogate", None) is not None:
+    if getattr(calibration, "surrogate", None) is not None or (locate(model) / CALIBRATION).is_file():
         return True
-    checkpoint = open_checkpoint(model)
-    packaged = packaged_calibration(checkpoint.fingerprint(np.dtype(np.float32)))
-    return packaged is not None or (checkpoint.folder / CALIBRATION).is_file()
+    with contextlib.suppress(ValueError):  # what is wrong with the weights `load` says
+        return packaged_calibration(open_checkpoint(model).fingerprint(np.dtype(np.float32))) is not None
+    return False
 
 
 def check_calibrated(model: str, calibration: Calibration | None, by_name: Mapping[str, methods.Method]) -> None:
