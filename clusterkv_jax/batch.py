@@ -63,15 +63,19 @@ def make_batch(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = True,
     streams: bool = False,
+    endless: bool = False,
 ) -> Batch:
-    """Prompts and questions, encoded and checked. Raises ValueError for what `generate` cannot do with them."""
+    """Prompts and questions, encoded and checked. Behind a prompt an `endless` method needs no further positions.
+
+    Raises ValueError for what `generate` cannot do with them.
+    """
     check_model(model)
     around = as_chat(chat, system, chat_template_kwargs)
     texts, question_ids = encode_all(model, prompts, questions, chat=around, special_tokens=special_tokens)
     stops = make_stops(model.tokenizer, stop, stop_ids, model.config.vocab_size)
     if (stops.strings or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
-    _check(model, texts, question_ids, max_new_tokens, prefill_chunk)
+    _check(model, texts, question_ids, max_new_tokens, prefill_chunk, endless=endless)
     unique = list(dict.fromkeys(map(tuple, texts)))
     longest_question = max(map(len, question_ids)) if question_ids else 0
     return Batch(
@@ -115,6 +119,8 @@ def _check(
     questions: Sequence[Sequence[int]] | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
+    *,
+    endless: bool,
 ) -> None:
     """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
     config = model.config
@@ -137,7 +143,7 @@ def _check(
                 raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
     for i, text in enumerate(texts):
         question = len(questions[i]) if questions else 0
-        if len(text) + question + max_new_tokens > config.max_positions:
+        if len(text) + (0 if endless else question + max_new_tokens) > config.max_positions:
             raise ValueError(
                 f"Prompt {i} of {counted(len(text), 'token')}, its question of {question} and {max_new_tokens} new "
                 f"tokens exceed the model's {config.max_positions} positions."

@@ -37,7 +37,7 @@ from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.methods.plan import longest_short
+from clusterkv_jax.methods.plan import is_endless, longest_short
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.prng import seed_key, seed_keys, spread
 from clusterkv_jax.programs import Compilation, compilation, compiler
@@ -142,6 +142,7 @@ def generate(
         chat_template_kwargs=chat_template_kwargs,
         special_tokens=special_tokens,
         streams=on_text is not None,
+        endless=is_endless(named),
     )
     method = completed(model, named, batch.chat)
     if check_flag(keep_short=keep_short):
@@ -192,7 +193,7 @@ def compile_ahead(
     Arguments and errors are those of `generate`: `sizes` are those that say what is read, and where an answer ends.
     `on_program` is called with each program's name. A method with a host store is left to compile as it runs.
     """
-    batch = make_batch(model, prompts, **sizes)
+    batch = make_batch(model, prompts, **sizes, endless=is_endless(method or Full()))
     method, sampling = completed(model, method or Full(), batch.chat), sampling or Sampling()
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):

@@ -36,6 +36,19 @@ def answers(questions=None, **options):
     return ckv.generate(demo(), [text()] * len(questions), questions=questions, **options)
 
 
+def test_rows_that_move_together_need_no_positions_for_what_follows():
+    model, window = tiny(), ckv.StreamingLLM(ckv.Budget(tokens=16), 4, rerotate=True)
+    longer = dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=1024))
+    asked = {"method": window, "max_new_tokens": 300, "questions": [prompt(2, 5)]}
+    far = ckv.generate(model, [prompt(1, 40)], **asked)
+    assert far.tokens == ckv.generate(longer, [prompt(1, 40)], **asked).tokens
+    assert far.stats.new_tokens == [300]
+    with pytest.raises(ValueError, match="Prompt 0 of 257 tokens"):
+        ckv.generate(model, [prompt(1, 257)], **asked)
+    with pytest.raises(ValueError, match="exceed the model's 256 positions"):
+        ckv.generate(model, [prompt(1, 40)], **asked | {"method": dataclasses.replace(window, rerotate=False)})
+
+
 def test_a_compressed_text_is_answered_from_and_streamed():
     pieces, states = [], []
     result = answers(

@@ -38,10 +38,11 @@ def check_prompts(model: Any, prompts: Sequence[Any], methods: Mapping[str, Any]
 
     from clusterkv_jax.batch import make_batch
     from clusterkv_jax.engine.orders import request_of_batch
-    from clusterkv_jax.methods.plan import check_prompts
+    from clusterkv_jax.methods.plan import check_prompts, is_endless
     from clusterkv_jax.presets import completed
 
-    batch = make_batch(model, prompts, **{name: size for name, size in sizes.items() if name != "sampling"})
+    sizes = {name: size for name, size in sizes.items() if name != "sampling"}
+    batch = make_batch(model, prompts, **sizes, endless=all(map(is_endless, methods.values())))
     lengths = np.asarray([len(text) for text in batch.texts], np.int64)
     for method in methods.values():
         method = completed(model, method, batch.chat)

@@ -287,6 +287,11 @@ def check_prompts(config: ModelConfig, method: Method, request: Request, lengths
         _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
 
 
+def is_endless(method: Method) -> bool:
+    """Whether a method moves its rows together with every token, so that no position grows with the text."""
+    return method.holds == "moved" and method.schedule.kind == "ring"
+
+
 def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:
     """Raise ValueError if the method has no words that the model knows, or the model no positions for what is fed."""
     how, name = repetition_of(method), type(method).__name__
