@@ -14,7 +14,7 @@ class Stats:
 
     Attributes:
         ttft_s: seconds from the tokenised prompts to the first token of every sequence: prefill, compression, question;
-            without those of `compile_s`. In an engine with them, and with those of waiting.
+            without those of `compile_s`. In an engine with those of waiting.
         tpot_s: seconds per decode step after the first token, 0 if there was none; without those of `compile_s`.
         compile_s: seconds within this call that went into tracing and compiling programs not seen before. What ran
             meanwhile is in neither of the other two, so a first call's are a little too small.

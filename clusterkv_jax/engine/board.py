@@ -23,7 +23,7 @@ class Order:
         sampling: as in `generate`.
         seed: of its draws.
         read_seed: of what its method draws.
-        added_s: when it was added.
+        added_s: when it was added, by a clock that stands still while the engine compiles.
         compile_s: seconds that the engine had compiled by then.
     """
 

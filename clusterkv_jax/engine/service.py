@@ -39,7 +39,7 @@ from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.prng import seed_words, spread
-from clusterkv_jax.programs import compilation
+from clusterkv_jax.programs import Compilation, compilation
 from clusterkv_jax.results import Result
 from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.settings import own_settings
@@ -129,6 +129,7 @@ class Engine:
         self._listeners: list[deque[tuple[Handle, str]]] = []
         self._reader = Reader(model, self.method, self._layout, self._shelf)
         self._tally, self._added, self._read_count, self._questions_compiled = Tally(), 0, 0, False
+        self._compiling = Compilation()
 
     @property
     def memory(self) -> MemoryPlan:
@@ -193,8 +194,7 @@ class Engine:
             question: a text or token ids, fed after the prompt has been compressed.
             max_new_tokens: as in `generate`, and so are the other three.
             sampling: greedy by default.
-            stop: texts that end it.
-            stop_ids: tokens that end it.
+            stop, stop_ids: texts and tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
             texts: `chat`, `system`, `chat_template_kwargs` and `special_tokens`, as in `generate`; of a context
                 they are said to `read`.
@@ -205,14 +205,7 @@ class Engine:
         return self._join(prompt, question, sampling=sampling, seed=seed, read_seed=seed, **sizes)
 
     def _join(
-        self,
-        prompt: Any,
-        question: Any,
-        *,
-        sampling: Sampling | None = None,
-        seed: int,
-        read_seed: int,
-        **sizes: Any,
+        self, prompt: Any, question: Any, *, sampling: Sampling | None = None, seed: int, read_seed: int, **sizes: Any
     ) -> Handle:
         """`add` of a request that is read by another seed than it draws by."""
         sampling = Sampling() if sampling is None else sampling
@@ -222,7 +215,7 @@ class Engine:
             check_own(context, self._shelf)
         batch = self._reader.batch(prompt if context is None else context, question, **sizes)
         length = len(batch.texts[0]) if context is None else context.length
-        at = time.perf_counter(), self._tally.compile_s
+        at = self._now(), self._compiled_s
         order = Order(self._added, batch, length, context, sampling, int(seed), int(read_seed), *at)
         while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
             self.step()
@@ -348,7 +341,7 @@ class Engine:
         self._slots, tokens = programs.start(
             self._slots, next_draws(self._board.seats, self.model.config.vocab_size), mask
         )
-        tokens, now = fetch(tokens), time.perf_counter()
+        tokens, now = fetch(tokens), self._now()
         for slot in new:
             self._tally = with_first(self._tally, now - self._board.seat(slot).order.added_s)
             self._say(slot, [int(tokens[slot])], now)
@@ -372,7 +365,7 @@ class Engine:
         )
         tokens, steps = fetch((tokens, steps))
         self._count(steps=int(steps), active_steps=int((tokens != -1).sum()))
-        now = time.perf_counter()
+        now = self._now()
         for slot in active:
             self._say(slot, tokens[slot].tolist(), now)
 
@@ -410,7 +403,7 @@ class Engine:
         if slot is not None and not self.method.forgets:
             with self._on_mesh():
                 looked_at = programs.of_slot(self._slots.cache, slot)
-        return result_of(self.model, seat, self._layout, looked_at, now, self._tally.compile_s)
+        return result_of(self.model, seat, self._layout, looked_at, now, self._compiled_s)
 
     # --- small parts ---
 
@@ -423,17 +416,27 @@ class Engine:
         doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
         explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
         with own_settings(), compilation() as total, self._on_mesh(), explained:
+            self._compiling = total
             try:
                 yield
             finally:
                 busy_s = time.perf_counter() - begin
                 self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
+                self._compiling = Compilation()
+
+    def _now(self) -> float:
+        """Seconds of a clock that stands still while the engine compiles."""
+        return time.perf_counter() - self._compiled_s
+
+    @property
+    def _compiled_s(self) -> float:
+        return self._tally.compile_s + self._compiling.seconds
 
     def _cancel(self, handle: Handle) -> None:
         if handle.done:
             return
         slot, seat = place_of(self._board, handle.number)
-        self._end(handle.number, "cancelled", self._outcome(slot, seat, time.perf_counter()))
+        self._end(handle.number, "cancelled", self._outcome(slot, seat, self._now()))
 
     def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
         """A request leaves, and its slot is free."""

@@ -38,7 +38,7 @@ class EngineStats:
         steps: of decoding, each for all slots.
         tokens_per_s: of the seconds that were not spent compiling.
         occupancy: mean share of the slots that generate, over all decode steps.
-        ttft_s: mean seconds from `add` to a request's first token.
+        ttft_s: mean seconds from `add` to a request's first token, without those of compiling.
         longest_ttft_s: the longest of these.
         waiting: requests in the queue.
         active: requests in slots.

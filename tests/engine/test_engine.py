@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import string
+import time
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,15 @@ def alone(seed, length, question=0, new=8, sampling=None, eos=()):
 
 def engine(model=None, **options):
     return ckv.Engine(model or tiny(), **{"method": METHOD, **SIZES, **options})
+
+
+def test_times_leave_compiling_out():
+    served = ckv.Engine(tiny(), method=METHOD, slots=5, max_tokens=112, reserve=48)  # which nothing else compiles
+    begin = time.perf_counter()
+    stats = served.add(prompt(5, 21), max_new_tokens=3).result().stats
+    elapsed = time.perf_counter() - begin
+    assert 0 < stats.ttft_s + 2 * stats.tpot_s <= elapsed - stats.compile_s
+    assert stats.compile_s > stats.ttft_s > 0
 
 
 def test_requests_outnumber_slots_and_come_out_as_if_alone():
