@@ -189,7 +189,7 @@ def ask(model: ckv.Model, method: Any, cache: KVCache, questions: list[str], mos
     args = model.params, model.config, method, state, jax.random.key(0), jnp.int32(1), jnp.int32(most - 1)
     _, rest, _ = decode_loop(*args, **options)
     rows = np.concatenate([first[:, None], np.asarray(rest)], axis=1)
-    return [decode(model, [int(token) for token in row if token >= 0]) for row in rows]
+    return [decode(model.tokenizer, [int(token) for token in row if token >= 0]) for row in rows]
 
 
 def right(model: ckv.Model, method: Any, cache: KVCache, pairs: list[tuple[str, str]]) -> int:
