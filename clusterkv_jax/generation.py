@@ -142,7 +142,7 @@ def generate(
         chat_template_kwargs=chat_template_kwargs,
         special_tokens=special_tokens,
         streams=on_text is not None,
-        endless=is_endless(named),
+        endless=is_endless(named, model.config.max_positions) and not keep_short,
     )
     method = completed(model, named, batch.chat)
     if check_flag(keep_short=keep_short):
@@ -193,7 +193,8 @@ def compile_ahead(
     Arguments and errors are those of `generate`: `sizes` are those that say what is read, and where an answer ends.
     `on_program` is called with each program's name. A method with a host store is left to compile as it runs.
     """
-    batch = make_batch(model, prompts, **sizes, endless=is_endless(method or Full()))
+    endless = is_endless(method or Full(), model.config.max_positions)
+    batch = make_batch(model, prompts, **sizes, endless=endless)
     method, sampling = completed(model, method or Full(), batch.chat), sampling or Sampling()
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):

@@ -65,7 +65,7 @@ def check_seed(seed: Any, name: str = "seed") -> None:
 
 def check_seeds(seed: Any, count: int) -> None:
     """Raise ValueError unless it is a seed, or a list of as many seeds as there are requests."""
-    if not isinstance(seed, list | tuple | np.ndarray):
+    if np.ndim(seed) == 0:
         check_seed(seed)
         return
     if len(seed) != count:

@@ -267,7 +267,7 @@ def _check_origin(path: Path, about: _About, config: ModelConfig, method: Method
                 f"this one has {ours[name]!r}."
             )
     if about.method != repr(method):
-        alike = about.method.startswith(f"{type(method).__name__}(")
+        alike = about.method.startswith((f"{type(method).__name__}(", "Auto("))
         hint = "; clusterkv_jax.completed(model, method) has what a calibration says" if alike else ""
         raise ValueError(f"The cache {path} was made by {shown(about.method)}, not by {method!r}{hint}.")
 

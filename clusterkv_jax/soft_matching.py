@@ -19,12 +19,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache, key_numbers, moved_up
+from clusterkv_jax.cache import LayerCache, key_numbers, moved_up, take_slots
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import dequantised, row_squares
 from clusterkv_jax.kernels.row_merge import Squares, row_merge
+
+# Rows whose keys are in float32 at once, where codes cannot be matched as they are.
+WHOLE_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -264,9 +267,10 @@ def merge_best(
     # Sequences that are done are not even read.
     middle = jnp.where(merges[:, None] > 0, listed - recent, 0)
     where: dict[str, Any] = {"chunk": chunk, "length": middle, "index": slots}
-    if edges is None:
-        # Codes are matched as they are, but not those of keys less a mean, whose angles are others.
-        match, score = chunked_matching(layer.keys if layer.key_mean is None else key_numbers(layer), **where)
+    if edges is None and layer.key_mean is not None:
+        match, score = _by_whole_keys(layer, slots, middle, chunk)
+    elif edges is None:
+        match, score = chunked_matching(layer.keys, **where)
     else:
         assert squares[0] is not None
         match, score = chunked_matching(
@@ -283,6 +287,29 @@ def merge_best(
     )
     layer = replace(layer, keys=keys, values=values, degree=degree, length=layer.length - merges[:, None])
     return layer, slots, squares
+
+
+def _by_whole_keys(
+    layer: LayerCache, slots: Int[Array, "B K R"], middle: Int[Array, "B K"], chunk: int
+) -> tuple[Int[Array, "B K A"], Float[Array, "B K A"]]:
+    """`chunked_matching` by the cosines of keys with their mean, whose codes have other angles.
+
+    Some chunks at a time: the keys of all of them in float32 would be twice the cache.
+    """
+    rows = chunk * max(1, WHOLE_ROWS // chunk)
+    parts = -(-slots.shape[2] // rows)
+    padded = jnp.pad(slots, ((0, 0), (0, 0), (0, parts * rows - slots.shape[2])))
+
+    def part(first: Int[Array, ""]) -> tuple[Array, Array]:
+        here = take_slots(layer, jax.lax.dynamic_slice_in_dim(padded, first, rows, axis=2))
+        match, score = chunked_matching(key_numbers(here), chunk=chunk, length=jnp.clip(middle - first, 0, rows))
+        return jnp.where(match >= 0, match + first, match), score
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(*slots.shape[:2], -1)[:, :, : (slots.shape[2] + 1) // 2]
+
+    match, score = jax.lax.map(part, rows * jnp.arange(parts, dtype=jnp.int32))
+    return joined(match), joined(score)
 
 
 def _key_squares(layer: LayerCache, stored: Float[Array, "B K C"]) -> Float[Array, "B K C"]:

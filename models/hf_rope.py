@@ -175,6 +175,7 @@ def scaling_to_hf(scaling: Scaling | None) -> dict[str, Any] | None:
                 "beta_slow": scaling.beta_slow,
                 "truncate": scaling.truncate,
             }
-        case LongScaling(factors, attention_factor):
-            both = {"short_factor": list(factors), "long_factor": list(factors)}
-            return {"rope_type": "longrope", "attention_factor": attention_factor, **both}
+        case LongScaling(factors, attention_factor, short, original):
+            both = {"short_factor": list(short or factors), "long_factor": list(factors)}
+            first = {} if original is None else {"original_max_position_embeddings": original}
+            return {"rope_type": "longrope", "attention_factor": attention_factor, **both, **first}

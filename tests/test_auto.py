@@ -27,6 +27,15 @@ def test_auto_becomes_what_the_calibration_chose(choice, expected):
     assert method.budget.shares is not None
 
 
+def test_what_is_asked_of_auto_stays():
+    model = ckv.load("demo")
+    model = replace(model, calibration=replace(model.calibration, auto="kvzap"))
+    assert presets.completed(model, ckv.Auto(BUDGET, recent=20)).recent == 20
+    assert presets.completed(model, ckv.Auto(ckv.Budget(tokens=20))).recent == 15
+    whole = presets.completed(model, ckv.Composed(ckv.Auto(BUDGET), ckv.Full()))
+    assert type(whole.prefill) is ckv.KVzap
+
+
 def test_a_choice_is_written_and_read(tmp_path):
     measured = ckv.load("demo").calibration
     for choice in ("kvzap", None):

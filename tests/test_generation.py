@@ -43,6 +43,9 @@ def test_rows_that_move_together_need_no_positions_for_what_follows():
     far = ckv.generate(model, [prompt(1, 40)], **asked)
     assert far.tokens == ckv.generate(longer, [prompt(1, 40)], **asked).tokens
     assert far.stats.new_tokens == [300]
+    for kept in (ckv.Budget(tokens=300), ckv.Budget(ratio=0.5)):  # would hold rows beyond the model's positions
+        with pytest.raises(ValueError, match="exceed the model's 256 positions"):
+            ckv.generate(model, [prompt(1, 40)], **asked | {"method": dataclasses.replace(window, budget=kept)})
     with pytest.raises(ValueError, match="Prompt 0 of 257 tokens"):
         ckv.generate(model, [prompt(1, 257)], **asked)
     with pytest.raises(ValueError, match="exceed the model's 256 positions"):

@@ -58,6 +58,24 @@ def test_a_saved_text_answers_as_one_that_is_read(model, saved):
     assert "50.0%" in shown.stdout
 
 
+def test_a_method_in_a_file_runs_only_where_it_is_given(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from clusterkv_jax import StreamingLLM\nfrom dataclasses import dataclass\n\n\n"
+        "@dataclass(frozen=True)\nclass Mine(StreamingLLM):\n    pass\n"
+    )
+    (tmp_path / "text.txt").write_text(TEXT)
+    kept = ("--method", "mine.py:Mine", "--cache-ratio", 0.5, "--room", 64)
+    assert run("read", "text.txt", "--output", "a.ckv", "--model", model, *kept).exit_code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ask = ("generate", "--cache", "../a.ckv", "--question", "Who?", "--max-new-tokens", 2)
+    refused = run(*ask)
+    assert refused.exit_code == 2
+    assert "give it as --method too" in " ".join(refused.stderr.split())
+    assert run(*ask, "--method", "../mine.py:Mine").exit_code == 0
+
+
 def test_files_and_folders_are_one_text(tmp_path):
     (tmp_path / "notes").mkdir()
     for name in ("b.txt", "a.md", "c.png"):

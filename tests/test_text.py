@@ -174,6 +174,19 @@ def test_a_panic_is_one_sentence(changes, tmp_path):
         check_sentence(str(error))
 
 
+def test_another_file_is_no_way_around_the_trial(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"fast_tokenizer_files": ["tokenizer.4.0.0.json"]}')
+    LETTERS.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="names fast_tokenizer_files"):
+        tokenizer_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["conversations", "chat_template"])
+def test_what_a_template_writes_is_no_argument_of_it(name):
+    with pytest.raises(ValueError, match=f"must not name {name}, which"):
+        prompts.as_chat(True, None, {name: 1})
+
+
 def test_a_tokenizer_is_tried_once(tmp_path, monkeypatch):
     folder = write(tmp_path, {"added_tokens": []})
     assert tokenizer_in(folder).convert_tokens_to_ids("a") == 0

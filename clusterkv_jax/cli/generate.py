@@ -136,7 +136,7 @@ def generate(
         _check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if cache is not None:
-            given = {"--method": methods != ["full"], "--budget": budgets, "--cache-ratio": cache_ratio}
+            given = {"--method": len(methods) > 1, "--budget": budgets, "--cache-ratio": cache_ratio}
             given |= {"--cache-tokens": cache_tokens, "--cache-dtype": cache_dtype, "--calibration": calibration}
             given |= {"--raw": raw, "--system": system, "--chat-template-kwargs": chat_template_kwargs}
             given |= {"--no-special-tokens": not special_tokens, "--prefill-chunk": prefill_chunk}
@@ -144,7 +144,8 @@ def generate(
             check_decided(given)
             how = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
             how |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
-            runs = [ask_saved(cache, model, question or [], how, slots, quiet=as_json)]
+            method = None if methods == ["full"] else methods[0]
+            runs = [ask_saved(cache, model, method, question or [], how, slots, quiet=as_json)]
             _show(runs, model or str(cache), [], question or [], as_json=as_json)
             return
         model = model or "demo"

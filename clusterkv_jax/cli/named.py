@@ -42,7 +42,8 @@ def check_prompts(model: Any, prompts: Sequence[Any], methods: Mapping[str, Any]
     from clusterkv_jax.presets import completed
 
     sizes = {name: size for name, size in sizes.items() if name != "sampling"}
-    batch = make_batch(model, prompts, **sizes, endless=all(map(is_endless, methods.values())))
+    endless = all(is_endless(method, model.config.max_positions) for method in methods.values())
+    batch = make_batch(model, prompts, **sizes, endless=endless)
     lengths = np.asarray([len(text) for text in batch.texts], np.int64)
     for method in methods.values():
         method = completed(model, method, batch.chat)

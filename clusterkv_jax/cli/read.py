@@ -79,9 +79,9 @@ def read(
         if not output.parent.is_dir():
             raise ValueError(f"The folder {output.parent} does not exist; make it before a cache is written there.")
         use_compilation_cache(compilation_cache)
-        place = str(Path(model).resolve()) if Path(model).is_dir() else model
+        places = placed(model), placed(method), None if calibration is None else placed(calibration)
         how = Reading(
-            *(place, method, cache_ratio, cache_tokens, cache_dtype, calibration, raw, system, chat_template_kwargs),
+            *(*places[:2], cache_ratio, cache_tokens, cache_dtype, places[2], raw, system, chat_template_kwargs),
             *(special_tokens, 0, room, text[-2:]),
         )
         network, name, candidate, reading = _opened(how)
@@ -100,6 +100,13 @@ def read(
         plain_console().print(line, highlight=False, soft_wrap=True)
 
 
+def placed(name: str) -> str:
+    """A name that is a file or folder here, or FILE.py:Class of one, as it is found from everywhere."""
+    path, colon, inside = name.rpartition(":") if ".py:" in name else (name, "", "")
+    named = name == "demo" or not (Path(path).suffix or Path(path).is_dir())
+    return name if named or not Path(path).exists() else f"{Path(path).resolve()}{colon}{inside}"
+
+
 def listed(files: Sequence[str]) -> list[str]:
     """Files, and the texts of folders in the order of their names. Raises ValueError for a folder without any."""
     found = []
@@ -113,12 +120,19 @@ def listed(files: Sequence[str]) -> list[str]:
 
 def check_decided(given: Mapping[str, Any]) -> None:
     """Raise ValueError for options beside --cache that were decided when the text was read."""
-    if wrong := [option for option, value in given.items() if value]:
+    if wrong := [option for option, value in given.items() if value not in (None, False, [])]:
         raise ValueError(f"--cache holds a text as 'clusterkv read' was told to read it; leave {wrong[0]} out.")
 
 
 def ask_saved(
-    cache: Path, model: str | None, questions: list[str], options: Mapping[str, Any], slots: int, *, quiet: bool
+    cache: Path,
+    model: str | None,
+    method: str | None,
+    questions: list[str],
+    options: Mapping[str, Any],
+    slots: int,
+    *,
+    quiet: bool,
 ) -> Run:
     """Answers to questions about a saved text, by the model that read it, or by `model`, which must be the same.
 
@@ -133,6 +147,7 @@ def ask_saved(
     if not content:
         raise ValueError(f"{cache} does not say how it was read; 'clusterkv read' makes files for --cache.")
     how = checked(content, Reading, str(cache))
+    _check_method(cache, how.method, method)
     how = replace(how, model=model or how.model)
     network, name, method, reading = _opened(how)
     tails = _encoded(network, f"x{how.end}", questions, reading)[1]
@@ -152,6 +167,16 @@ def ask_saved(
         line = f"{name}: {stats.compile_s:.1f} s of compiling"
         plain_console(stderr=True, quiet=quiet).print(line, style="dim", highlight=False, soft_wrap=True)
     return Run(name, method, [r.texts[0] for r in results], ends, [r.stats for r in results], stats)
+
+
+def _check_method(cache: Path, named: str, given: str | None) -> None:
+    """Raise ValueError for another method than the file's, and for one in a file, which is a program, not given too."""
+    from clusterkv_jax.presets import is_file
+
+    if given is None and is_file(named):
+        raise ValueError(f"{cache} names a method in a file, {named}; give it as --method too, if you trust that file.")
+    if given is not None and placed(given) != named:
+        raise ValueError(f"{cache} was read with {named}, not {given}; leave --method out.")
 
 
 def _opened(how: Reading) -> tuple[Any, str, Any, dict[str, Any]]:

@@ -28,6 +28,8 @@ SpecialTokens = Annotated[
 
 def read_text(prompt_file: str) -> str:
     """The prompt: a UTF-8 file, or standard input for '-'; a byte order mark is no part of it."""
+    if prompt_file == "-" and sys.stdin is None:
+        raise ValueError("Standard input is closed; name a prompt file.")
     if prompt_file == "-":
         raw = sys.stdin.buffer.read(MOST_PROMPT + 1)
     else:

@@ -88,6 +88,8 @@ def in_frame(how: Repetition, tokens: Any, lengths: Any) -> tuple[Instruction, i
     if how.frame is None or ids is None or counts is None:
         return how.words, 0
     prefix, suffix = how.frame
+    if ids.shape[1] <= len(prefix):
+        return how.words, 0
     begins = (counts > len(prefix)) & (ids[:, : len(prefix)] == np.asarray(prefix)).all(axis=1)
     if not begins.any():
         return how.words, 0

@@ -1,6 +1,6 @@
 """Auto: the method that a model's calibration chose (docs/methods/orbitkv.md, docs/results/pretrained.md)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from clusterkv_jax.calibration import AutoChoice
@@ -17,8 +17,8 @@ class Auto(OrbitKV):
     """What to take where nothing speaks for another method: it becomes that of the model's calibration.
 
     `presets.completed` puts the chosen method in its place, as `generate` and engines do: OrbitKV with these fields
-    where merging was measured to lose less than dropping, else KVzap with 32 recent rows. Without a calibration it is
-    OrbitKV.
+    where merging was measured to lose less than dropping, else KVzap, with 32 recent rows unless `recent` says another
+    number. KVzap has no `merged`. Without a calibration it is OrbitKV.
     """
 
     def chosen(self, choice: AutoChoice | None) -> Method:
@@ -27,9 +27,19 @@ class Auto(OrbitKV):
         if choice == "orbitkv":
             return OrbitKV(**mine)
         shared = {name: mine[name] for name in ("budget", "sinks", "cache_dtype")}
-        return KVzap(**shared, recent=RECENT, decode_interval=self.interval)
+        return KVzap(**shared, recent=self._recent(), decode_interval=self.interval)
+
+    def _recent(self) -> int:
+        """Recent rows of KVzap: more than OrbitKV's, if nothing else was said and a budget of tokens has room."""
+        if self.recent != OrbitKV.recent:
+            return self.recent
+        room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.spare
+        return max(self.recent, min(RECENT, room))
 
 
-def settled(method: Any, choice: AutoChoice | None) -> Method:
-    """The method with what a calibration chose in place of `Auto`."""
-    return method.chosen(choice) if hasattr(method, "chosen") else method
+def settled(method: Any, choice: AutoChoice | None) -> Any:
+    """The method with what a calibration chose in place of `Auto`, also where it is a part of another."""
+    if hasattr(method, "chosen"):
+        return method.chosen(choice)
+    parts = {name: settled(getattr(method, name), choice) for name in ("method", "prefill") if hasattr(method, name)}
+    return replace(method, **parts) if parts else method

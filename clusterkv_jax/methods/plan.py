@@ -287,9 +287,12 @@ def check_prompts(config: ModelConfig, method: Method, request: Request, lengths
         _check_repetition(method, config, int(np.max(lengths if lengths.size else request.lengths)))
 
 
-def is_endless(method: Method) -> bool:
-    """Whether a method moves its rows together with every token, so that no position grows with the text."""
-    return method.holds == "moved" and method.schedule.kind == "ring"
+def is_endless(method: Any, positions: int) -> bool:
+    """Whether a method moves its rows together with every token and holds no more of them than there are positions:
+    none then grows with the text.
+    """
+    ring = method.holds == "moved" and method.schedule.kind == "ring"
+    return ring and (method.budget.tokens or positions + 1) <= positions
 
 
 def _check_repetition(method: Method, config: ModelConfig, longest: int) -> None:

@@ -38,7 +38,8 @@ _PATTERNS = {
 _TOKENS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
 _BEGIN_FIRST = _TOKENS_FIRST
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_LONGEST = 2**10
+# Letters of a token; pairs of tokens that make up one, on average.
+_LONGEST, _PAIRS = 2**8, 16
 _SPACE = "\u2581"
 
 
@@ -197,4 +198,6 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs = [(vocabulary[a], vocabulary[b], a, b) for a, b in cuts if a in vocabulary and b in vocabulary]
         found += [(-scores[number], *pair) for pair in sorted(pairs)]
+        if len(found) > _PAIRS * (len(vocabulary) + _LONGEST):
+            raise ValueError(f"Its tokens are made up of others in more than {_PAIRS} ways each.")
     return [(a, b) for _, _, _, a, b in sorted(found, key=lambda pair: pair[0])]

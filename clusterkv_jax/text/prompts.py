@@ -30,6 +30,8 @@ def as_chat(chat: Any, system: Any, arguments: Any) -> Chat | None:
     named = isinstance(arguments, Mapping) and all(isinstance(name, str) for name in arguments)
     if not (arguments is None or named):
         raise ValueError(f"chat_template_kwargs must be values by name or None, got {shown(arguments)}.")
+    if taken := {"conversations", "messages", "chat_template", "template"} & set(arguments or ()):
+        raise ValueError(f"chat_template_kwargs must not name {min(taken)}, which is what the template writes.")
     if not chat and (system is not None or arguments):
         raise ValueError("system and chat_template_kwargs are parts of a chat template: they need chat=True.")
     return Chat(system, dict(arguments or {})) if chat else None

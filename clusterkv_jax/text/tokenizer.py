@@ -12,7 +12,7 @@ from typing import Any
 
 import platformdirs
 
-from clusterkv_jax.schema import MIB, shown, size
+from clusterkv_jax.schema import MIB, from_json, read_text, shown, size
 from clusterkv_jax.text import guard
 
 Tokens = list[int]
@@ -41,6 +41,8 @@ def tokenizer_in(folder: Path, *, trusted: bool = False) -> Any:
         if (nbytes := file.stat().st_size) > MOST_BYTES:
             raise ValueError(f"{file} has {nbytes:,} bytes, and tokenizers are read up to {size(MOST_BYTES)}.")
     try:
+        if not trusted and "tokenizer_config.json" in found:
+            _check_names(folder / "tokenizer_config.json")
         if not trusted and "tokenizer.json" in found:
             _try_once(folder / "tokenizer.json")
         with guard.panics_caught():
@@ -53,6 +55,12 @@ def tokenizer_in(folder: Path, *, trusted: bool = False) -> Any:
         return None
     tokenizer.clean_up_tokenization_spaces = False  # what was shown would change with what follows
     return tokenizer
+
+
+def _check_names(file: Path) -> None:
+    """Raise ValueError where another file would be taken for tokenizer.json, which nobody has tried."""
+    if "fast_tokenizer_files" in from_json(read_text(file, most=MOST_BYTES), str(file), finite=False):
+        raise ValueError(f"{file} names fast_tokenizer_files; the tokenizer must be tokenizer.json.")
 
 
 def _load(folder: Path) -> Any:

@@ -104,6 +104,9 @@ def test_a_prompt_in_a_chat_template_is_repeated_in_it():
             assert held(layer) == [best(head, 12, 2, 1) for head in scores[0]]
     with pytest.raises(ValueError, match=r"^Prompt 1 does not begin with the model's chat template, and others do"):
         prefill(method, [chat, plain], model, width=len(chat))
+    longer = dataclasses.replace(method, frame=(tuple(range(len(plain) + 1)), suffix))
+    cache, _ = prefill(longer, [plain], model, width=len(plain))  # no template fits into it
+    assert held(cache.layers[0]) == held(prefill(method, [plain], model, width=len(plain))[0].layers[0])
 
 
 def test_heads_of_a_layer_share_its_rows_without_a_safeguard():

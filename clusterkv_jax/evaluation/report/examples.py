@@ -47,7 +47,7 @@ def _example(answers: Sequence[Mapping[str, Any]]) -> Example:
         (line["method"], budget_name(line["budget"]), excerpt(line["output"]), 100 * line["score"]) for line in ordered
     )
     return Example(
-        first["task"], first["id"], excerpt(first["question"]), excerpt(" | ".join(first["expected"])), shown
+        first["task"], first["id"], excerpt(first.get("question", "")), excerpt(" | ".join(first["expected"])), shown
     )
 
 
