@@ -88,6 +88,10 @@ def test_a_context_is_asked_in_its_chat():
     for question, options in ((None, {}), ("Who?", chat)):
         with pytest.raises(ValueError, match=r"needs a question in words|must be said where a context is read"):
             engine.add(context, question, **options)
+    repeating = ckv.Engine(model(), method=ckv.KVzip(ckv.Budget(ratio=0.5), chunk=16), max_tokens=64, reserve=16)
+    for ask in (repeating.add, repeating.read):
+        with pytest.raises(ValueError, match="KVzip repeats prompts in the chat template as it stands"):
+            ask("A text.", max_new_tokens=4, **chat)
 
 
 @pytest.mark.parametrize(

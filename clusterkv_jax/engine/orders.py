@@ -12,8 +12,10 @@ from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
 from clusterkv_jax.errors import counted, shown
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.plan import repeats
 from clusterkv_jax.methods.request import Request, request_of_model
 from clusterkv_jax.sampling import Sampling, check_seed
+from clusterkv_jax.text.chat import Chat
 
 
 def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, question: Any, **sizes: Any) -> Batch:
@@ -21,9 +23,19 @@ def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, ques
     questions = None if question is None else [question]
     batch = replace(make_batch(model, [prompt], questions=questions, **sizes), whole=limits.whole)
     check_lengths(limits, len(batch.texts[0]), batch)
+    check_chat(model, method, batch.chat)
     request = request_of_batch(model, method, batch)
     check_prompts(model.config, method, request, np.asarray([len(batch.texts[0])], np.int64))
     return batch
+
+
+def check_chat(model: Model, method: Method, chat: Chat | None) -> None:
+    """Raise ValueError for a chat that a method would not repeat prompts in: an engine knows its template alone."""
+    if repeats(model.config, method) and chat not in (None, Chat()):
+        raise ValueError(
+            f"{type(method).__name__} repeats prompts in the chat template as it stands, so an engine takes no system "
+            "and no chat_template_kwargs for it; generate does."
+        )
 
 
 def context_batch(model: Model, limits: Limits, context: Context, question: Any, **sizes: Any) -> Batch:

@@ -18,7 +18,14 @@ from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.board import Order
 from clusterkv_jax.engine.contexts import Context, Reading, Shelf
 from clusterkv_jax.engine.layout import Layout, Limits
-from clusterkv_jax.engine.orders import answer_tokens, context_batch, prompt_batch, request_of_batch, rows_alike
+from clusterkv_jax.engine.orders import (
+    answer_tokens,
+    check_chat,
+    context_batch,
+    prompt_batch,
+    request_of_batch,
+    rows_alike,
+)
 from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.prng import seed_key
@@ -47,6 +54,7 @@ class Reader:
         """A new context on the shelf: of a text, token ids, or a saved cache; `texts` as in `Engine.add`."""
         limits = self.layout.limits
         chat = as_chat(texts.pop("chat", False), texts.pop("system", None), texts.pop("chat_template_kwargs", None))
+        check_chat(self.model, self.method, chat)
         if chat is not None and not isinstance(text, str):
             raise ValueError(f"prompt 0 must be a text to be part of a chat, got {shown(text)}.")
         if is_file(text):
