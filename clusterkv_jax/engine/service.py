@@ -194,10 +194,10 @@ class Engine:
             question: a text or token ids, fed after the prompt has been compressed.
             max_new_tokens: as in `generate`, and so are the other three.
             sampling: greedy by default.
-            stop, stop_ids: texts and tokens that end it.
+            stop: texts that end it.
+            stop_ids: tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
-            texts: `chat`, `system`, `chat_template_kwargs` and `special_tokens`, as in `generate`; of a context
-                they are said to `read`.
+            texts: `chat`, `system`, `chat_template_kwargs`, `special_tokens` as in `generate`; for a context in `read`.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
