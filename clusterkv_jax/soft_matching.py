@@ -27,7 +27,7 @@ from clusterkv_jax.kernels.quantised import dequantised, row_squares
 from clusterkv_jax.kernels.row_merge import Squares, row_merge
 
 # Rows whose keys are in float32 at once, where codes cannot be matched as they are.
-WHOLE_ROWS = 2048
+WHOLE_ROWS = 1024
 
 
 @dataclass(frozen=True)

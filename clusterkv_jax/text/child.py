@@ -7,6 +7,7 @@ return to Python ends the process by a signal.
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -44,19 +45,32 @@ def main() -> None:
 
 
 def _limit(seconds: float, memory: int = MEMORY) -> None:
-    """TimeoutError after so many seconds of computing (0: never), a signal a second later; no more memory than this."""
+    """TimeoutError after so many seconds of computing (0: never), a signal soon after; no more memory than this.
+
+    Both times count the system's part, which is most of it where much memory is touched.
+    """
     try:
         import resource
     except ModuleNotFoundError:  # Windows has neither limit
         return
     signal.signal(signal.SIGPROF, _late)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds and seconds + 1)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _at_most(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds) + 1 if seconds else None)
     statm = Path("/proc/self/statm")
     if statm.exists():
-        used = int(statm.read_text().split()[0]) * resource.getpagesize()
-        most = used + memory if seconds else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        held = int(statm.read_text().split()[0]) * resource.getpagesize()
+        _at_most(resource.RLIMIT_AS, held + memory if seconds else None)
+
+
+def _at_most(kind: int, most: int | None) -> None:
+    """Set a limit of this process; None: as high as it may be."""
+    import resource
+
+    highest = resource.getrlimit(kind)[1]
+    if most is None or (highest != resource.RLIM_INFINITY and most > highest):
+        most = highest
+    resource.setrlimit(kind, (most, highest))
 
 
 def _late(_number: int, _frame: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 # The process that is waiting for work, if one is; transformers takes a second to import, so it is kept.
 _idle: list[subprocess.Popen[str]] = []
 _lock = threading.Lock()
-_ENDS = {"SIGVTALRM": "It takes too long.", "SIGKILL": "It takes too much memory."}
+_ENDS = {"SIGXCPU": "It takes too long.", "SIGKILL": "It takes too much memory."}
 
 
 @contextmanager

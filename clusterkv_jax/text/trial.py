@@ -1,6 +1,5 @@
 """What a tokenizer from outside is tried with before it is used. Runs in a process that may be lost."""
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -21,15 +20,20 @@ def try_out(file: str) -> None:
     transformers is not asked: it takes seconds to import, and its rules are either those of the file or its own.
     """
     tokenizer = Tokenizer.from_file(file)
+    tokenizer.no_padding()  # as transformers calls it
+    tokenizer.no_truncation()
     parts = list(_parts(tokenizer))
     if (growth := math.prod(_growth(part) for _, part in parts)) > MOST_GROWTH:
         raise ValueError(f"Its rules make texts up to {growth:.3g} times longer, and {MOST_GROWTH} are allowed.")
     patterns = "".join(text for kind, part in parts if kind != "decoder" for text in _strings(part))
     letters = "".join(dict.fromkeys(f"a 1'\n.{patterns}"))[:MOST_LETTERS]
     for text in (SAMPLE, *(letter * RUN for letter in letters), letters * 32, patterns[:256] * 8):
-        # A text may be refused, even by a panic, which is no Exception: that is said where a text is really read.
-        with contextlib.suppress(BaseException):
+        try:
             tokenizer.decode(tokenizer.encode(text).ids[:RUN])
+        except (TimeoutError, MemoryError):
+            raise
+        except BaseException:  # a text may be refused, even by a panic: that is said where a text is really read
+            continue
 
 
 def _parts(tokenizer: Tokenizer) -> Iterator[tuple[str, dict[str, Any]]]:
