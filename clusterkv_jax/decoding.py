@@ -29,10 +29,8 @@ from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.errors import out_of_memory_explained, shown
 from clusterkv_jax.host_store import commit
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.pending import Pending
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
-from clusterkv_jax.methods import layer_launch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer, steps_until_due
 from clusterkv_jax.methods.compressing import (
@@ -258,10 +256,10 @@ def append_step(
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
     hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
-    layers, state, before, in_common = [], [], None, layer_launch.in_common(cache)
+    layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         needs = needs_of_layer(config, method, number)
-        static = config.of_layer(number), method, needs, in_common[number]
+        static = config.of_layer(number), method, needs
         rows = cache.layers[number], cache.state[number]
         entering = hidden, before if "lookahead" in needs else None
         with jax.named_scope(f"layer_{number}"):
@@ -270,31 +268,27 @@ def append_step(
         state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
-    hidden = jnp.take_along_axis(few_tokens.settled(hidden), places[..., None], axis=1)
+    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
     logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
     # A GPU's compiler would put the comparisons of all heads into the product of the logits, and find no fast one.
     over = jax.lax.optimization_barrier(overflowed(cache))
     return cache, jnp.where(over, jnp.nan, logits)
 
 
-@partial(jax.jit, static_argnames=("config", "method", "needs", "in_common"))
+@partial(jax.jit, static_argnames=("config", "method", "needs"))
 def _step_layer(
     weights: Params,
     config: ModelConfig,
     method: Method,
     needs: frozenset[str],
-    in_common: bool,
     layer: Layer,
     state: tuple[State, ...],
-    hidden: Float[Array, "B T M"] | Pending,
-    before: Float[Array, "B T M"] | Pending | None,
+    hidden: Float[Array, "B T M"],
+    before: Float[Array, "B T M"] | None,
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T M"] | Pending, Layer, tuple[State, ...]]:
+) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
-    if layer_launch.takes(weights, config, method, needs, in_common, layer, state, hidden):
-        return layer_launch.step(weights, config, layer, state, hidden, positions, real)
-    hidden, before = few_tokens.settled(hidden), None if before is None else few_tokens.settled(before)
     lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
     _check_surrogate(weights, method, needs)
     if "scores" in needs:

@@ -29,12 +29,6 @@ def is_hopper() -> bool:
     return any(name in device_kind() for name in ("H100", "H200", "H800"))
 
 
-def multiprocessors() -> int:
-    """Multiprocessors of the GPU that is compiled for; 0 where there is none of its kind, and it is only described."""
-    kind = device_kind()
-    return max((getattr(x, "core_count", 0) or 0 for x in jax.local_devices() if x.device_kind == kind), default=0)
-
-
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.kernels.expert_layer import Weights, expert_layer
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
-from clusterkv_jax.kernels.pending import Pending, pending, whole
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.split_product import split_product
@@ -210,62 +208,6 @@ def mixes(config: ModelConfig, experts: Experts, x: Float[Array, "B T M"], weigh
     """Whether a kernel takes these tokens through their experts: gated by silu, without biases."""
     plain = config.activation == "silu" and experts.clamp is None and not experts.bias
     return plain and few(x) and x.dtype == weights["up"].dtype == jnp.bfloat16
-
-
-def takes_layer(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"] | Pending) -> bool:
-    """Whether a kernel could take this token through the whole layer: one of experts, whose heads have norms."""
-    if config.decoder is not None or config.experts is None or "experts" not in layer:
-        return False
-    x = settled(hidden)
-    plain = not config.sink_logits and config.soft_cap is None and config.attention_scale is None
-    takes_heads = x.shape[:2] == (1, 1) and projects(config, x) and turns(config, x)
-    return plain and takes_heads and mixes(config, config.experts, x, layer["experts"])
-
-
-def through_layer(
-    layer: Params,
-    config: ModelConfig,
-    hidden: Float[Array, "1 1 M"] | Pending,
-    token: tuple[Int[Array, "1 1"], Bool[Array, "1 1"]],
-    buffers: tuple[Any, ...],
-    lengths: tuple[Int[Array, "1 _"], ...],
-    heads: tuple[tuple[int, ...], ...],
-) -> tuple[Pending, tuple[Any, ...], tuple[Int[Array, "1 _"], ...]]:
-    """A token, its position and whether it is one, through a layer that `takes_layer`; as in `expert_layer`."""
-    assert config.experts is not None
-    assert config.rope is not None
-    if not isinstance(hidden, Pending):
-        hidden = pending(hidden.reshape(-1), config.experts.per_token)
-    cos, sin = (x.reshape(-1) for x in cosines_and_sines(token[0], config.rope))
-    route: Any = {"per_token": config.experts.per_token, "normalize": config.experts.normalize}
-    options = route | {"eps": config.norm_eps, "offset": config.norm_offset}
-    operands = hidden, token, (cos, sin), layer_weights(layer), buffers, lengths
-    return expert_layer(*operands, heads=heads, **options)
-
-
-def layer_weights(layer: Params) -> Weights:
-    """The weights of a layer of experts as `expert_layer` takes them."""
-    attention, experts = layer["attention"], layer["experts"]
-    rows = lambda name: attention[name].reshape(-1, attention[name].shape[-1])  # noqa: E731
-    return Weights(
-        scale=layer["attention_norm"]["scale"],
-        q=rows("q"),
-        k=rows("k"),
-        v=rows("v"),
-        q_scale=attention["q_norm"],
-        k_scale=attention["k_norm"],
-        projection=rows("o"),
-        behind=layer["mlp_norm"]["scale"],
-        router=experts["router"],
-        gate=experts["gate"],
-        up=experts["up"],
-        down=experts["down"],
-    )
-
-
-def settled(hidden: Float[Array, "B T M"] | Pending) -> Float[Array, "B T M"]:
-    """The hidden states, whether a launch has left them in parts or not."""
-    return whole(hidden)[None, None] if isinstance(hidden, Pending) else hidden
 
 
 def mixture(

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import clusterkv_jax as ckv
 from clusterkv_jax import decoding
-from clusterkv_jax.cache import WindowCache, from_tokens, quantised
-from clusterkv_jax.kernels.expert_layer import pallas_gpu
 from clusterkv_jax.kernels.normed_rows import normed_rows
-from clusterkv_jax.kernels.pending import Pending, pending
 from clusterkv_jax.kernels.split_product import split_product
-from clusterkv_jax.methods import by_head, layer_launch
 from clusterkv_jax.models import few_tokens, registry, transformer
 from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
@@ -164,111 +159,3 @@ def test_experts_that_a_kernel_cannot_take_are_left_to_xla(monkeypatch):
         config = registry.from_hf(FAMILIES[name])
         served[name] = few_tokens.mixes(config, config.experts, *rows)
     assert served == {"qwen3_moe": True, "mixtral": True, "gpt_oss": False}
-
-
-def _moe():
-    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=2)
-    return transformer.init(jax.random.key(0), config, jnp.float32), config
-
-
-@pytest.mark.parametrize("by_heads", [True, False])
-@pytest.mark.parametrize("in_a_row", [True, False])
-def test_steps_are_the_same_where_a_launch_takes_whole_layers(by_heads, in_a_row, monkeypatch):
-    """Heads of unequal budgets, and a layer without groups; behind a layer of another kind, and of the same."""
-    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=4)
-    params = transformer.init(jax.random.key(0), config, jnp.float32)
-    heads = config.num_kv_heads
-    shares = tuple(tuple(1.0 + (head + layer) % 2 for head in range(heads)) for layer in range(4)) if by_heads else None
-    method = ckv.CentroidKV(ckv.Budget(ratio=0.5, shares=shares), sinks=2, recent=4, chunk=16)
-    tokens = np.asarray(jax.random.randint(jax.random.key(1), (1, 48), 0, config.vocab_size))
-    cache, _ = ckv.prefill(params, config, method, tokens, np.array([48]), max_new_tokens=4)
-
-    def steps():
-        after, _ = decoding.decode_step(params, config, method, cache, jnp.array([3]))
-        return decoding.decode_step(params, config, method, after, jnp.array([5]))
-
-    expected, taken, op = steps(), [], few_tokens.expert_layer
-    monkeypatch.setattr(few_tokens, "expert_layer", lambda *args, **o: taken.append(1) or op(*args, **o))
-    takes = lambda *args: "experts" in args[0] and (in_a_row or not isinstance(args[-1], Pending))  # noqa: E731
-    monkeypatch.setattr(layer_launch, "takes", takes)
-    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
-    jax.clear_caches()  # of layers that were traced without
-    result = steps()
-    assert len(taken) >= 1 + in_a_row
-    for new, old in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-4)
-    jax.clear_caches()
-
-
-def test_a_launch_takes_one_token_through_a_layer_of_plain_experts_alone(monkeypatch):
-    params, config = _moe()
-    layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"][1])
-    hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
-    assert not few_tokens.takes_layer(layer, config, hidden)
-    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
-    monkeypatch.setattr(few_tokens, "WHOLE", 1)
-    assert few_tokens.takes_layer(layer, config, hidden)
-    assert few_tokens.takes_layer(layer, config, pending(hidden[0, 0], 2))
-    assert not few_tokens.takes_layer(layer, config, jnp.tile(hidden, (2, 1, 1)))
-    assert not few_tokens.takes_layer(layer, config, jnp.tile(hidden, (1, 2, 1)))
-    assert not few_tokens.takes_layer(layer, config, hidden.astype(jnp.float32))
-    assert not few_tokens.takes_layer({"mlp": layer["experts"]}, config, hidden)
-    others = [{"sink_logits": True}, {"residual_scale": 0.5}, {"norm_place": "both"}, {"norm": "layer"}]
-    others += [{"experts": None}, {"output_bias": True}, {"activation": "gelu"}, {"attention_scale": 0.5}]
-    others += [{"qk_norm": False}, {"qk_norm_whole": True}, {"qkv_bias": True}, {"rope": None}, {"soft_cap": 3.0}]
-    others += [{"experts": replace(config.experts, bias=True)}, {"rope": replace(config.rope, interleaved=True)}]
-    for changes in others:
-        assert not few_tokens.takes_layer(layer, replace(config, **changes), hidden), changes
-
-
-def test_a_launch_takes_plain_rows_of_methods_that_ask_nothing_before_attention(monkeypatch):
-    params, config = _moe()
-    layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["layers"][1])
-    hidden = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
-    keys = jnp.zeros((1, config.num_kv_heads, 64, config.head_dim), jnp.bfloat16)
-    rows, asked = from_tokens(keys, keys, jnp.array([3])), []
-    monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
-    monkeypatch.setattr(few_tokens, "WHOLE", 1)
-    monkeypatch.setattr(pallas_gpu, "refusal", lambda *args: asked.append(args))
-    plain, recalls = ckv.CentroidKV(ckv.Budget(ratio=0.5)), ckv.ClusterKV(ckv.Budget(tokens=32))
-    takes = lambda rows, state=None, needs=(), method=plain, in_common=True: layer_launch.takes(  # noqa: E731
-        layer, config, method, frozenset(needs), in_common, rows, (state,), hidden
-    )
-    assert not takes(rows)  # of a CPU
-    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
-    assert takes(rows)
-    plan, types, slots = asked[-1]
-    assert (plan.kv_heads, plan.width, plan.experts) == (config.num_kv_heads, config.hidden_size, config.experts.count)
-    assert ({str(x) for x in types}, slots) == ({"bfloat16"}, [64])
-    takes(replace(rows, keys=keys.astype(jnp.float32)))
-    assert {str(x) for x in asked[-1][1]} == {"bfloat16", "float32"}  # which the kernel then refuses
-    assert not takes(quantised(rows, "int8"))
-    assert not takes(rows, {"scores": jnp.zeros(keys.shape[:3])})
-    assert not takes(rows, {"labels": jnp.zeros(keys.shape[:3])}, method=recalls)  # by a step of its own
-    assert not takes(WindowCache(rows, 32))
-    assert not takes(rows, in_common=False)
-    assert not takes(rows, needs={"scores"})
-    assert not takes(rows, needs={"lookahead"})
-    monkeypatch.setattr(pallas_gpu, "refusal", lambda *_: "takes other shapes")
-    assert not takes(rows)
-
-
-@pytest.mark.parametrize(
-    ("shares", "expected"),
-    [
-        ([4, 4, 4], [True, True, True]),
-        ([4, 9, 4], [True, False, True]),  # the last layer's launch is behind that of the next step's first
-        ([4, 9, 9, 20], [False, True, True, False]),
-        ([4, 9, 4, 9], [False, False, False, False]),
-        ([4], [True]),
-    ],
-)
-def test_a_launch_is_for_layers_of_which_a_neighbour_has_rows_of_the_same_shapes(shares, expected):
-    """Shares of the first head of each layer; the second one has 4."""
-    of_heads = tuple((float(share), 4.0) for share in shares)
-    config = replace(registry.from_hf(FAMILIES["qwen3_moe"]), num_layers=len(shares), num_kv_heads=2)
-    params = transformer.init(jax.random.key(0), config, jnp.float32)
-    method = ckv.CentroidKV(ckv.Budget(ratio=0.5, shares=of_heads), sinks=1, recent=1, chunk=16)
-    tokens = np.zeros((1, 80), np.int32)
-    cache, _ = ckv.prefill(params, config, method, tokens, np.array([80]), reserve=300)
-    assert layer_launch.in_common(cache) == expected

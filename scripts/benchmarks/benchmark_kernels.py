@@ -34,8 +34,6 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.dispatch import is_hopper
-from clusterkv_jax.kernels.expert_layer import expert_layer
-from clusterkv_jax.kernels.expert_layer.plan import unfit_device
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
@@ -75,8 +73,6 @@ def kernels() -> dict[str, Callable[..., Any]]:
     if is_hopper():
         versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
         versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
-    if unfit_device() is None:
-        versions["expert_layer"] = partial(expert_layer, backend="gpu")
     return versions
 
 

@@ -7,17 +7,14 @@ A process of its own: the GPU's compiler reads its settings from the environment
 Usage: python tests/compile/gpu_programs.py
 """
 
-import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
 # Threads of the GPU's compiler crash now and then on a busy host; two cores gain nothing by them.
@@ -62,12 +59,6 @@ from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import ON_ONE
 
-# A script's own folder is on the path, not the one that holds `tests`.
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.support.hopper_lowering import lowered
-
-# As on a GPU whose multiprocessors are known: a described one has none.
-WHOLE_LAYER, PLAN = "decode with experts in one launch", "clusterkv_jax.kernels.expert_layer.plan"
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 SHARES = tuple(tuple(0.2 + 0.3 * ((3 * head + layer) % HEADS) for head in range(HEADS)) for layer in range(2))
@@ -353,7 +344,6 @@ def programs(array):
         ),
         "decode with experts": decoding(ckv.CentroidKV(share), model_config("qwen3-30b-a3b"), max_positions=2 * PROMPT),
     }
-    described[WHOLE_LAYER] = described["decode with experts"]
     sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
     weights = {name: array(shape, bf16) for name, shape in sizes.items()}
     mix = lambda w, x: mixture(w, Experts(128, 8, 768), jax.nn.silu, x)  # noqa: E731
@@ -413,12 +403,7 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
     for name, (function, args, donated) in described.items():
         if not includes(name):
             continue
-        with contextlib.ExitStack() as known:
-            if name == WHOLE_LAYER:
-                jax.clear_caches()  # of layers that were traced without
-                known.enter_context(mock.patch(f"{PLAN}.multiprocessors", return_value=132))
-                known.enter_context(lowered())
-            known.enter_context(jax.set_mesh(mesh))
+        with jax.set_mesh(mesh):
             options = ON_ONE if name.startswith("decode") else None  # as `decode_loop` is compiled
             compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile(options)
         memory = compiled.memory_analysis()
