@@ -24,11 +24,6 @@ def device_kind() -> str:
     return _device().device_kind
 
 
-def is_hopper() -> bool:
-    """Whether a GPU of this kind is compiled for: an H100, H200 or H800, alone or in a "GH200"."""
-    return any(name in device_kind() for name in ("H100", "H200", "H800"))
-
-
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,7 +4,7 @@
    2^-25).
 2. `first_guess`: products with the heads, the best and the second best. By Cauchy-Schwarz a product errs by at most
    |key| |tail|, so the best head's label is right where it leads by more than twice that. Keys with a smaller lead,
-   some of a hundred, are marked. Two kernels: `first_guess_mosaic` on Hopper, elsewhere `first_guess_triton`.
+   some of a hundred, are marked.
 3. `_settle`: the marked keys again, with heads and tails.
 4. `means_triton`: the keys of each label added up.
 
@@ -16,7 +16,6 @@ Arithmetic: 2 C D per key. Bytes: every key twice. The matrix unit and the compa
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import is_hopper
 from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_rows, power_of_two
-from clusterkv_jax.kernels.kmeans import first_guess_triton
+from clusterkv_jax.kernels.kmeans.first_guess_triton import SIZES as guess_sizes
+from clusterkv_jax.kernels.kmeans.first_guess_triton import first_guess, groups
 from clusterkv_jax.kernels.kmeans.means_triton import SIZES as means_sizes
 from clusterkv_jax.kernels.kmeans.means_triton import means
 from clusterkv_jax.kernels.tuning import blocks
@@ -37,17 +36,13 @@ from clusterkv_jax.kernels.tuning import blocks
 SIZES = {"exact_keys": 32, "exact_centroids": 64, "exact_warps": 4, "exact_stages": 2, "scale_keys": 64}
 SPLIT = 32  # centroids of a program of `_split`
 MOST_CENTROIDS = 8192  # more compile for long: a launch of the first guess for every few hundred
-FEW = 4096  # keys that are not worth the time it takes to compile for Hopper
 
 
 def kmeans(
     keys, centroids, length, used=None, before=None,
-    *, with_means, scaled=None, first_guess=None, sizes=None, interpret=False,
+    *, with_means, scaled=None, sizes=None, interpret=False,
 ):  # fmt: skip
-    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it.
-
-    `first_guess` is the module that makes it, by default the one that serves this call best.
-    """
+    """See `clusterkv_jax.kernels.kmeans.reference.kmeans`; `scaled` as `scaled_keys` returns it."""
     check_dtypes("kmeans", keys)
     batch, heads, rows, dim = keys.shape
     count = centroids.shape[2]
@@ -67,8 +62,7 @@ def kmeans(
     flat = keys.reshape(batch * heads, rows, dim)
     old = centroids.reshape(batch * heads, count, dim).astype(jnp.float32)
     options = SIZES | blocks("kmeans", centroids=count, dim=dim, itemsize=keys.dtype.itemsize) | (sizes or {})
-    first = first_guess or _first_guess(flat, interpret)
-    labels, changed = _labels(flat, scaled, old, end, present, labels, first, options, interpret)
+    labels, changed = _labels(flat, scaled, old, end, present, labels, options, interpret)
     if not with_means:
         return labels.reshape(keys.shape[:3])
     change, counts = means(flat, labels, end, old, means_sizes | options, interpret)
@@ -105,11 +99,11 @@ def _scale(keys, scaled, norms, *, tile):
 
 
 def _labels(
-    keys, scaled, centroids, end, present, before, first, sizes, interpret
+    keys, scaled, centroids, end, present, before, sizes, interpret
 ) -> tuple[Int[Array, "H N"], Int[Array, "H programs"]]:
     """The first nearest of the `present` centroids; at or beyond `end` what was `before`. How many changed."""
     (heads, rows, _), (_, count, dim) = keys.shape, centroids.shape
-    shape = first.groups(count, dim, first.SIZES | sizes)
+    shape = groups(count, dim, guess_sizes | sizes)
     padded = pl.cdiv(count, shape[1]) * shape[1]
     half = jax.ShapeDtypeStruct((heads, padded, dim), jnp.float16)
     *parts, tail_norm = call(
@@ -135,7 +129,7 @@ def _labels(
     # A program reads all centroids for the few keys in doubt among its rows.
     settled = sizes.get("settle_rows", power_of_two(2 * count, 1024))
     inputs = (scaled[0], scaled[1], parts[0], tail_norm, end, present)
-    guess = first.first_guess(*inputs, shape, first.SIZES | sizes, interpret)
+    guess = first_guess(*inputs, shape, guess_sizes | sizes, interpret)
     programs = pl.cdiv(rows, settled)
     labels, changed, _ = call(
         partial(_settle, rows=settled, barrier=not interpret, **exact),
@@ -150,18 +144,6 @@ def _labels(
         **settings,
     )
     return labels, changed
-
-
-def _first_guess(keys: Float[Array, "H N D"], interpret: bool) -> Any:
-    """The module of the first guess: Hopper's where it serves, which takes its time to import, otherwise Triton's."""
-    rows, width = keys.shape[1:]
-    there = not interpret and is_hopper()
-    fits = keys.dtype != jnp.float32 and width in (64, 128) and rows >= FEW and rows % 8 == 0
-    if jax.__version_info__ < (0, 11) or not there or not fits:
-        return first_guess_triton
-    from clusterkv_jax.kernels.kmeans import first_guess_mosaic
-
-    return first_guess_mosaic
 
 
 def _split(centroids, present, heads_of, tails_of, tail_norm):

@@ -33,14 +33,12 @@ from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import is_hopper
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.index_scores import pallas_gpu as scores_gpu
-from clusterkv_jax.kernels.kmeans import first_guess_mosaic, first_guess_triton
 from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
@@ -69,10 +67,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})
-    versions["kmeans"] = partial(kmeans_gpu.kmeans, first_guess=first_guess_triton)
-    if is_hopper():
-        versions["kmeans on Hopper"] = hopper = partial(kmeans_gpu.kmeans, first_guess=first_guess_mosaic)
-        versions["kmeans on Hopper, small groups"] = partial(hopper, sizes={"block": 24, "held": 48, "programs": 1})
+    versions["kmeans"] = kmeans_gpu.kmeans
     return versions
 
 

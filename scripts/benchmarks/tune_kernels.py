@@ -17,7 +17,7 @@ import jax
 from benchmark_common import environment
 
 from clusterkv_jax.kernels import tuning
-from clusterkv_jax.kernels.dispatch import device_kind, is_hopper
+from clusterkv_jax.kernels.dispatch import device_kind
 
 Sizes = dict[str, int]
 
@@ -106,11 +106,11 @@ def clustering() -> None:
 
 
 def kmeans() -> None:
-    """Labels (another kernel makes them on Hopper), then the keys that these leave in doubt, then means."""
+    """Labels, then the keys that these leave in doubt, then means."""
     where = {"centroids": [128, 4096], "dim": [65, 128], "itemsize": 2}
     labels = ("label", "turns", [(128, 32, 8, 8), (128, 64, 8, 16), (128, 32, 8, 16), (128, 64, 8, 8), (64, 64, 4, 16)])
     exact = ("exact", "stages", [(64, 64, 4, 2), (32, 128, 4, 2), (16, 128, 4, 2), (64, 32, 4, 3)])
-    for part, last, tried in [exact] if is_hopper() else [labels, exact]:
+    for part, last, tried in [labels, exact]:
         names = ("keys", "centroids", "warps", last)
         candidates = [{f"{part}_{name}": n for name, n in zip(names, sizes, strict=True)} for sizes in tried]
         keep_fastest("kmeans", where, candidates, benchmark.k_means_time)

@@ -1,7 +1,7 @@
 """Compiles the GPU kernels and the clustering of a prompt for an H100 that is not there; run by test_gpu_compile.
 
-Prints as JSON what each program holds: Triton and Mosaic GPU kernels, barriers, launches of a decode step, loops,
-bytes of temporaries, of arguments, of results in host memory and of aliased arguments.
+Prints as JSON what each program holds: Triton kernels, barriers, launches of a decode step, loops, bytes of
+temporaries, of arguments, of results in host memory and of aliased arguments.
 A process of its own: the GPU's compiler reads its settings from the environment once.
 
 Usage: python tests/compile/gpu_programs.py
@@ -39,8 +39,7 @@ from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.index_scores import index_scores
-from clusterkv_jax.kernels.kmeans import first_guess_mosaic, lloyd
-from clusterkv_jax.kernels.kmeans import pallas_gpu as kmeans_gpu
+from clusterkv_jax.kernels.kmeans import lloyd
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
@@ -217,7 +216,6 @@ def programs(array):
     share = ckv.Budget(ratio=0.2)
     prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
     centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
-    on_hopper = partial(kmeans_gpu.kmeans, length=None, with_means=True, first_guess=first_guess_mosaic)
     by_both, (_, _, *beside) = paired(bf16)
     narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), jnp.float32)
     group = QUERY_HEADS // HEADS
@@ -256,13 +254,7 @@ def programs(array):
         "matching of keys and values of int4": (by_both, (of_codes("int4"), of_codes("int4"), *beside), ()),
         **{f"merge {name}": merging_codes(name) for name in CODES},
         "kmeans": (lloyd, (prompt, centroids), ()),
-        "kmeans of keys in no tiles": (
-            lloyd,
-            (array((1, 1, 4100, DIM), bf16), array((1, 1, 50, DIM), jnp.float32)),
-            (),
-        ),
-        "kmeans on Hopper": (on_hopper, (prompt, centroids), ()),
-        "kmeans on Hopper, two groups": (on_hopper, (narrow, many), ()),
+        "kmeans, many centroids": (lloyd, (narrow, many), ()),
         "index scores": (index_scores, (one_query, array(centroids.shape, bf16)), ()),
         "index scores of a batch": (index_scores, (batched(one_query), batched(array(centroids.shape, bf16))), ()),
         "index scores float32": (index_scores, (one_query, centroids), ()),
@@ -410,7 +402,6 @@ def compile_for(target: str, includes: Callable[[str], bool]) -> dict[str, dict[
         results[name] = {
             "kernels": len(re.findall(r"triton", compiled.as_text())),
             "names": sorted(set(re.findall(r'name = \\?"(\w+)', compiled.as_text()))),
-            "mosaic": len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())),
             "waits": bool(re.findall("barrier", compiled.as_text())),
             "launches": launches(compiled.as_text()),
             "operands": most_operands(compiled.as_text()),

@@ -3,7 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.support.processes import compiled
@@ -39,14 +38,6 @@ def test_profiles_tell_whose_a_kernel_is(programs):
     assert programs["index scores"]["names"] == ["index_scores_products"]
     assert programs["select"]["names"] == ["select_rows_kernel"]
     assert programs["recalled attention"]["names"] == ["recalled_attention_attend", "recalled_attention_combine"]
-
-
-def test_kmeans_has_a_kernel_for_hopper(programs):
-    """One launch for each group of centroids; chosen unasked by the versions of jax that it was run with."""
-    assert programs["kmeans on Hopper"]["mosaic"] == 1
-    assert programs["kmeans on Hopper, two groups"]["mosaic"] == 2
-    assert programs["kmeans"]["mosaic"] == (jax.__version_info__ >= (0, 11))
-    assert programs["kmeans of keys in no tiles"]["mosaic"] == programs["kmeans, little shared memory"]["mosaic"] == 0
 
 
 def test_appending_works_in_place(programs):

@@ -1,7 +1,7 @@
-"""A step of K-means, and its first guess on Hopper: checks, backends, broken variants."""
+"""A step of K-means: checks, backends, broken variants."""
 
 from functools import partial
-from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,22 +9,16 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.kmeans import assign, pallas_gpu, pallas_tpu, reference
+from clusterkv_jax.kernels.kmeans.first_guess_triton import first_guess
 from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned
-from tests.support.hopper_interpreter import INTERPRETED
 
-# Several groups of centroids, and more tiles of keys than a warpgroup's ring has room for.
-SMALL = {"block": 24, "held": 48, "warpgroups": 1, "programs": 1}
-HOPPER = partial(pallas_gpu.kmeans, first_guess=INTERPRETED, sizes=SMALL, interpret=True)
+# More groups of centroids, tiles of keys and of labels than one program has.
+SMALL = {"mean_keys": 16, "mean_tiles": 2, "sort_tiles": 1, "label_held": 32, "label_turns": 1}
 BACKENDS = {
-    "kmeans": {
-        "xla": reference.kmeans,
-        "gpu": partial(pallas_gpu.kmeans, interpret=True),
-        "gpu-small-tiles": partial(
-            pallas_gpu.kmeans, sizes={"mean_keys": 16, "mean_tiles": 2, "sort_tiles": 1}, interpret=True
-        ),
-        "tpu": partial(pallas_tpu.kmeans, block=128, interpret=True),
-    },
-    "kmeans on Hopper": {"gpu": HOPPER},
+    "xla": reference.kmeans,
+    "gpu": partial(pallas_gpu.kmeans, interpret=True),
+    "gpu-small-tiles": partial(pallas_gpu.kmeans, sizes=SMALL, interpret=True),
+    "tpu": partial(pallas_tpu.kmeans, block=128, interpret=True),
 }
 
 # batch, heads, keys, centroids, head dim, dtype
@@ -38,22 +32,11 @@ STRICT_SHAPES = {
     "one-head": (2, 1, 140, 3, 8, jnp.float32),
     "two-heads": (1, 2, 260, 17, 16, jnp.bfloat16),
 }
-# What Hopper's first guess serves: 16 bits, D of 64 or 128, N of 64 or more and a multiple of 8. The last tile of 64
-# keys overlaps the one before, or is the only one; several groups of centroids in several blocks, or one in part.
-HOPPER_SHAPES = [
-    (1, 2, 296, 90, 128, jnp.bfloat16),
-    (2, 1, 136, 70, 64, jnp.bfloat16),
-    (1, 1, 64, 5, 64, jnp.float16),
-]
 
 
 def check_kmeans(implementation, *, shapes=KMEANS_SHAPES, examples=6):
     for shape in shapes:
         check_kmeans_of(shape, implementation, examples)
-
-
-def check_kmeans_on_hopper(implementation, *, shapes=HOPPER_SHAPES, examples=6):
-    check_kmeans(implementation, shapes=shapes, examples=examples)
 
 
 def check_kmeans_of(shape, implementation, examples):
@@ -141,15 +124,14 @@ def kmeans_that_never_ends(*operands, **options):
 def kmeans_sure_of_what_fp16_decides(*args, **options):
     """Takes the heads of centroids for all of them: what their tails may change is not in doubt."""
 
-    def first_guess(keys, norms, heads_of, tail_norm, *rest):
-        return INTERPRETED.first_guess(keys, norms, heads_of, 0 * tail_norm, *rest)
+    def sure(keys, norms, heads_of, tail_norm, *rest):
+        return first_guess(keys, norms, heads_of, 0 * tail_norm, *rest)
 
-    hasty = SimpleNamespace(groups=INTERPRETED.groups, SIZES=INTERPRETED.SIZES, first_guess=first_guess)
-    sizes = {"warpgroups": 1, "programs": 1}
-    return pallas_gpu.kmeans(*args, **options, first_guess=hasty, sizes=sizes, interpret=True)
+    with mock.patch.object(pallas_gpu, "first_guess", sure):
+        return pallas_gpu.kmeans(*args, **options, interpret=True)
 
 
-CHECKS = {"kmeans": [check_kmeans], "kmeans on Hopper": [check_kmeans_on_hopper]}
+CHECKS = [check_kmeans]
 BROKEN = {
     check_kmeans: [
         kmeans_without_tail_mask,
@@ -158,15 +140,9 @@ BROKEN = {
         kmeans_by_half_precision,
         kmeans_that_forgets_labels,
         kmeans_that_never_ends,
+        kmeans_sure_of_what_fp16_decides,
     ],
-    check_kmeans_on_hopper: [kmeans_sure_of_what_fp16_decides],
 }
-
-
-def test_warpgroups_of_kmeans_wait_for_what_they_share():
-    """Two of them at once; all else is drawn with one, which compiles in a fraction of the time."""
-    op = partial(HOPPER, sizes=SMALL | {"warpgroups": 2})
-    check_kmeans_on_hopper(op, shapes=[(1, 1, 136, 30, 64, jnp.bfloat16)], examples=1)
 
 
 def test_means_do_not_hang_on_centroids_of_no_use():
