@@ -19,15 +19,13 @@ from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
-from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.rope import cosines_and_sines
 from clusterkv_jax.sharding import ambient_mesh, apart, devices_along, on_one_device, ways
 
 Params = dict[str, Any]
-PARTS = 4  # of a token's output projection
-# Inputs of a part and other sizes are multiples of the first, heads of the second: what fills no block is XLA's.
+# Sizes are multiples of the first, heads of the second: what fills no block is XLA's.
 WHOLE, WHOLE_HEAD = 64, 32
 SIXTEEN_BITS = (jnp.bfloat16, jnp.float16)
 MOST = 16  # tokens: beyond, launches are not what takes time
@@ -46,22 +44,15 @@ def normalises(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
 
 
 def normed(
-    weights: Params,
-    config: ModelConfig,
-    hidden: Float[Array, "1 1 M"],
-    added: Float[Array, "parts 1 M"] | None,
-    router: Float[Array, "E M"] | None = None,
-) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 1 M"], Float[Array, "1 1 E"] | None]:
-    """A token's hidden state with the parts that a block adds to it, and the norm of that.
-
-    With a router its logits too, float32; on one device.
-    """
+    weights: Params, config: ModelConfig, hidden: Float[Array, "1 1 M"], router: Float[Array, "E M"] | None = None
+) -> tuple[Float[Array, "1 1 M"], Float[Array, "1 1 E"] | None]:
+    """The norm of a token's hidden state; with a router its logits too, float32, on one device."""
     run: Any = partial(normed_rows, eps=config.norm_eps, offset=config.norm_offset)
     if not on_one_device():
         whole = PartitionSpec()
         run = jax.shard_map(run, mesh=ambient_mesh(), in_specs=whole, out_specs=whole, check_vma=False)
-    total, x, logits = run(hidden[0], added, weights["scale"], router)
-    return total[None], x[None], None if logits is None else logits[None]
+    x, logits = run(hidden[0], weights["scale"], router)
+    return x[None], None if logits is None else logits[None]
 
 
 def multiplies(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
@@ -70,18 +61,6 @@ def multiplies(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:
     whole = all(size % WHOLE == 0 for size in sizes) and config.head_dim % WHOLE_HEAD == 0
     few = x.shape[0] * x.shape[1] <= MOST * math.gcd(x.shape[0], ways("batch"))
     return platform() == "gpu" and whole and few and x.dtype in SIXTEEN_BITS
-
-
-def projects(config: ModelConfig, hidden: Float[Array, "B T M"]) -> bool:
-    """Whether a kernel takes a token's heads through their output projection, whose sum the norm behind it makes."""
-    plain = config.norm_place == "before" and config.residual_scale == 1 and not config.output_bias
-    whole = config.num_heads * config.head_dim % (PARTS * WHOLE) == 0 and hidden.shape[-1] % WHOLE == 0
-    return plain and whole and on_one_device() and normalises(config, hidden)
-
-
-def in_parts(attended: Float[Array, "1 1 H D"], weights: Float[Array, "H D M"]) -> Float[Array, "parts 1 M"]:
-    """The output projection of a token's heads, float32, in parts to be added up."""
-    return split_product(attended.reshape(-1), weights.reshape(-1, weights.shape[-1]), parts=PARTS)[:, None]
 
 
 def adds(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:

@@ -267,22 +267,19 @@ def finish(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
     """The rest of a layer after attention: output projection, residual, and the MLP block with its residual."""
-    weights, out = layer["attention"], None
+    weights = layer["attention"]
     with jax.named_scope("attention/output"):
-        if few_tokens.projects(config, hidden):
-            out = few_tokens.in_parts(attended, weights["o"])
-        elif few_tokens.adds(config, hidden):
+        if few_tokens.adds(config, hidden):
             hidden = few_tokens.projected(attended, weights["o"], "heads", hidden)
         else:
             product = _down(config, "bthd,hdm->btm", attended, weights["o"], "heads", hidden)
-            out = _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
+            hidden = hidden + _leaving(layer, "attention", config, _with_bias(product, weights, "o"))
     with jax.named_scope("mlp"):
         experts, logits = layer.get("experts"), None
         if few_tokens.normalises(config, hidden):
             router = _router_of_kernel(experts, config, hidden)
-            hidden, x, logits = few_tokens.normed(layer["mlp_norm"], config, hidden, out, router)
+            x, logits = few_tokens.normed(layer["mlp_norm"], config, hidden, router)
         else:
-            hidden = hidden if out is None else hidden + out
             x = _entering(layer, "mlp", config, hidden)
         if config.experts is not None and experts is not None:
             return hidden + _leaving(layer, "mlp", config, _mixture(experts, config, config.experts, x, logits))

@@ -10,7 +10,6 @@ import pytest
 
 from clusterkv_jax import decoding
 from clusterkv_jax.kernels.normed_rows import normed_rows
-from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.models import few_tokens, registry, transformer
 from clusterkv_jax.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
@@ -109,36 +108,27 @@ def test_tokens_are_the_same_through_kernels(family, tokens, mesh, monkeypatch):
         np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5)
     with_norm = config.norm == "rms" and config.norm_place != "after"
     assert len(norms) == with_norm * (tokens == 1)  # that of the MLP: projections of heads make theirs along
-    in_parts = tokens == 1 and mesh is None and few_tokens.projects(config, hidden)
-    assert len(taken) == 3 + few_tokens.gates(config) - in_parts
+    assert len(taken) == 3 + few_tokens.gates(config)
 
 
-@pytest.mark.parametrize(
-    ("family", "split", "routed"), [("qwen3", 1, 0), ("qwen3_moe", 1, 1), ("granite", 1, 0), ("gemma2", 0, 0)]
-)
-def test_a_token_is_the_same_with_what_kernels_take_along(family, split, routed, monkeypatch):
-    """An output projection in parts, which the norm behind it adds up; a router's logits, which that norm makes."""
+@pytest.mark.parametrize(("family", "routed"), [("qwen3", 0), ("qwen3_moe", 1)])
+def test_a_token_is_the_same_with_the_logits_of_a_router_from_its_norm(family, routed, monkeypatch):
     layer, config = one_layer(family)
     hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
     attended = jax.random.normal(jax.random.key(2), (1, 1, config.num_heads, config.head_dim))
     token = lambda: transformer.finish(layer, config, hidden, attended)  # noqa: E731
-    expected, parts, routers = token(), [], []
+    expected, routers = token(), []
     monkeypatch.setattr(few_tokens, "platform", lambda: "gpu")
-    assert not few_tokens.projects(config, hidden)  # narrower than a block of the kernel
-    assert not few_tokens.multiplies(config, hidden)
-    monkeypatch.setattr(few_tokens, "WHOLE", 8)
+    assert not few_tokens.multiplies(config, hidden)  # narrower than a block of the kernel
     monkeypatch.setattr(few_tokens, "mixes", lambda *args: True)
-    monkeypatch.setattr(
-        few_tokens, "split_product", lambda *args, **options: parts.append(1) or split_product(*args, **options)
-    )
 
-    def normed(x, added, scale, weights, **options):
+    def normed(x, scale, weights, **options):
         routers.extend([] if weights is None else [1])
-        return normed_rows(x, added, scale, weights, **options)
+        return normed_rows(x, scale, weights, **options)
 
     monkeypatch.setattr(few_tokens, "normed_rows", normed)
     np.testing.assert_allclose(token(), expected, rtol=1e-4, atol=1e-5)
-    assert (len(parts), len(routers)) == (split, routed)
+    assert len(routers) == routed
 
 
 def test_heads_that_a_kernel_cannot_turn_are_left_to_xla(monkeypatch):

@@ -19,30 +19,28 @@ NUMBERS_OF_WARP = 512
 OUTPUTS = 4  # of a program
 
 
-def normed_rows(x, added, scale, weights=None, *, eps, offset, interpret=False):
+def normed_rows(x, scale, weights=None, *, eps, offset, interpret=False):
     """See `clusterkv_jax.kernels.normed_rows.normed_rows`."""
-    if x.dtype not in DTYPES or (added is not None and added.dtype not in DTYPES):
+    if x.dtype not in DTYPES:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes states of float types, got {x.dtype}.")
     if x.shape[1] > MOST_WIDTH or x.size == 0:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes rows of up to {MOST_WIDTH}, got {x.shape}.")
     if weights is not None and weights.dtype != x.dtype:
         raise NotImplementedError(f"The GPU kernel of normed_rows takes weights of {x.dtype}, got {weights.dtype}.")
-    total, normed, products = _run((eps, offset, interpret), x, added, scale, weights)
-    return x if added is None else total, normed, products
+    return _run((eps, offset, interpret), x, scale, weights)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(options, x, added, scale, weights):
+def _run(options, x, scale, weights):
     eps, offset, interpret = options
     outputs = 1 if weights is None else len(weights)
     return call(
         partial(_kernel, eps=eps, offset=offset),
         (
-            None if added is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             None if weights is None else jax.ShapeDtypeStruct((len(x), outputs), jnp.float32),
         ),
-        *(x, added, scale, weights),
+        *(x, scale, weights),
         grid=(len(x), pl.cdiv(outputs, OUTPUTS)),
         warps=min(16, max(1, power_of_two(x.shape[1]) // NUMBERS_OF_WARP)),
         interpret=interpret,
@@ -53,15 +51,11 @@ def _run(options, x, added, scale, weights):
 def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
     eps, offset, _ = options
-
-    def definition(x, added, scale, weights):
-        total, *results = reference.normed_rows(x, added, scale, weights, eps=eps, offset=offset)
-        return None if added is None else total, *results
-
+    definition = partial(reference.normed_rows, eps=eps, offset=offset)
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, added, scale, weights, total, normed, products, *, eps, offset):
+def _kernel(x, scale, weights, normed, products, *, eps, offset):
     row, width = pl.program_id(0), x.shape[1]
     column = arange(power_of_two(width))
     inside = column < width
@@ -73,13 +67,6 @@ def _kernel(x, added, scale, weights, total, normed, products, *, eps, offset):
         at = weights.at[output[:, None], column[None, :]]
         weight = plgpu.load(at, mask=there[:, None] & inside[None, :], other=0.0).astype(jnp.float32)
     y = load(x, row)
-    if added is not None:
-        more = load(added, 0, row)
-        for part in range(1, added.shape[0]):
-            more += load(added, part, row)
-        y = (y + more.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-        plgpu.store(total.at[row, column], y, mask=inside & first)
-        y = y.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.sum(y * y) / width + eps) * (offset + load(scale))
     y = y.astype(normed.dtype)
     plgpu.store(normed.at[row, column], y, mask=inside & first)

@@ -46,7 +46,6 @@ from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import pallas_gpu as select_gpu
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
@@ -63,7 +62,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     """The kernels to be checked, as the CHECKS of tests/kernels/collect.py name them before a comma."""
     ops = [biased_attention, accumulated_attention, chunked_matching, append_rows, group_rows, gather_rows]
     ops += [index_scores, select_rows, recalled_attention, row_merge, expert_products, turned_heads]
-    ops += [top_rows, step_in_groups, normed_rows, split_product, row_products, head_products]
+    ops += [top_rows, step_in_groups, normed_rows, row_products, head_products]
     versions: dict[str, Callable[..., Any]] = {op.__name__: partial(op, backend="gpu") for op in ops}
     versions["index_scores, long tiles"] = partial(scores_gpu.index_scores, tile=64)
     versions["select_rows, marks"] = partial(select_gpu.select_rows, tuning={"marked": 1})

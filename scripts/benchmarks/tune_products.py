@@ -6,7 +6,6 @@
 A line is a product, its rows and its sizes: the median launch in a profile, and how fast it reads its weights. The
 first line of a product has the sizes that the library takes. Each launch reads weights that no other one has brought
 into the cache of the device. The kernels lower sizes that do not divide a product, and stages that find no room.
-On one device `split_product` has one token's output projection, which is not timed here.
 """
 
 import argparse

@@ -45,7 +45,6 @@ from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import select_rows
-from clusterkv_jax.kernels.split_product import split_product
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
@@ -53,7 +52,6 @@ from clusterkv_jax.methods.compressing import Workspace, _compress_layers, put_i
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.experts import mixture
-from clusterkv_jax.models.few_tokens import PARTS
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import ON_ONE
@@ -205,8 +203,6 @@ def programs(array):
     def with_cap(function, args):
         return partial(function, soft_cap=50.0), args, ()
 
-    split_parts = partial(split_product, parts=PARTS)
-
     def of_heads(dtype, tokens, inputs=4096):
         counts = QUERY_HEADS, HEADS, HEADS
         weights = tuple(array((count, DIM, inputs), dtype) for count in counts)
@@ -292,8 +288,6 @@ def programs(array):
         "decode by scores": decoding(ckv.OrbitKV(share)),
         "decode by shares": decoding(ckv.OrbitKV(ckv.Budget(ratio=0.2, shares=SHARES))),
         "step in groups": stepping(None),
-        "split product": (split_parts, (array((4096,), bf16), array((4096, 2048), bf16)), ()),
-        "split product float32": (split_parts, (array((4096,), jnp.float32), array((4096, 4096), jnp.float32)), ()),
         "row products": (
             row_products,
             (array((16, 4096), bf16), array((4096, 2048), bf16), array((16, 2048), bf16)),
@@ -377,8 +371,7 @@ def compile_all() -> dict[str, dict[str, Any]]:
     small = target.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace("major: 9 }", "major: 8 minor: 9 }")
     small = re.sub(r"(shared_memory_per_(?:core|block_optin)): \d+", r"\1: 101376", small)
     hopper = compile_for(target, lambda name: True)
-    little = "split product", "matching of wide keys"
-    few = compile_for(small, lambda name: name == "kmeans" or name.startswith(little))
+    few = compile_for(small, lambda name: name == "kmeans" or name.startswith("matching of wide keys"))
     return hopper | {f"{name}, little shared memory": program for name, program in few.items()}
 
 

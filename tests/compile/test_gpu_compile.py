@@ -163,7 +163,7 @@ def test_a_step_takes_few_launches_through_experts(programs):
     """Two, and one for the norms and rotations of queries and keys; none of the router's own, nor for sums."""
     program = programs["decode with experts"]
     assert {"turned_heads_kernel", "expert_products_into", "expert_products_out"} <= set(program["names"])
-    assert {"head_products_kernel", "split_product_kernel", "normed_rows_kernel"} <= set(program["names"])
+    assert {"head_products_kernel", "row_products_kernel", "normed_rows_kernel"} <= set(program["names"])
     # Two layers; what a step has beside them is some dozen.
     assert program["launches"] <= 2 * 8 + 16
 
