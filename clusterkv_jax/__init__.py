@@ -8,116 +8,39 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clusterkv_jax import learned
-    from clusterkv_jax.attention import attend
-    from clusterkv_jax.budget import Budget
-    from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, PagedHeads, WindowCache
-    from clusterkv_jax.calibration import push as push_calibration
-    from clusterkv_jax.checkpoints import CheckpointError, Model, load
-    from clusterkv_jax.decoding import decode_step, prefill
-    from clusterkv_jax.demo import demo_text
-    from clusterkv_jax.engine import Context, Engine, EngineStats, Handle
-    from clusterkv_jax.generation import generate
-    from clusterkv_jax.methods import (
-        H2O,
-        TOVA,
-        AdaKV,
-        Auto,
-        CaM,
-        CentroidKV,
-        Chelsea,
-        ChunkKV,
-        ClusterKV,
-        Compactor,
-        Composed,
-        DropKV,
-        ExpectedAttention,
-        Full,
-        GravityKV,
-        InfiniGen,
-        KeyDiff,
-        Knorm,
-        KVzap,
-        KVzip,
-        LagKV,
-        Matched,
-        OrbitKV,
-        PyramidKV,
-        Quest,
-        SnapKV,
-        StreamingLLM,
-    )
-    from clusterkv_jax.presets import completed
-    from clusterkv_jax.results import Result, Stats
-    from clusterkv_jax.sampling import Sampling
-    from clusterkv_jax.saving import load as load_cache
-    from clusterkv_jax.saving import save as save_cache
-    from clusterkv_jax.tensors import build_index, compress, select
+    from clusterkv_jax import calibration, saving
+    from clusterkv_jax import learned as learned
+    from clusterkv_jax.attention import attend as attend
+    from clusterkv_jax.budget import Budget as Budget
+    from clusterkv_jax.cache import HeadGroups as HeadGroups
+    from clusterkv_jax.cache import KVCache as KVCache
+    from clusterkv_jax.cache import LayerCache as LayerCache
+    from clusterkv_jax.cache import PagedHeads as PagedHeads
+    from clusterkv_jax.cache import WindowCache as WindowCache
+    from clusterkv_jax.checkpoints import CheckpointError as CheckpointError
+    from clusterkv_jax.checkpoints import Model as Model
+    from clusterkv_jax.checkpoints import load as load
+    from clusterkv_jax.decoding import decode_step as decode_step
+    from clusterkv_jax.decoding import prefill as prefill
+    from clusterkv_jax.demo import demo_text as demo_text
+    from clusterkv_jax.engine import Context as Context
+    from clusterkv_jax.engine import Engine as Engine
+    from clusterkv_jax.engine import EngineStats as EngineStats
+    from clusterkv_jax.engine import Handle as Handle
+    from clusterkv_jax.generation import generate as generate
+    from clusterkv_jax.methods.registry import *
+    from clusterkv_jax.presets import completed as completed
+    from clusterkv_jax.results import Result as Result
+    from clusterkv_jax.results import Stats as Stats
+    from clusterkv_jax.sampling import Sampling as Sampling
+    from clusterkv_jax.tensors import build_index as build_index
+    from clusterkv_jax.tensors import compress as compress
+    from clusterkv_jax.tensors import select as select
 
-__all__ = [
-    "H2O",
-    "TOVA",
-    "AdaKV",
-    "Auto",
-    "Budget",
-    "CaM",
-    "CentroidKV",
-    "CheckpointError",
-    "Chelsea",
-    "ChunkKV",
-    "ClusterKV",
-    "Compactor",
-    "Composed",
-    "Context",
-    "DropKV",
-    "Engine",
-    "EngineStats",
-    "ExpectedAttention",
-    "Full",
-    "GravityKV",
-    "Handle",
-    "HeadGroups",
-    "InfiniGen",
-    "KVCache",
-    "KVzap",
-    "KVzip",
-    "KeyDiff",
-    "Knorm",
-    "LagKV",
-    "LayerCache",
-    "Matched",
-    "Model",
-    "OrbitKV",
-    "PagedHeads",
-    "PyramidKV",
-    "Quest",
-    "Result",
-    "Sampling",
-    "SnapKV",
-    "Stats",
-    "StreamingLLM",
-    "WindowCache",
-    "attend",
-    "build_index",
-    "completed",
-    "compress",
-    "decode_step",
-    "demo_text",
-    "generate",
-    "learned",
-    "load",
-    "load_cache",
-    "prefill",
-    "push_calibration",
-    "save_cache",
-    "select",
-]
+    push_calibration, load_cache, save_cache = calibration.push, saving.load, saving.save
 
-_METHODS = (
-    "H2O TOVA AdaKV Auto CaM CentroidKV Chelsea ChunkKV ClusterKV Compactor Composed DropKV ExpectedAttention Full "
-    "GravityKV InfiniGen KVzap KVzip KeyDiff Knorm LagKV Matched OrbitKV PyramidKV Quest SnapKV StreamingLLM"
-)
-_HOMES = {name: f"methods.{name}" for name in _METHODS.split()} | {
+# Where public names are, but for the methods, which their registry lists.
+_HOMES = {
     "Budget": "budget.Budget",
     "CheckpointError": "checkpoints.CheckpointError",
     "Context": "engine.Context",
@@ -156,8 +79,14 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         module, attribute = _HOMES[name].split(".")
         value = getattr(import_module(f"{__name__}.{module}"), attribute)
-    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+    elif name == "__all__":
+        value = sorted({*_HOMES, *_methods(), "learned"})
+    elif name.startswith("_"):
+        raise AttributeError(f"Module {__name__!r} has no attribute {name!r}.")
+    elif find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")
+    elif name in (found := _methods()):
+        value = found[name]
     else:
         raise AttributeError(f"Module {__name__!r} has no attribute {name!r}.")
     globals()[name] = value
@@ -165,4 +94,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__", *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__getattr__("__all__"), "__version__", *(name for name in globals() if name.startswith("__"))})
+
+
+def _methods() -> dict[str, type]:
+    return import_module(f"{__name__}.methods.registry").METHODS

@@ -50,37 +50,8 @@ MOST, MOST_BUDGET_BYTES = MOST_ROWS, 2**50
 # What is recommended, and what stands in for it where a model has no learned scores (docs/results/pretrained.md).
 AUTO, UNLEARNED = "auto", "compactor"
 _KEYS = ("method", "description", "source", "settings", "budget", "calibration")
-# In the order of the documentation; methods of methods (`Composed`, `Matched`) are made in Python.
-_METHODS = {
-    cls.__name__: cls
-    for cls in (
-        methods.Full,
-        methods.CentroidKV,
-        methods.Chelsea,
-        methods.GravityKV,
-        methods.Auto,
-        methods.OrbitKV,
-        methods.ChunkKV,
-        methods.SnapKV,
-        methods.PyramidKV,
-        methods.AdaKV,
-        methods.TOVA,
-        methods.KVzap,
-        methods.KVzip,
-        methods.ExpectedAttention,
-        methods.KeyDiff,
-        methods.Knorm,
-        methods.LagKV,
-        methods.Compactor,
-        methods.DropKV,
-        methods.H2O,
-        methods.StreamingLLM,
-        methods.CaM,
-        methods.ClusterKV,
-        methods.Quest,
-        methods.InfiniGen,
-    )
-}
+# Methods of methods are made in Python.
+_METHODS = {name: cls for name, cls in methods.METHODS.items() if cls not in (methods.Composed, methods.Matched)}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import clusterkv_jax
+from clusterkv_jax.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
@@ -76,18 +77,26 @@ def test_the_house_has_twelve_floors_at_most():
 def test_public_names_are_imported_from_where_the_types_say():
     """`clusterkv_jax` names each twice: for type checkers, and for the import when it is first used."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    branch = next(branch.body for branch in tree.body if isinstance(branch, ast.If))
     typed = {
-        alias.asname or alias.name: f"{node.module.removeprefix('clusterkv_jax')}.{alias.name}".lstrip(".")
-        for branch in tree.body
-        if isinstance(branch, ast.If)
-        for node in branch.body
+        alias.asname: f"{node.module.removeprefix('clusterkv_jax')}.{alias.name}".lstrip(".")
+        for node in branch
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname
     }
-    assert sorted(typed) == sorted(clusterkv_jax.__all__)
+    renamed = branch[-1]
+    assert isinstance(renamed, ast.Assign)
+    typed |= {
+        name.id: ast.unparse(home) for name, home in zip(renamed.targets[0].elts, renamed.value.elts, strict=True)
+    }
+    assert sorted({*typed, *METHODS}) == sorted(clusterkv_jax.__all__)
     assert {name: home for name, home in typed.items() if "." in home} == clusterkv_jax._HOMES
     assert set(typed) <= set(dir(clusterkv_jax))
     for name, home in typed.items():
         assert getattr(clusterkv_jax, name) is not None, home
+    for name, method in METHODS.items():
+        assert getattr(clusterkv_jax, name) is method
     assert clusterkv_jax.kmeans.cluster  # a module that nobody imported by name
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = clusterkv_jax.nothing_like_it

@@ -1,24 +1,17 @@
 """Each public method has a page that names its fields, defaults and presets, and there is no page without a method."""
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 from clusterkv_jax import methods
-from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import list_presets
 
 FOLDER = Path(__file__).parents[1] / "docs" / "methods"
 PAGES = {page.stem: page for page in FOLDER.glob("*.md") if page.stem != "index"}
-# What the package exports beside methods are the pieces that one is made of; those are abstract.
-METHODS = {
-    name.lower(): cls
-    for name in methods.__all__
-    if inspect.isclass(cls := getattr(methods, name)) and issubclass(cls, Method) and not inspect.isabstract(cls)
-}
+METHODS = {name.lower(): cls for name, cls in methods.METHODS.items()}
 HEADINGS = ["Keeps", "Rule", "Parameters", "Example", "Source", "Decided here"]
 
 
