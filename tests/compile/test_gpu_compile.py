@@ -34,7 +34,7 @@ def test_every_op_is_a_kernel(programs):
 
 
 def test_profiles_tell_whose_a_kernel_is(programs):
-    """The benchmark of recall sums them up by these names."""
+    """By the op in their names."""
     assert programs["index scores"]["names"] == ["index_scores_products"]
     assert programs["select"]["names"] == ["select_rows_kernel"]
     assert programs["recalled attention"]["names"] == ["recalled_attention_attend", "recalled_attention_combine"]
