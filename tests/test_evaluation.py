@@ -196,6 +196,12 @@ def test_ruler_generates_every_task_at_its_length(tokenizer, prose, questions):
     assert len(again[0].answers) == 1
 
 
+def test_a_group_stands_for_its_tasks_and_each_is_asked_once(tokenizer, prose):
+    options = Options(tasks=("niah_multiquery", "needles"), lengths=(768,), limit=1, books=prose)
+    tasks = [case.task for case in suites.cases("ruler", options, tokenizer, 8192)]
+    assert tasks == ["niah_multiquery", *(name for name in synthetic.NEEDLE_TASKS if name != "niah_multiquery")]
+
+
 def test_questions_stand_among_documents_that_do_not_answer(tokenizer, questions):
     library = documents.from_squad(sources.read_json(sources.local(questions, ["squad*"]), documents.SquadFile))
     assert len(library.questions) == 40
@@ -266,7 +272,7 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
     ("name", "options", "said"),
     [
         ("glue", Options(), "suite 'glue' is unknown; allowed: ruler, "),
-        ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: niah_single_1"),
+        ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: needles, niah_single_1"),
         ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
         ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
         (

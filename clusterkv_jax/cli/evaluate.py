@@ -53,7 +53,9 @@ def evaluate(
             show_default="results/SUITE-MODEL",
         ),
     ] = None,
-    tasks: Annotated[str, _what(help="Tasks of the suite, between commas.", show_default="all")] = "",
+    tasks: Annotated[
+        str, _what(help="Tasks of the suite, or groups of them, between commas.", show_default="all")
+    ] = "",
     lengths: Annotated[str, _what(help="Tokens of generated examples, between commas.")] = "4096",
     limit: Annotated[
         int | None,
@@ -286,5 +288,5 @@ def _list_suites() -> None:
     for name in ("suite", "what it is", "tasks"):
         listed.add_column(name)
     for name, suite in SUITES.items():
-        listed.add_row(name, suite.description, ", ".join(suite.tasks) or "a book each")
+        listed.add_row(name, suite.description, ", ".join((*suite.groups, *suite.tasks)) or "a book each")
     plain_console().print(listed)

@@ -19,6 +19,7 @@ from clusterkv_jax.evaluation.tasks.synthetic import Example
 
 QUESTIONS = ("qa_1", "qa_2")
 TASKS = (*synthetic.TASKS, *QUESTIONS)
+GROUPS = {"needles": tuple(synthetic.NEEDLE_TASKS)}
 QUESTION_ROOM = 128
 # Where the question and the answer prefix of an original row begin; the last place counts.
 _ASKS = (

@@ -1,7 +1,7 @@
 """The suites by name: what `clusterkv evaluate --suite` takes, each a function from options to cases."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,18 @@ class Suite:
     """A suite's tasks and its cases: build(options, chosen tasks, tokenizer, the model's positions).
 
     `from_data` are tasks that ask about documents of a data set, while the others are made of what the package holds.
+    `groups` are names that stand for several tasks.
     """
 
     description: str
     tasks: tuple[str, ...]
     build: Callable[[Options, tuple[str, ...], Any, int], list[Case]]
     from_data: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def chosen(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Tasks in place of their groups' names, each once."""
+        return tuple(dict.fromkeys(task for name in names for task in self.groups.get(name, (name,))))
 
 
 def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[Case]:
@@ -58,9 +64,11 @@ def cases(name: str, options: Options, tokenizer: Any, positions: int) -> list[C
     if name not in SUITES:
         raise ValueError(f"suite {name!r} is unknown; allowed: {', '.join(SUITES)}.")
     suite = SUITES[name]
+    options = replace(options, tasks=suite.chosen(options.tasks))
     for task in options.tasks:
         if suite.tasks and task not in suite.tasks:
-            raise ValueError(f"task {task!r} is not in suite {name}; allowed: {', '.join(suite.tasks)}.")
+            allowed = ", ".join((*suite.groups, *suite.tasks))
+            raise ValueError(f"task {task!r} is not in suite {name}; allowed: {allowed}.")
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"limit must be at least 1, got {options.limit}.")
     without = left_out(name, options)
@@ -271,10 +279,18 @@ def _read(
 
 SUITES = {
     "ruler": Suite(
-        "RULER's 13 tasks, generated at any length (100 examples each)", ruler.TASKS, _ruler, ruler.QUESTIONS
+        "RULER's 13 tasks, generated at any length (100 examples each)",
+        ruler.TASKS,
+        _ruler,
+        ruler.QUESTIONS,
+        ruler.GROUPS,
     ),
-    "ruler-rows": Suite("RULER's published rows (simonjegou/ruler, or a local file)", ruler.TASKS, _ruler_rows),
-    "ruler-papers": Suite("the fifth of those rows that CentroidKV's paper evaluates", ruler.TASKS, _ruler_subset),
+    "ruler-rows": Suite(
+        "RULER's published rows (simonjegou/ruler, or a local file)", ruler.TASKS, _ruler_rows, groups=ruler.GROUPS
+    ),
+    "ruler-papers": Suite(
+        "the fifth of those rows that CentroidKV's paper evaluates", ruler.TASKS, _ruler_subset, groups=ruler.GROUPS
+    ),
     "longbench": Suite("LongBench by kvpress's protocol", tuple(longbench.TASKS), _longbench),
     "longbench-official": Suite("LongBench by its authors' protocol", tuple(longbench.TASKS), _longbench_official),
     "niah": Suite("a needle at 11 depths of texts of several lengths (5 each)", ("niah",), _niah),
