@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic
+from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic, turns
 from clusterkv_jax.evaluation.tasks.cases import Case, build_prompt, counter, query_aware
 from clusterkv_jax.evaluation.tasks.suites import Options
 from tests.support.shared_data import shared
@@ -245,6 +245,36 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
         assert len(block) == reading.BLOCK
 
 
+def test_turns_stand_behind_the_context_or_ask_it_alone(tokenizer, chatting, prose):
+    options = Options(lengths=(1024,), limit=2, books=prose)
+    asked = suites.cases("turns", options, tokenizer, 8192)
+    assert [case.task for case in asked[:10]] == list(turns.TASKS)
+    assert len({case.context for case in asked}) == 2
+    assert len({case.answers for case in asked}) == 10
+    for case, alone in zip(asked[:5], asked[5:10], strict=True):
+        assert case.answers == alone.answers
+        assert case.answers[0] in case.context
+        prompt = build_prompt(case, tokenizer, 1024)
+        said = "".join(
+            f"{each.question}{each.answer_prefix} {each.answers[0]}.\n" for each in asked[: len(case.earlier)]
+        )
+        assert tokenizer.decode(prompt.question) == said + case.question + case.answer_prefix
+        assert prompt.context == build_prompt(alone, tokenizer, 1024).context
+    third = asked[2]
+    prompt = build_prompt(third, chatting, 1024)
+    (q1, a1), (q2, a2) = third.earlier
+    assert chatting.decode(prompt.context) == f"<user>{third.context}"
+    told = f"{q1}</user><user>{a1}</user><user>{q2}</user><user>{a2}</user><user>{third.question}</user><bot>"
+    assert chatting.decode(prompt.question) == told + third.answer_prefix
+    aware = build_prompt(query_aware(third), chatting, 1024)
+    assert chatting.decode(aware.context) == f"<user>{third.context}{q1}"
+    assert (*aware.context, *aware.question) == (*prompt.context, *prompt.question)
+    chatting_once = AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
+    chatting_once.chat_template = "<user>{{ messages[0]['content'] }}</user><bot>"
+    with pytest.raises(ValueError, match=r"Case multi_turn/1024/0/3: .* does not print every turn of a conversation"):
+        build_prompt(third, chatting_once, 1024)
+
+
 def test_the_second_half_of_a_text_is_the_answer_to_the_first(tokenizer, prose):
     cases = suites.cases("pg19-answers", Options(lengths=(1001,), limit=2, books=prose), tokenizer, 8192)
     whole = tokenizer.encode(sources.books(prose)["made_up"], add_special_tokens=False)
@@ -286,6 +316,8 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
             "length = 84 tokens is too small for vt, whose question and answer take 158",
         ),
         ("ruler", Options(lengths=(999_999_999,)), "length = 999999999 tokens exceeds the model's 8192 positions"),
+        ("turns", Options(lengths=(512,)), "length = 512 tokens is too small for turns, whose question"),
+        ("turns", Options(tasks=("turn_1",)), "task 'turn_1' is not in suite turns; allowed: multi_turn, multi_req"),
         ("ruler-papers", Options(lengths=(1, 2)), "The suite ruler-papers takes one length, got 1, 2."),
         ("pg19", Options(books="/nowhere"), "no .txt or .txt.gz books in /nowhere"),
         ("gsm8k", Options(data="/nowhere"), "no file or folder /nowhere"),

@@ -59,6 +59,22 @@ def frame(tokenizer: Any, text: str, chat: Chat = Chat()) -> tuple[str, str]:
     return before, after[0]
 
 
+def cut_turns(tokenizer: Any, text: str, said: Sequence[str], chat: Chat = Chat()) -> tuple[str, str]:
+    """A conversation whose first message begins with a text, cut behind that text: `said` are what follows it in the
+    message, the answer, the next question and so on, a question last.
+
+    Raises ValueError if the template fails, or shows the cut or an answer other than once and whole.
+    """
+    mark = _unused(tokenizer, text, *said)
+    contents = [text + mark + said[0], *said[1:]]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    (whole,) = render(tokenizer, [messages], **{"add_generation_prompt": True, **chat.arguments})
+    before, *after = whole.split(mark)
+    if len(after) != 1 or not all(content.strip() in after[0] for content in said):
+        raise ValueError("The model's chat template does not print every turn of a conversation whole.")
+    return before, after[0]
+
+
 def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the template puts before a user's message, and behind it."""
     before, after = frame(tokenizer, "x", chat)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.text.chat import frame, has_template, turn
+from clusterkv_jax.text.chat import cut_turns, frame, has_template, turn
 from clusterkv_jax.text.tokenizer import encode
 
 Tokens = tuple[int, ...]
@@ -20,7 +20,8 @@ class Case:
     """One example of a suite.
 
     The context is read and compressed; question and answer prefix are fed afterwards, at their true positions. A case
-    whose question and prefix are empty is compressed whole. Instead of texts a case may hold `reading`, the tokens of
+    whose question and prefix are empty is compressed whole. `earlier` are turns, a question and its answer each, that
+    follow the context before the question. Instead of texts a case may hold `reading`, the tokens of
     a context and of its true continuation; its score is the cross-entropy of the continuation (metric "nll").
     """
 
@@ -38,6 +39,7 @@ class Case:
     chat: bool = True
     truncate: bool = False
     reading: tuple[Tokens, Tokens] | None = None
+    earlier: tuple[tuple[str, str], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,7 +60,10 @@ class Prompt:
 
 
 def query_aware(case: Case) -> Case:
-    """The same case with its question inside the context, so that a method may look at it before it compresses."""
+    """The same case with its first question inside the context, so that a method may look at it."""
+    if case.earlier:
+        (question, answer), *rest = case.earlier
+        return replace(case, context=case.context + question, earlier=(("", answer), *rest))
     return replace(case, context=case.context + case.question, question="")
 
 
@@ -94,7 +99,7 @@ def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
     else:
         whole = not (case.question or case.answer_prefix)
         before, after, special = _wrap(case, tokenizer, whole)
-        rest = case.question + after + case.answer_prefix
+        rest = after + case.answer_prefix
         context = encode(tokenizer, before, add_special_tokens=special)
         prompt = Prompt(tuple(context), tuple(encode(tokenizer, rest)))
     new = len(prompt.continuation) or case.max_new_tokens
@@ -115,10 +120,19 @@ def middle_cut(tokens: Tokens, room: int) -> Tokens:
 
 
 def _wrap(case: Case, tokenizer: Any, whole: bool) -> tuple[str, str, bool]:
-    """The context in its template, what follows question, and whether special tokens are still to be added."""
+    """The context and what follows it up to the answer, in the template, and whether special tokens are still to be
+    added.
+    """
     if not case.chat or not has_template(tokenizer):
-        return case.context, "", True
+        turns = "".join(f"{question}{answer}\n" for question, answer in case.earlier)
+        return case.context, turns + case.question, True
     try:
-        return (turn(tokenizer, case.context), "", False) if whole else (*frame(tokenizer, case.context), False)
+        if whole:
+            return turn(tokenizer, case.context), "", False
+        if case.earlier:
+            said = [text for pair in case.earlier for text in pair]
+            return *cut_turns(tokenizer, case.context, [*said, case.question]), False
+        before, after = frame(tokenizer, case.context)
+        return before, case.question + after, False
     except ValueError as error:
         raise ValueError(f"Case {case.id}: {error}") from error

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources
+from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources, turns
 from clusterkv_jax.evaluation.tasks.cases import Case, counter
 from clusterkv_jax.evaluation.tasks.haystack import Book, book
 from clusterkv_jax.text.tokenizer import encode
@@ -147,6 +147,18 @@ def _niah(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: i
         for length in lengths
         for depth in retrieval.DEPTHS
         for number in range(options.limit or 5)
+    ]
+
+
+def _turns(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    lengths, count = _lengths(options, positions), counter(tokenizer)
+    books = _haystacks(options, tokenizer)
+    return [
+        case
+        for length in lengths
+        for number in range(options.limit or 20)
+        for case in turns.conversation(number, length, count, books[number % len(books)], options.seed)
+        if case.task in tasks
     ]
 
 
@@ -298,5 +310,11 @@ SUITES = {
     "pg19": Suite("perplexity of books by position (8 segments each)", (), _pg19),
     "pg19-answers": Suite("perplexity of books' second halves, written under the budget", (), _long_answers),
     "wikitext": Suite("perplexity of WikiText-2 by position (8 segments)", (), _wikitext),
+    "turns": Suite(
+        "five questions about one context, in SCBench's two modes (20 contexts)",
+        turns.TASKS,
+        _turns,
+        groups=turns.GROUPS,
+    ),
     "longeval": Suite("LongEval's line retrieval (25 records, 4 questions each)", ("lines",), _lines),
 }
