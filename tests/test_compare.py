@@ -33,8 +33,11 @@ def test_a_slice_is_found_in_its_table(tmp_path):
     table = answers(tmp_path / "table", {"vt/0": " C", "vt/1": " A B"}, packed=True)
     result = run(slice_, table, "--exact")
     assert result.exit_code == 0, result.output
-    for text in ("snapkv@0.5", "[vt]", "1 pairs of answers, 1 the same"):
+    alone = "Without a partner are 0 answers of the first, and 1 of the second."
+    for text in ("snapkv@0.5", "[vt]", "1 pairs of answers, 1 the same", alone):
         assert text in result.output
+    assert json.loads(run(table, slice_, "--json").stdout)["alone"] == [1, 0]
+    assert "Without a partner" not in run(slice_, slice_).output
 
 
 def test_another_answer_is_shown_and_fails(tmp_path):

@@ -1,5 +1,6 @@
 """A run writes each example once, whatever happens to it, and refuses to mix two configurations."""
 
+import gzip
 import json
 import random
 import signal
@@ -350,6 +351,21 @@ def test_of_the_full_cache_the_first_run_counts(tmp_path):
     assert len(runner.join([tmp_path / "a", tmp_path / "b"])[1]) == 90
     with pytest.raises(ValueError, match=r"answers full with budget 1\.0 of example t0/0 a second time"):
         runner.join([tmp_path / "a", tmp_path / "a"])
+
+
+def test_packed_results_are_joined_and_grow(unbroken, tmp_path):
+    for name, entry in zip("ab", ENTRIES[:2], strict=True):
+        part(tmp_path / name, [entry])
+        plain = tmp_path / name / runner.RESULTS
+        plain.with_name("results.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+    assert len(runner.join([tmp_path / "a", tmp_path / "b"])[1]) == 60
+    go(tmp_path / "a")
+    assert (tmp_path / "a" / runner.RESULTS).read_bytes() == unbroken
+    assert not (tmp_path / "a" / "results.jsonl.gz").exists()
+    (tmp_path / "b" / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"holds results\.jsonl\.gz without run\.json; choose another folder\."):
+        go(tmp_path / "b")
 
 
 def test_runs_that_do_not_belong_together_are_not_joined(tmp_path):

@@ -41,7 +41,7 @@ def compare(
     with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import comparison
 
-        pairs = comparison.paired(comparison.side(first), comparison.side(second))
+        pairs, alone = comparison.paired(comparison.side(first), comparison.side(second))
         rows = list(comparison.differences(pairs))
         decided = sorted((pair for pair in pairs if pair.decided), key=lambda pair: -abs(pair.gain))
         shown = {
@@ -52,14 +52,16 @@ def compare(
         shown |= {"different": different[:examples]} if exact else {}
         if as_json:
             found = {name: [asdict(pair) for pair in each] for name, each in shown.items()}
-            about = {"first": first, "second": second, "rows": [asdict(row) for row in rows]}
+            about = {"first": first, "second": second, "alone": alone, "rows": [asdict(row) for row in rows]}
             print(json.dumps({**about, **found}, indent=2))
         else:
-            _print(rows, pairs, shown)
+            _print(rows, pairs, alone, shown)
     raise typer.Exit(1 if exact and different else 0)
 
 
-def _print(rows: Sequence[Any], pairs: Sequence[Any], shown: Mapping[str, Sequence[Any]]) -> None:
+def _print(
+    rows: Sequence[Any], pairs: Sequence[Any], alone: tuple[int, int], shown: Mapping[str, Sequence[Any]]
+) -> None:
     console = plain_console(highlight=False)
     perplexity = pairs[0].first["metric"] == "nll"
     for row in dict.fromkeys(row.row for row in rows):
@@ -70,6 +72,8 @@ def _print(rows: Sequence[Any], pairs: Sequence[Any], shown: Mapping[str, Sequen
             _example(console, name, pair)
     scores = "cross-entropies in nats, where less is better" if perplexity else "scores in per cent"
     console.print(f"{len(pairs):,} pairs of answers, {sum(pair.same for pair in pairs):,} the same; {scores}.")
+    if any(alone):
+        console.print(f"Without a partner are {alone[0]:,} answers of the first, and {alone[1]:,} of the second.")
 
 
 def _table(rows: Sequence[Any], perplexity: bool) -> Table:

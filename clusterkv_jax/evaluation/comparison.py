@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.batching import Key
-from clusterkv_jax.evaluation.records import NLL, RESULTS, Record
+from clusterkv_jax.evaluation.records import NLL, Record
 
 EVERY_TASK = "all"
 _WITHIN = 1e-5  # of a score; what differs less is rounding
@@ -83,8 +83,8 @@ def side(text: str) -> Side:
     return Side(Path(folder), method, budget)
 
 
-def paired(first: Side, second: Side) -> list[Pair]:
-    """What both sides answer: the same rows of two folders, or one row of each side.
+def paired(first: Side, second: Side) -> tuple[list[Pair], tuple[int, int]]:
+    """What both sides answer, the same rows of two folders or one row of each, and how many answers either has alone.
 
     Raises ValueError where that is nothing, or was asked otherwise, and where one side alone names a row.
     """
@@ -102,16 +102,13 @@ def paired(first: Side, second: Side) -> list[Pair]:
             raise ValueError(
                 f"{names} asked {key[2]} otherwise: other texts, seeds or tokenizers, or --query-aware in one of them."
             )
-    return [Pair(ours[key], theirs[key]) for key in shared]
+    return [Pair(ours[key], theirs[key]) for key in shared], (len(ours) - len(shared), len(theirs) - len(shared))
 
 
 def answers(which: Side) -> dict[Key, Record]:
     """The lines of a folder's results (.gz too), or of one row of it; a torn last line is left out."""
-    files = [file for file in (which.folder / RESULTS, which.folder / f"{RESULTS}.gz") if file.exists()]
-    if len(files) != 1:
-        raise ValueError(f"{which.folder} must hold either {RESULTS} or {RESULTS}.gz.")
     found: dict[Key, Record] = {}
-    for where, line in records.read_answers(files[0]):
+    for where, line in records.read_answers(records.results_file(which.folder)):
         key = line["method"], line["budget"], line["id"]
         if key in found:
             raise ValueError(f"{where} answers {key[0]} with budget {key[1]} of example {key[2]} a second time.")

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from clusterkv_jax.buckets import answering, copied, place, there, working_folder
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.records import RESULTS, RUN
+from clusterkv_jax.evaluation.records import PACKED, RESULTS, RUN
 from clusterkv_jax.files import alone
 from clusterkv_jax.schema import AnyPath
 
@@ -103,6 +103,8 @@ class Output:
         file = self.folder / RESULTS
         for name in (RESULTS, RUN):
             _copied_if_there(address / name, self.folder / name)
+        if there(address / PACKED):
+            raise ValueError(f"{address} holds {PACKED}, to which nothing can be added; unpack it.")
         parts = _parts(address)
         size = file.stat().st_size if file.exists() else 0
         for part in parts:

@@ -12,8 +12,10 @@ from msgspec import Meta
 
 from clusterkv_jax import schema
 from clusterkv_jax.evaluation.scoring import METRICS
+from clusterkv_jax.files import replacing
 
 RESULTS, RUN = "results.jsonl", "run.json"
+PACKED = f"{RESULTS}.gz"
 # A session takes a kilobyte of run.json, a long answer a few of results.jsonl.
 MOST_RUN, MOST_LINE = 16 * schema.MIB, schema.MIB
 # The metric of perplexities is a mean cross-entropy in nats; the exponential of more than this no number holds.
@@ -91,6 +93,23 @@ def group(task: str, facts: Mapping[str, Any]) -> str:
     """A task with its length or position, where it has one: what the cases of a folder are held against."""
     place = facts.get("position", facts.get("length"))
     return task if place is None else f"{task}@{place}"
+
+
+def results_file(folder: Path) -> Path:
+    """The results of a folder, packed or not. Raises ValueError for none, and for both."""
+    found = [file for file in (folder / RESULTS, folder / PACKED) if file.exists()]
+    if len(found) != 1:
+        raise ValueError(f"{folder} must hold either {RESULTS} or {PACKED}.")
+    return found[0]
+
+
+def unpack(folder: Path) -> None:
+    """Put results.jsonl in the place of results.jsonl.gz, where a folder has that: no line can be added to it."""
+    packed = folder / PACKED
+    if packed.exists() and results_file(folder) == packed:
+        with replacing(folder / RESULTS) as whole, whole.open("wb") as stream:
+            stream.writelines(line for _, line in schema.read_lines(packed, most=MOST_LINE))
+        packed.unlink()
 
 
 def read_answers(file: Path) -> Iterator[tuple[str, Record]]:

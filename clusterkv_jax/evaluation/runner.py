@@ -118,6 +118,7 @@ def record(
     with _alone(folder):
         with writing:
             whole = open_run(folder, config, about)
+            records.unpack(folder)
             lines = _found(file, asked, config, whole)
         answered = [line for key, line in lines.items() if key in asked]
         count, tokens = len(answered), sum(line["tokens"] for line in answered)
@@ -218,10 +219,10 @@ def join(folders: Sequence[Path]) -> tuple[Record, list[Record]]:
     lines: dict[Key, Record] = {}
     said: dict[str, Record] = {}
     for folder in folders:
-        if not (folder / RUN).exists() or not (folder / RESULTS).exists():
+        if not (folder / RUN).exists():
             raise ValueError(f"{folder} holds no run: {RUN} and {RESULTS} are needed.")
         runs.append(records.read_run(folder))
-        for where, line in records.read_answers(folder / RESULTS):
+        for where, line in records.read_answers(records.results_file(folder)):
             key = _key(line)
             if f"{key[0]}@{key[1]}" not in runs[-1]["config"]["methods"]:
                 raise ValueError(f"{where} answers {_named(key)}, a method that {folder / RUN} does not name.")

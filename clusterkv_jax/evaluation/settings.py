@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.batching import Entry, Job
-from clusterkv_jax.evaluation.records import RESULTS, RUN, Record
+from clusterkv_jax.evaluation.records import PACKED, RESULTS, RUN, Record
 from clusterkv_jax.files import write_whole
 
 
@@ -39,8 +39,8 @@ def open_run(folder: Path, config: Mapping[str, Any], about: Mapping[str, Any]) 
     Raises ValueError for a folder whose settings are others, and for one of an earlier version.
     """
     file = folder / RUN
-    if not file.exists() and (folder / RESULTS).exists():
-        raise ValueError(f"{folder} holds {RESULTS} without {RUN}; choose another folder.")
+    if not file.exists() and (found := [name for name in (RESULTS, PACKED) if (folder / name).exists()]):
+        raise ValueError(f"{folder} holds {found[0]} without {RUN}; choose another folder.")
     config = json.loads(json.dumps(config))
     run = records.read_run(folder, records.Begun) if file.exists() else {"config": config, "sessions": []}
     theirs = run["config"]
