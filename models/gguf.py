@@ -25,6 +25,7 @@ MODEL_TYPES = {
     "granite": "granite",
     "olmo2": "olmo2",
     "chatglm": "glm",
+    "glm4": "glm4",
     "gpt-oss": "gpt_oss",
 }
 # Factors of rotations, which are tensors there and a part of the configuration here.

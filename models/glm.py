@@ -1,9 +1,10 @@
-"""GLM-4-9B, as published (`model_type: chatglm`) and in the `-hf` layout (`model_type: glm`).
+"""GLM-4-9B, as published (`model_type: chatglm`) and in the `-hf` layout (`model_type: glm`), and GLM-4-0414 (`glm4`).
 
-Half of each head's dimensions is rotated, in interleaved pairs. The published files fuse queries, keys and values,
+The last has norms on both sides of each block. Half of each head's dimensions is rotated, in interleaved pairs. The published files fuse queries, keys and values,
 both layouts fuse the MLP's gate and up projections. GLM team, 2024 (arXiv:2406.12793).
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Meta
@@ -17,6 +18,11 @@ from clusterkv_jax.models.hf_rope import rope
 HF_WEIGHTS = llama.WEIGHTS | {
     "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj.weight",
     "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj.weight",
+}
+
+WEIGHTS_0414 = HF_WEIGHTS | {
+    "layers.*.attention_out_norm.scale": "model.layers.*.post_self_attn_layernorm.weight",
+    "layers.*.mlp_out_norm.scale": "model.layers.*.post_mlp_layernorm.weight",
 }
 
 CHATGLM_WEIGHTS = {
@@ -39,7 +45,7 @@ CHATGLM_WEIGHTS = {
 
 
 class File(Decoder, kw_only=True):
-    """The fields of transformers' GlmConfig."""
+    """The fields of transformers' GlmConfig and Glm4Config."""
 
     default_eos = (151329, 151336, 151338)
 
@@ -89,6 +95,11 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
         rope=rope(file, fields["head_dim"], fraction=0.5, interleaved=True),
         qkv_bias=file.attention_bias,
     )
+
+
+def from_glm4(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: glm4` configuration."""
+    return replace(from_hf(published, where), norm_place="both")
 
 
 def from_chatglm(published: dict[str, Any], where: str = "config.json") -> ModelConfig:

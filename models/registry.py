@@ -43,6 +43,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family("Gemma 3 1B and 270M", gemma.File3, gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family("GLM-4", glm.File, glm.from_hf, glm.HF_WEIGHTS),
+    "glm4": Family("GLM-4-0414", glm.File, glm.from_glm4, glm.WEIGHTS_0414),
     "gpt_oss": Family("gpt-oss", gpt_oss.File, gpt_oss.from_hf, gpt_oss.WEIGHTS),
     "granite": Family("Granite 3", granite.File, granite.from_hf, granite.WEIGHTS),
     "llama": Family(

@@ -73,7 +73,7 @@ def test_what_no_decoder_follows_is_refused_by_name(family, field, value):
     assert f"{field} = {value!r}, which is not supported; allowed: " in refusal(family, **{field: value})
 
 
-@pytest.mark.parametrize("family", [name for name in OF_TEXTS if name not in ("glm", "phi3", "opt")])
+@pytest.mark.parametrize("family", [name for name in OF_TEXTS if name not in ("glm", "glm4", "phi3", "opt")])
 def test_families_that_rotate_whole_heads(family):
     """transformers would pass the part over, or rotate it, by the type of the scaling."""
     message = "config.json sets partial_rotary_factor = 0.5, which is not supported; allowed: 1.0."
@@ -198,6 +198,7 @@ def test_more_experts_than_any_model_has_are_refused_at_once(family):
         ("phi3", (32000,)),
         ("olmo2", (50279,)),
         ("glm", (151329, 151336, 151338)),
+        ("glm4", (151329, 151336, 151338)),
         ("qwen3", ()),
     ],
 )
@@ -206,7 +207,7 @@ def test_without_ends_a_file_has_those_of_its_class(family, ids):
     assert registry.from_hf({**changes, "vocab_size": 151552}).eos_ids == ids
     assert registry.from_hf({**changes, "vocab_size": 3}).eos_ids == tuple(token for token in ids if token < 3)
     stated = registry.from_hf({**changes, "vocab_size": 151552, "eos_token_id": None}).eos_ids
-    assert stated == (ids if family == "glm" else ())
+    assert stated == (ids if family in ("glm", "glm4") else ())
 
 
 def test_the_first_that_names_ends_and_the_tokenizer():

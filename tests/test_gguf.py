@@ -25,7 +25,7 @@ NAMES = [
     name
     for name in PARITY
     if PARITY[name]["model_type"]
-    in {*gguf_writer.ARCHITECTURES, "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2"}
+    in {*gguf_writer.ARCHITECTURES, "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2", "glm4"}
     # What no GGUF file says: YaRN's other factors, a window of some layers or of all, shares that do not add up to 1.
     and name not in ("llama-yarn", "llama-yarn-mscale", "qwen2-window", "qwen3-moe-window", "qwen3-moe-shares")
     and name not in ("mistral-v0.1", "mixtral-window", "qwen3-moe-dense")

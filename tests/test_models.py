@@ -237,7 +237,7 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; allowed: chatglm, gemma2, gemma3, gemma3_text, glm, gpt_oss, granite",
+            "model_type 'gpt2' is not supported; allowed: chatglm, gemma2, gemma3, gemma3_text, glm, glm4, gpt_oss",
         ),
         ({}, "model_type None is not supported"),
         ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),

@@ -105,6 +105,7 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
     },
 }
+OF_FAMILY["glm4"] = OF_FAMILY["glm"]
 # Files of a fashion of their own: the family, what differs, and how many tokens its text has.
 FASHIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "yarn of no original length": ("llama", {"rope_scaling": {"type": "yarn", "factor": 6.0}}, 40),

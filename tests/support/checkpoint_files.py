@@ -85,6 +85,7 @@ FAMILIES = {
     "qwen3_moe": QWEN3_MOE,
     "gpt_oss": GPT_OSS,
     "glm": _GLM,
+    "glm4": {**_GLM, "model_type": "glm4"},
     "chatglm": _CHATGLM,
     "opt": OPT,
 }

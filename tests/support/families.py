@@ -14,6 +14,7 @@ HEAD_DIMS = {
     "gemma2": (128, 256),
     "gemma3_text": (128, 256),
     "glm": (128,),
+    "glm4": (128,),
     "gpt_oss": (64,),
     "granite": (64, 128),
     "llama": (64, 128),
@@ -96,6 +97,7 @@ _GPT_OSS = {
         "original_max_position_embeddings": 32,
     },
 }
+_GLM = {"head_dim": 32, "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
 _MOE = {"head_dim": 32, "moe_intermediate_size": 48}
 # What is compared with transformers: name -> (model_type, what differs from a small configuration).
 _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,10 +119,8 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
         _MOE | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_hidden_layers": 4},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm": (
-        "glm",
-        {"head_dim": 32, "eos_token_id": [1, 2], "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
-    ),
+    "glm": ("glm", {**_GLM, "eos_token_id": [1, 2]}),
+    "glm4": ("glm4", {**_GLM, "eos_token_id": [3, 4]}),
     "opt": ("opt", {}),
     "granite": ("granite", GRANITE | {"tie_word_embeddings": True}),
     "granite-biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),

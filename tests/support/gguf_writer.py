@@ -89,10 +89,10 @@ def describe(writer: Any, published: dict[str, Any], tensors: Tensors) -> None:
     writer.add_head_count_kv(published["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(published.get("rms_norm_eps", 1e-5 if kind == "glm" else 1e-6))
+    writer.add_layer_norm_rms_eps(published.get("rms_norm_eps", 1e-5 if kind in ("glm", "glm4") else 1e-6))
     default = {"gemma3_text": 1e6, "gpt_oss": 150000.0, "mixtral": 1e6}.get(kind, 10000.0)
     writer.add_rope_freq_base(ropes.get("rope_theta", default))
-    part = ropes.get("partial_rotary_factor", 0.5 if kind == "glm" else 1.0)
+    part = ropes.get("partial_rotary_factor", 0.5 if kind in ("glm", "glm4") else 1.0)
     writer.add_rope_dimension_count(int(head_dim * part))
     _scaling(writer, published, ropes)
     if published.get("sliding_window") and kind in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
