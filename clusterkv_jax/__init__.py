@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from clusterkv_jax.tensors import compress as compress
     from clusterkv_jax.tensors import select as select
 
-    push_calibration, load_cache, save_cache = calibration.push, saving.load, saving.save
+    push_calibration = calibration.push
+    load_cache = saving.load
+    save_cache = saving.save
 
 # Where public names are, but for the methods, which their registry lists.
 _HOMES = {

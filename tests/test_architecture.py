@@ -85,11 +85,7 @@ def test_public_names_are_imported_from_where_the_types_say():
         for alias in node.names
         if alias.asname
     }
-    renamed = branch[-1]
-    assert isinstance(renamed, ast.Assign)
-    typed |= {
-        name.id: ast.unparse(home) for name, home in zip(renamed.targets[0].elts, renamed.value.elts, strict=True)
-    }
+    typed |= {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in branch if isinstance(node, ast.Assign)}
     assert sorted({*typed, *METHODS}) == sorted(clusterkv_jax.__all__)
     assert {name: home for name, home in typed.items() if "." in home} == clusterkv_jax._HOMES
     assert set(typed) <= set(dir(clusterkv_jax))
