@@ -1,7 +1,8 @@
 """GLM-4-9B, as published (`model_type: chatglm`) and in the `-hf` layout (`model_type: glm`), and GLM-4-0414 (`glm4`).
 
-The last has norms on both sides of each block. Half of each head's dimensions is rotated, in interleaved pairs. The published files fuse queries, keys and values,
-both layouts fuse the MLP's gate and up projections. GLM team, 2024 (arXiv:2406.12793).
+The last has norms on both sides of each block. Half of each head's dimensions is rotated, in interleaved pairs. The
+published files fuse queries, keys and values, both layouts fuse the MLP's gate and up projections. GLM team, 2024
+(arXiv:2406.12793).
 """
 
 from dataclasses import replace

@@ -246,92 +246,120 @@ def test_a_full_cache_says_so():
     assert int(longer.length[0, 0]) == 98 > longer.capacity == 97
 
 
+def refused(said, run, *args, **options):
+    """In one sentence."""
+    with pytest.raises(ValueError, match=said) as error:
+        run(*args, **options)
+    assert str(error.value).count(". ") == 0
+
+
+HALF, FEW, NINETY = ckv.Budget(ratio=0.5), ckv.Budget(tokens=9), ckv.Budget(tokens=90)
+
+
 @pytest.mark.wrong_arguments
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("kind", "settings", "said"),
     [
-        (lambda: ckv.Budget(), "exactly one of ratio and tokens"),
-        (lambda: ckv.Budget(ratio=0.5, tokens=10), "exactly one of ratio and tokens"),
-        (lambda: ckv.Budget(ratio=0), "ratio must be a number above 0, got 0"),
-        (lambda: ckv.Budget(ratio=float("nan")), "ratio must be a number above 0, got nan"),
-        (lambda: ckv.Budget(tokens=2.5), "tokens must be a whole number of at least 1, got 2.5"),
-        (lambda: ckv.Budget(ratio=0.5, base="context"), "'context'"),
-        (lambda: ckv.CentroidKV(0.2), "budget must be a Budget, got 0.2"),
-        (lambda: ckv.Budget(bytes=10, tokens=3), "exactly one of ratio and tokens"),
-        (lambda: ckv.Budget(ratio=0.5, shares=(1, 0)), "shares must be"),
-        (lambda: ckv.SnapKV(ckv.Budget(tokens=9), kernel=4), "kernel must be an odd number of rows, got 4"),
-        (lambda: ckv.SnapKV(ckv.Budget(tokens=9), decode_interval=0), "decode_interval must be a whole number"),
-        (lambda: ckv.AdaKV(ckv.Budget(tokens=90), safeguard=1.5), "safeguard must be between 0 and 1, got 1.5"),
-        (lambda: ckv.AdaKV(ckv.Budget(tokens=90, shares=((1, 2),))), "without shares per head"),
-        (lambda: ckv.Composed(ckv.AdaKV(ckv.Budget(tokens=90)), ckv.H2O(ckv.Budget(tokens=90))), "unequal lengths"),
-        (lambda: ckv.H2O(ckv.Budget(tokens=9), recent=-1), "recent must be a whole number of at least 0 or None"),
-        (lambda: ckv.Composed(ckv.Full(), ckv.SnapKV(ckv.Budget(tokens=9))), "compresses while decoding"),
-        (lambda: ckv.compress(ckv.SnapKV(ckv.Budget(tokens=50)), None, *tensors()), "queries must be"),
+        (ckv.Budget, {}, "exactly one of ratio and tokens"),
+        (ckv.Budget, {"ratio": 0.5, "tokens": 10}, "exactly one of ratio and tokens"),
+        (ckv.Budget, {"bytes": 10, "tokens": 3}, "exactly one of ratio and tokens"),
+        (ckv.Budget, {"ratio": 2, "tokens": 3}, "got ratio=2, tokens=3 and bytes=None"),
+        (ckv.Budget, {"ratio": 0}, "ratio must be a number above 0, got 0"),
+        (ckv.Budget, {"ratio": float("nan")}, "ratio must be a number above 0, got nan"),
+        (ckv.Budget, {"ratio": 128}, r"1 is everything, since rows are tokens= \(--cache-tokens\), got 128"),
+        (ckv.Budget, {"ratio": 25.0}, "rows are tokens="),
+        (ckv.Budget, {"tokens": 2.5}, "tokens must be a whole number of at least 1, got 2.5"),
+        (ckv.Budget, {"ratio": 0.5, "base": "context"}, "'context'"),
+        (ckv.Budget, {"ratio": 0.5, "shares": (1, 0)}, "shares must be"),
+        (ckv.CentroidKV, {"budget": 0.2}, "budget must be a Budget, got 0.2"),
+        (ckv.CentroidKV, {"budget": HALF, "chunk": 7}, "chunk must be an even number"),
+        (ckv.CentroidKV, {"budget": HALF, "merge_ratio": -0.1}, "merge_ratio must be between 0 and 1"),
+        (ckv.CentroidKV, {"budget": HALF, "merge_of": "B"}, "merge_of must be"),
+        (ckv.CentroidKV, {"budget": HALF, "interval": 0}, "interval must be a whole number"),
+        (ckv.Chelsea, {"budget": HALF, "outlier_heads": ((0,),)}, "outlier_heads must be a tuple of pairs"),
+        (ckv.Chelsea, {"budget": HALF, "outlier_heads": ((0, 1), (0, 1))}, "without repeats"),
+        (ckv.SnapKV, {"budget": FEW, "kernel": 4}, "kernel must be an odd number of rows, got 4"),
+        (ckv.SnapKV, {"budget": FEW, "decode_interval": 0}, "decode_interval must be a whole number"),
+        (ckv.AdaKV, {"budget": NINETY, "safeguard": 1.5}, "safeguard must be between 0 and 1, got 1.5"),
+        (ckv.AdaKV, {"budget": ckv.Budget(tokens=90, shares=((1, 2),))}, "without shares per head"),
+        (ckv.H2O, {"budget": FEW, "recent": -1}, "recent must be a whole number of at least 0 or None"),
+        (ckv.Composed, {"prefill": ckv.AdaKV(NINETY), "decode": ckv.H2O(NINETY)}, "unequal lengths"),
+        (ckv.Composed, {"prefill": ckv.Full(), "decode": ckv.SnapKV(FEW)}, "compresses while decoding"),
+    ],
+)
+def test_settings_that_are_impossible_are_named(kind, settings, said):
+    refused(said, kind, **settings)
+
+
+WINDOW = "a prompt of 96 tokens has a budget of 32 rows, which must be more than window = 32"
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        (ckv.Full, {}, "method must be an object such as"),
+        (ckv.Full(), {"layer": 1}, "layer must be between 0 and 0, got 1"),
+        (ckv.Full(), {"layer": -1}, "layer must be a whole number of at least 0"),
+        (ckv.Full(), {"max_new_tokens": -5}, "at least 0, got -5"),
+        (ckv.Full(), {"lengths": np.asarray([5, 97])}, "between 1 and 96"),
+        (ckv.Full(), {"lengths": np.asarray([9.0, 9.5], np.float32)}, "got float32"),
+        (ckv.Full(), {"lengths": np.asarray([9])}, "lengths must be 2 numbers"),
         (
-            lambda: ckv.compress(ckv.SnapKV(ckv.Budget(tokens=32)), None, *tensors()),
-            "a prompt of 96 tokens has a budget of 32 rows, which must be more than window = 32",
-        ),
-        (
-            lambda: ckv.compress(ckv.PyramidKV(ckv.Budget(tokens=32)), None, *tensors()),
-            "a prompt of 96 tokens has a budget of 32 rows, which must be more than window = 32",
-        ),
-        (
-            lambda: ckv.compress(ckv.Chelsea(ckv.Budget(tokens=90, shares=(1.0, 1.0))), None, *tensors()),
-            "shares must be 1 numbers, one per layer",
-        ),
-        (lambda: dataclasses.replace(centroid(ratio=0.5), chunk=7), "chunk must be an even number"),
-        (lambda: dataclasses.replace(centroid(ratio=0.5), merge_ratio=-0.1), "merge_ratio must be between 0 and 1"),
-        (
-            lambda: ckv.compress(centroid(tokens=6), None, *tensors(tokens=5), max_new_tokens=200),
-            "a prompt of 5 tokens has a budget of 6 rows",
-        ),
-        (lambda: dataclasses.replace(centroid(ratio=0.5), merge_of="B"), "merge_of must be"),
-        (lambda: dataclasses.replace(centroid(ratio=0.5), interval=0), "interval must be a whole number"),
-        (lambda: chelsea(ratio=0.5, outlier_heads=((0,),)), "outlier_heads must be a tuple of pairs"),
-        (lambda: chelsea(ratio=0.5, outlier_heads=((0, 1), (0, 1))), "without repeats"),
-        (
-            lambda: ckv.compress(centroid(tokens=6), None, *tensors()),
-            r"a prompt of 96 tokens has a budget of 6 rows, which must be more than sinks \+ recent = 2 \+ 4",
-        ),
-        (lambda: ckv.compress(chelsea(ratio=0.5, outlier_heads=((3, 0),)), None, *tensors()), "does not exist"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([5, 97])), "between 1 and 96"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), layer=1), "layer must be between 0 and 0, got 1"),
-        (lambda: ckv.compress(ckv.Full(), None, tensors()[0], tensors(tokens=95)[0]), "same shape"),
-        (
-            lambda: ckv.Budget(128),
-            r"1 is everything, since rows are tokens= \(--cache-tokens\), got 128",
-        ),
-        (lambda: ckv.Budget(25.0), "rows are tokens="),
-        (lambda: ckv.Budget(ratio=2, tokens=3), "got ratio=2, tokens=3 and bytes=None"),
-        (lambda: ckv.compress(ckv.Full, None, *tensors()), "method must be an object such as"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), max_new_tokens=-5), "at least 0, got -5"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), layer=-1), "layer must be a whole number of at least 0"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([9.0, 9.5])), "got float32"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(), lengths=jnp.asarray([9])), "lengths must be 2 numbers"),
-        (lambda: ckv.compress(ckv.Full(), None, *tensors(dtype=jnp.int32)), "floating-point numbers, got int32"),
-        (lambda: ckv.compress(ckv.Full(), None, *(x[0] for x in tensors())), r"\[B,K,N,D\], got shape \(2, 96, 8\)"),
-        (lambda: ckv.compress(ckv.Full(), None, [[1.0]], None), r"keys must be an array \[B,K,N,D\], got list"),
-        (
-            lambda: ckv.compress(ckv.Full(), None, *tensors(), hidden=jnp.ones((2, 95, 4))),
+            ckv.Full(),
+            {"hidden": np.ones((2, 95, 4), np.float32)},
             r"hidden must have the shape \[2,96,M\], got \(2, 95, 4\)",
         ),
         (
-            lambda: ckv.compress(ckv.Full(), None, *tensors(), scores=jnp.ones((2, 2, 95))),
+            ckv.Full(),
+            {"scores": np.ones((2, 2, 95), np.float32)},
             r"scores must have the shape \[2,2,96\], got \(2, 2, 95\)",
         ),
-        (lambda: ckv.compress(ckv.KVzap(ckv.Budget(tokens=20)), None, *tensors()), r"must be \[B,K,N\], got None"),
+        (ckv.KVzap(ckv.Budget(tokens=20)), {}, r"must be \[B,K,N\], got None"),
+        (ckv.SnapKV(ckv.Budget(tokens=50)), {}, "queries must be"),
+        (ckv.SnapKV(ckv.Budget(tokens=32)), {}, WINDOW),
+        (ckv.PyramidKV(ckv.Budget(tokens=32)), {}, WINDOW),
+        (ckv.Chelsea(ckv.Budget(tokens=90, shares=(1.0, 1.0))), {}, "shares must be 1 numbers, one per layer"),
+        (chelsea(ratio=0.5, outlier_heads=((3, 0),)), {}, "does not exist"),
         (
-            lambda: ckv.compress(chelsea(ratio=0.3, outlier_heads=((0, 0),)), None, *tensors()),
+            chelsea(ratio=0.3, outlier_heads=((0, 0),)),
+            {},
             "a prompt of 96 tokens has a budget below what its 1 outlier heads keep",
         ),
-        (lambda: ckv.attend(ckv.compress(ckv.Full(), None, *tensors()), jnp.ones((2, 3, 8))), "multiple of the 2 KV"),
-        (lambda: ckv.attend(ckv.compress(ckv.Full(), None, *tensors()), jnp.ones((2, 4, 7))), r"shape \[2,H,8\]"),
+        (
+            centroid(tokens=6),
+            {},
+            r"a prompt of 96 tokens has a budget of 6 rows, which must be more than sinks \+ recent = 2 \+ 4",
+        ),
+        (
+            centroid(tokens=6),
+            {"lengths": np.asarray([5, 5]), "max_new_tokens": 200},
+            "a prompt of 5 tokens has a budget of 6 rows",
+        ),
     ],
 )
-def test_what_is_impossible_is_named_in_one_sentence(make, said):
-    with pytest.raises(ValueError, match=said) as error:
-        make()
-    assert str(error.value).count(". ") == 0
+def test_requests_that_are_impossible_are_named(method, options, said):
+    refused(said, ckv.compress, method, None, *tensors(), **options)
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(
+    ("keys", "values", "said"),
+    [
+        (np.ones((2, 2, 96, 8)), np.ones((2, 2, 95, 8)), "same shape"),
+        (np.ones((2, 2, 96, 8), np.int32), np.ones((2, 2, 96, 8), np.int32), "floating-point numbers, got int32"),
+        (np.ones((2, 96, 8)), np.ones((2, 96, 8)), r"\[B,K,N,D\], got shape \(2, 96, 8\)"),
+        ([[1.0]], None, r"keys must be an array \[B,K,N,D\], got list"),
+    ],
+)
+def test_rows_that_are_none_are_named(keys, values, said):
+    refused(said, ckv.compress, ckv.Full(), None, keys, values)
+
+
+@pytest.mark.wrong_arguments
+@pytest.mark.parametrize(("query", "said"), [((2, 3, 8), "multiple of the 2 KV"), ((2, 4, 7), r"shape \[2,H,8\]")])
+def test_queries_that_fit_no_layer_are_named(query, said):
+    refused(said, ckv.attend, ckv.compress(ckv.Full(), None, *tensors()), jnp.ones(query))
 
 
 @pytest.mark.wrong_arguments
