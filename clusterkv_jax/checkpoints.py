@@ -37,7 +37,7 @@ from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
 from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
 from clusterkv_jax.packaged_calibrations import packaged_calibration
-from clusterkv_jax.safetensors_files import InFile, Quantised, StackInFiles, in_files, without_codes
+from clusterkv_jax.safetensors_files import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.schema import AnyPath, checked
 from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
@@ -59,6 +59,8 @@ from clusterkv_jax.weight_files import CheckpointError as CheckpointError
 
 GENERATION = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
+# Numbers dequantised at once.
+_PART = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,24 +390,30 @@ def _put(
 ) -> jax.Array:
     view, where = parameter.view(), parameter.where
     if sharding is None:
-        array = jax.device_put(copy(view[whole(spec.shape)], where=where))
+        by_parts = isinstance(view, Dequantised) and not view.place.linear
+        array = jax.device_put(copy(view if by_parts else view[whole(spec.shape)], where=where))
     else:
         array = jax.make_array_from_callback(spec.shape, sharding, lambda index: copy(view[index or ()], where=where))
     # Transfers run behind the program's back and hold their host copies: without waiting, many would pile up.
     return array.block_until_ready()
 
 
-def host_copy(view: np.ndarray | Stack, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
+def host_copy(view: np.ndarray | Stack | Dequantised, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
     """What is handed to the device: the file's order is kept where the transfer transposes (faster than numpy would).
 
     The CPU backend adopts a buffer that is aligned and in order, so the parameter itself is the only copy there.
     Raises CheckpointError that names `where` for a number that is not finite, as stored or as `dtype`.
     """
-    if not isinstance(view, Stack):
+    if isinstance(view, np.ndarray):
         copy = np.empty_like(view, dtype, subok=False) if platform != "cpu" else _aligned(view.shape, dtype)
         _fill(copy, view, where)
         return copy
     copy = _aligned(view.shape, dtype)
+    if isinstance(view, Dequantised):  # a table of the whole vocabulary in float32 would be the most memory there is
+        step = max(1, _PART // copy[0].size)
+        for i in range(0, len(copy), step):
+            _fill(copy[i : i + step], view.read((slice(i, i + step), *whole(copy.shape[1:]))), where)
+        return copy
     for target, (part, place) in zip(copy, view, strict=True):
         _fill(target, part, place)
     return copy

@@ -174,10 +174,11 @@ class Dequantised:
         """A part, by a slice of every dimension."""
         key = tuple((part.start, part.stop, part.step) for part in index)
         if key not in self.cache:
-            self.cache[key] = self._read(index)
+            self.cache[key] = self.read(index)
         return self.cache[key]
 
-    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part that does not stay."""
         place, shape = self.place, self.place.shape
         # The parameter's dimensions are those of the rows and then of the columns, or the other way round.
         most = place.rows[-1] if place.linear else place.rows[0]

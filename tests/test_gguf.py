@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import checkpoints, gguf_files
 from clusterkv_jax.checkpoints import CheckpointError
 from clusterkv_jax.models.rope import cosines_and_sines
 from tests.fuzz import rules
@@ -102,6 +103,22 @@ def test_a_type(tmp_path, kind):
     spread = ckv.load(file, mesh=mesh)
     assert checkpoint_files.same(model.params, spread.params)
     assert model.config.weights == spread.config.weights
+
+
+def test_tables_are_dequantised_in_parts(tmp_path, monkeypatch):
+    """Of some rows each: no table of a vocabulary is in memory in float32."""
+    file = gguf_writer.write(tmp_path / "model.gguf", WIDE, tensors_of(WIDE), "Q8_0")
+    wanted, sizes, read = ckv.load(file), [], gguf_files.GgufTensor.read
+
+    def counted(tensor, rows, columns):
+        sizes.append(len(rows) * len(columns))
+        return read(tensor, rows, columns)
+
+    monkeypatch.setattr(gguf_files.GgufTensor, "read", counted)
+    monkeypatch.setattr(checkpoints, "_PART", 5 * WIDE["hidden_size"])
+    found = ckv.load(file)
+    assert checkpoint_files.same(found.params, wanted.params)
+    assert sizes.count(5 * WIDE["hidden_size"]) >= WIDE["vocab_size"] // 5
 
 
 def test_a_split_file(tmp_path, small):
