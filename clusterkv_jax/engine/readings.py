@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.batch import Batch, padded
-from clusterkv_jax.cache import KVCache, WindowCache, group_heads, groups, occupancy
+from clusterkv_jax.cache import Group, KVCache, WindowCache, group_heads, groups, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.board import Order
@@ -153,6 +154,7 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
         raise ValueError(f"The saved cache {path} must hold one sequence, got {cache.position.shape[0]}.")
     if length >= limits.max_tokens:
         raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
+    cache = _with_means(cache, layout.one)
     if not _fits(cache, layout.one, limits):
         raise ValueError(
             f"The saved cache {path} does not fit the engine's slots: it was made for more tokens than theirs, or with "
@@ -160,6 +162,22 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
     return length, mark, Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
+
+
+def _with_means(cache: KVCache, one: KVCache) -> KVCache:
+    """A cache of codes from before they were stored less a mean of keys: with one of 0, where its slot has one."""
+    is_group = lambda x: isinstance(x, Group)  # noqa: E731
+    held, structure = jax.tree.flatten(cache.layers, is_leaf=is_group)
+    slots, wanted = jax.tree.flatten(one.layers, is_leaf=is_group)
+    if structure != wanted:
+        return cache
+    layers = [
+        replace(group, key_mean=jnp.zeros(slot.key_mean.shape, jnp.float32))
+        if group.key_mean is None and slot.key_mean is not None
+        else group
+        for group, slot in zip(held, slots, strict=True)
+    ]
+    return replace(cache, layers=jax.tree.unflatten(structure, layers))
 
 
 def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
+from clusterkv_jax.cache import in_numbers, quantised
 from clusterkv_jax.calibration import PARTS, Calibration
 from clusterkv_jax.engine import readings
 from tests.support.byte_model import byte_tokenizer
@@ -182,6 +183,16 @@ def test_a_saved_context_is_asked_by_another_engine(tmp_path):
         served.add(tmp_path / "nothing", **EIGHT)
     with pytest.raises(ValueError, match="does not fit the engine's slots"):
         engine(max_tokens=64, reserve=16).add(file, prompt(904, 4), **EIGHT)
+
+
+def test_a_file_of_codes_from_before_means_were_taken_off_is_asked(tmp_path):
+    file, method = tmp_path / "context.safetensors", ckv.Full(cache_dtype="int8")
+    tokens, lengths = jnp.asarray([prompt(3, 50)]), jnp.asarray([50])
+    cache, _ = ckv.prefill(tiny().params, tiny().config, method, tokens, lengths, reserve=64)
+    layers = tuple(quantised(in_numbers(layer), "int8", less_mean=False) for layer in cache.layers)
+    ckv.save_cache(file, dataclasses.replace(cache, layers=layers), tiny().config, method)
+    expected = ckv.generate(tiny(), [prompt(3, 50)], questions=[prompt(904, 4)], method=method, **EIGHT)
+    assert engine(method=method).add(file, prompt(904, 4), **EIGHT).result().tokens == expected.tokens
 
 
 def test_a_file_that_has_become_another_is_refused(tmp_path):
