@@ -1,10 +1,11 @@
 """A question in a chat template: the cut is where it should be, or there is one sentence."""
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clusterkv_jax.text.chat import cut_turn, turn
+from clusterkv_jax.text.chat import cut_turn, frame_ids, turn
+from clusterkv_jax.text.tokenizer import encode
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 CONTENT = "messages[0]['content']"
@@ -59,3 +60,15 @@ def test_a_template_that_fails_is_one_sentence(template):
     with pytest.raises(ValueError, match=r"^The model's chat template fails: [^\n]*\.$") as error:
         cut_turn(tokenizer(template), "A text.", "Who?")
     assert BROKEN[template] in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a b", "Paris"])
+def test_a_frame_that_ends_in_a_space_is_found_before_every_text(text):
+    """The space is a part of the text's first token."""
+    words = ["<unk>", "[INST]", "\u2581", "\u2581[/INST]", "\u2581a", "\u2581b", "\u2581I", "\u2581Paris"]
+    pieces = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    template = f"[INST] {{{{ {CONTENT} }}}} [/INST]"
+    spaced = PreTrainedTokenizerFast(tokenizer_object=pieces, chat_template=template)
+    assert frame_ids(spaced) == ((1,), (3,))
+    assert encode(spaced, turn(spaced, text)) == [1, *encode(spaced, f" {text}"), 3]

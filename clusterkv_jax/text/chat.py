@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from clusterkv_jax.schema import shown
@@ -76,9 +77,13 @@ def cut_turns(tokenizer: Any, text: str, said: Sequence[str], chat: Chat = Chat(
 
 
 def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that the template puts before a user's message, and behind it."""
+    """Ids that the template puts before a user's message, whatever that is, and behind it."""
     before, after = frame(tokenizer, "x", chat)
-    return tuple(encode(tokenizer, before.removesuffix("x"))), tuple(encode(tokenizer, after))
+    start = before.removesuffix("x")
+    # A space at its end is often a part of the message's first token.
+    both = zip(*(encode(tokenizer, start + word) for word in ("a", "I")), strict=False)
+    prefix = tuple(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+    return prefix, tuple(encode(tokenizer, after))
 
 
 def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
