@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from clusterkv_jax.models.config import (
     LinearScaling,
     Llama3Scaling,
@@ -61,7 +63,7 @@ def _parts(file: Decoder) -> list[RopeParameters]:
 def _parameters(file: Decoder, part: RopeParameters, theta: float = _THETA) -> dict[str, Any]:
     """What one part says, and the file where that is silent; an original length in the file itself comes first."""
     values = {name: getattr(part, name) for name in RopeParameters.__struct_fields__}
-    parameters = {name: value for name, value in values.items() if value is not None}
+    parameters = {name: value for name, value in values.items() if value not in (None, UNSET)}
     longest, beside = file.max_position_embeddings, file.original_max_position_embeddings
     defaults = {
         "rope_theta": theta if file.rope_theta is None else file.rope_theta,
@@ -70,7 +72,10 @@ def _parameters(file: Decoder, part: RopeParameters, theta: float = _THETA) -> d
         "rope_type": parameters.get("type", "default"),
     }
     stated = {} if beside is None else {"original_max_position_embeddings": beside}
-    return {**defaults, **parameters, **stated, "max_position_embeddings": longest}
+    found = {**defaults, **parameters, **stated, "max_position_embeddings": longest}
+    if part.factor is None and found["rope_type"] == "yarn":  # null, which is not the same as nothing
+        found["factor"] = longest / found["original_max_position_embeddings"]
+    return found
 
 
 def _rope(

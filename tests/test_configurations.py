@@ -119,6 +119,14 @@ def test_two_places_that_differ():
     assert "rope_parameters.full_attention" in refusal("qwen3", rope_parameters={"full_attention": new})
 
 
+def test_a_null_factor_of_yarn_is_the_ratio_of_lengths():
+    lengths = {"rope_type": "yarn", "original_max_position_embeddings": 128}
+    assert config("qwen3", rope_scaling={**lengths, "factor": None}) == config(
+        "qwen3", rope_scaling={**lengths, "factor": 4.0}
+    )
+    assert "lacks 'factor'" in refusal("qwen3", rope_scaling=lengths)
+
+
 @pytest.mark.parametrize("empty", [{"rope_scaling": {}}, {"rope_scaling": None}, {}])
 def test_gpt_oss_without_rotations(empty):
     yarn = {**YARN, "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}

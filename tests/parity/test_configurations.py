@@ -109,6 +109,11 @@ OF_FAMILY["glm4"] = OF_FAMILY["glm"]
 # Files of a fashion of their own: the family, what differs, and how many tokens its text has.
 FASHIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "yarn of no original length": ("llama", {"rope_scaling": {"type": "yarn", "factor": 6.0}}, 40),
+    "yarn of a factor that is null": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 16}},
+        40,
+    ),
     "llama3 of no original length": (
         "llama",
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
