@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax import schema
-from clusterkv_jax.evaluation.tasks import longbench, ruler, turns
+from clusterkv_jax.evaluation.tasks import longbench, ruler, state, turns
 
 Z95 = 1.959964
 Line = Mapping[str, Any]
-_ORDER = {
-    task: i for i, task in enumerate((*ruler.TASKS, *longbench.TASKS, *turns.TASKS))
-}  # the suites' own; others as they come
+# The suites' own; others as they come.
+_ORDER = {task: i for i, task in enumerate((*ruler.TASKS, *longbench.TASKS, *turns.TASKS, *state.TASKS))}
 
 
 @dataclass(frozen=True)

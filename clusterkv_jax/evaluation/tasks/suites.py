@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources, turns
+from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources, state, turns
 from clusterkv_jax.evaluation.tasks.cases import Case, counter
 from clusterkv_jax.evaluation.tasks.haystack import Book, book
 from clusterkv_jax.text.tokenizer import encode
@@ -162,6 +162,12 @@ def _turns(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: 
     ]
 
 
+def _state(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
+    del positions
+    numbers, count = range(options.limit or 50), counter(tokenizer)
+    return [case for task in tasks for case in state.cases(task, numbers, count, options.seed)]
+
+
 def _lines(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     del tasks
     return [
@@ -315,6 +321,12 @@ SUITES = {
         turns.TASKS,
         _turns,
         groups=turns.GROUPS,
+    ),
+    "state": Suite(
+        "sums, variables and lists that the model writes step by step (50 of each number of steps)",
+        state.TASKS,
+        _state,
+        groups=state.GROUPS,
     ),
     "longeval": Suite("LongEval's line retrieval (25 records, 4 questions each)", ("lines",), _lines),
 }
