@@ -186,6 +186,7 @@ def compile_ahead(
     method: Method | None = None,
     sampling: Sampling | None = None,
     on_program: Callable[[str], None] = lambda name: None,
+    keep_short: bool = False,
     **sizes: Any,
 ) -> Compilation:
     """Compile what `generate` runs for these arguments, so that its times are those of reading and answering.
@@ -193,9 +194,10 @@ def compile_ahead(
     Arguments and errors are those of `generate`: `sizes` are those that say what is read, and where an answer ends.
     `on_program` is called with each program's name. A method with a host store is left to compile as it runs.
     """
-    endless = is_endless(method or Full(), model.config.max_positions)
+    endless = is_endless(method or Full(), model.config.max_positions) and not keep_short
     batch = make_batch(model, prompts, **sizes, endless=endless)
     method, sampling = completed(model, method or Full(), batch.chat), sampling or Sampling()
+    batch = replace(batch, whole=kept_whole(model, method, batch)) if keep_short else batch
     explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):
         if method.holds == "host":

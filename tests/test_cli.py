@@ -335,6 +335,22 @@ def test_a_budget_smaller_than_the_sinks_of_a_host_store_gets_one_sentence(model
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine.yaml", "text.txt"]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_texts_that_are_too_short_for_their_budget_are_kept_whole(model, tmp_path, count):
+    """By one call, and by the engine that reads several."""
+    short = tmp_path / "short.txt"
+    short.write_text("Call me Ishmael.")
+    files = ["--prompt-file", short] * (count - 1)
+    method = ["--method", "centroidkv", "--cache-ratio", 0.25, "--json"]
+    refused = _generate(model, short, *files, *method)
+    assert refused.exit_code == 2
+    assert "tokens has a budget of" in refused.output
+    kept = _generate(model, short, *files, *method, "--keep-short")
+    assert kept.exit_code == 0, kept.output
+    whole = _generate(model, short, *files, "--json")
+    assert json.loads(kept.stdout)["runs"][0]["texts"] == json.loads(whole.stdout)["runs"][0]["texts"]
+
+
 @pytest.mark.parametrize("place", ["decoding._read_layer", "generation.decode_loop"])
 def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
     def exhausted(*_, **__):

@@ -152,6 +152,11 @@ def test_a_package_brings_methods_by_entry_points(monkeypatch):
     ]
     monkeypatch.setattr(outside, "entry_points", lambda group: points if group == outside.GROUP else [])
     assert preset("longest", HALF) == ckv.Knorm(HALF)
+    listed = run("methods").output.splitlines()[-2:]
+    assert [line.split()[:2] for line in listed] == [
+        ["longest", "clusterkv_jax.methods:Knorm,"],
+        ["missing", "clusterkv_jax.methods:Nope,"],  # listed without being imported
+    ]
     with pytest.raises(ValueError, match="Method 'missing' of an installed package fails when it is imported"):
         preset("missing", HALF)
     with pytest.raises(ValueError, match=r"known: .*, longest, missing, .*did you mean 'longest'"):

@@ -109,6 +109,9 @@ def generate(
         typer.Option(help="Longest text with its answer; up to 4096, Phi-3.5 takes its short factors.", min=1),
     ] = None,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
+    keep_short: Annotated[
+        bool, _cache("--keep-short", help="Keep texts whole that are too short for their budget.")
+    ] = False,
     slots: Annotated[int, typer.Option(help="Most answers written together, where several texts are read.", min=1)] = 8,
     raw: Raw = False,
     chat: InChat = False,
@@ -140,7 +143,7 @@ def generate(
             given |= {"--cache-tokens": cache_tokens, "--cache-dtype": cache_dtype, "--calibration": calibration}
             given |= {"--raw": raw, "--system": system, "--chat-template-kwargs": chat_template_kwargs}
             given |= {"--no-special-tokens": not special_tokens, "--prefill-chunk": prefill_chunk}
-            given |= {"--max-positions": max_positions}
+            given |= {"--max-positions": max_positions, "--keep-short": keep_short}
             check_decided(given)
             how = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
             how |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
@@ -163,7 +166,8 @@ def generate(
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         sizes |= {"sampling": drawing if sampling is None else network.sampling, **reading}
         sizes |= {"stop": tuple(stop or ()), "stop_ids": tuple(stop_id or ())}
-        check_prompts(network, prompts, dict(candidates), sizes)
+        check_prompts(network, prompts, dict(candidates), sizes, keep_short=keep_short)
+        sizes |= {"keep_short": keep_short}
         answer = partial(ckv.generate, network, prompts, **sizes, seed=seed)
         runs = []
         for name, candidate in candidates:
@@ -219,7 +223,8 @@ def _served(
     from clusterkv_jax.presets import completed
 
     how = {name: sizes[name] for name in ("max_new_tokens", "stop", "stop_ids", "sampling")} | {"seed": seed}
-    batch = make_batch(network, prompts, **{name: size for name, size in sizes.items() if name != "sampling"})
+    of_batch = {name: size for name, size in sizes.items() if name not in ("sampling", "keep_short")}
+    batch = make_batch(network, prompts, **of_batch)
     asked = batch.questions or [[] for _ in prompts]
     after = max(map(len, asked)) + batch.max_new_tokens
     engine = ckv.Engine(
@@ -230,6 +235,7 @@ def _served(
         reserve=after,
         context_bytes=0,
         prefill_chunk=sizes["prefill_chunk"],
+        keep_short=sizes["keep_short"],
     )
     console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status(Text(name)) as line:

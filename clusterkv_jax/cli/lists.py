@@ -13,11 +13,14 @@ _Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback 
 
 
 def list_methods(debug: _Debug = False) -> None:
-    """List the methods and presets that --method takes, one line each."""
+    """List the methods and presets that --method takes, those of installed packages last, one line each."""
     with one_sentence_errors(debug):
+        from clusterkv_jax.methods.outside import installed
         from clusterkv_jax.presets import list_presets
 
-        _print(("name", "what it does"), [(preset.name, preset.description) for preset in list_presets().values()])
+        own = list_presets()
+        theirs = [(name, f"{point.value}, of a package") for name, point in installed().items() if name not in own]
+        _print(("name", "what it does"), [*((preset.name, preset.description) for preset in own.values()), *theirs])
 
 
 def list_models(debug: _Debug = False) -> None:

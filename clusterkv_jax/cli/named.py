@@ -32,21 +32,29 @@ def by_class(entries: Sequence[Any]) -> list[Any]:
     return named
 
 
-def check_prompts(model: Any, prompts: Sequence[Any], methods: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+def check_prompts(
+    model: Any,
+    prompts: Sequence[Any],
+    methods: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    keep_short: bool = False,
+) -> None:
     """Raise ValueError for a method that cannot read these prompts; `sizes` are the arguments of `generate`."""
     import numpy as np
 
     from clusterkv_jax.batch import make_batch
     from clusterkv_jax.engine.orders import request_of_batch
+    from clusterkv_jax.generation import kept_whole
     from clusterkv_jax.methods.plan import check_prompts, is_endless
     from clusterkv_jax.presets import completed
 
     sizes = {name: size for name, size in sizes.items() if name != "sampling"}
-    endless = all(is_endless(method, model.config.max_positions) for method in methods.values())
+    endless = not keep_short and all(is_endless(method, model.config.max_positions) for method in methods.values())
     batch = make_batch(model, prompts, **sizes, endless=endless)
     lengths = np.asarray([len(text) for text in batch.texts], np.int64)
     for method in methods.values():
         method = completed(model, method, batch.chat)
+        batch = replace(batch, whole=kept_whole(model, method, batch)) if keep_short else batch
         check_prompts(model.config, method, request_of_batch(model, method, batch), lengths)
 
 
