@@ -1,6 +1,7 @@
 """Queries over a layer's cache, whatever groups or pages its heads stand in."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from clusterkv_jax import pages
 from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.checks import check_queries
+from clusterkv_jax.errors import is_number, shown
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.kernels.soft_cap import capped
@@ -17,40 +19,44 @@ from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partitio
 
 
 @own_settings()
-def attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
-    """softmax(q k / sqrt(D) + log degree) v of one query per head over the layer's rows (CentroidKV equation 3).
+def attend(layer: Layer, query: Float[Array, "B H D"], *, degree_power: float = 1.0) -> Float[Array, "B H D"]:
+    """softmax(q k / sqrt(D) + degree_power log degree) v of one query per head over the layer's rows (CentroidKV
+    equation 3, whose power is 1).
 
-    Raises ValueError if the shapes do not fit. Numbers are not looked at, since steps wait for nothing.
+    Raises ValueError if the shapes do not fit, or for a power outside [0, 1]. Numbers are not looked at, since steps
+    wait for nothing.
     """
     first = groups(layer)[0]
     kv_heads = sum(map(len, group_heads(layer)))
     check_queries("query", query, first.keys.shape[0], kv_heads, first.keys.shape[-1])
-    return _attend(layer, query)
+    if not (is_number(degree_power) and 0 <= degree_power <= 1):
+        raise ValueError(f"degree_power must be between 0 and 1, got {shown(degree_power)}.")
+    return _attend(layer, query, float(degree_power))
 
 
-@jax.jit
-def _attend(layer: Layer, query: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
-    return attend_cache(layer, query[:, None])[0][:, 0]
+@partial(jax.jit, static_argnames="degree_power")
+def _attend(layer: Layer, query: Float[Array, "B H D"], degree_power: float) -> Float[Array, "B H D"]:
+    return attend_cache(layer, query[:, None], degree_power=degree_power)[0][:, 0]
 
 
 def attend_cache(
-    layer: Layer, q: Float[Array, "B T H D"], soft_cap: float | None = None
+    layer: Layer, q: Float[Array, "B T H D"], soft_cap: float | None = None, degree_power: float = 1.0
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Every query over all rows of the cache; returns the output and the log-sum-exp of the biased scores.
 
-    `soft_cap` c makes of a score s c tanh(s / c), before the bias.
+    `soft_cap` c makes of a score s c tanh(s / c), before the bias, which is `degree_power` times log degree.
     """
     if isinstance(layer, LayerCache):
-        out, lse = _attend_rows(q, layer, soft_cap)
+        out, lse = _attend_rows(q, layer, soft_cap, degree_power)
         return out, with_mean(lse, q, layer.key_mean)
     if isinstance(layer, PagedHeads):
-        out, lse = _attend_pages(q, layer, soft_cap)
+        out, lse = _attend_pages(q, layer, soft_cap, degree_power)
         return out, with_mean(lse, q, layer.key_mean)
     if isinstance(layer, WindowCache):
-        return attend_cache(layer.rows, q, soft_cap)
+        return attend_cache(layer.rows, q, soft_cap, degree_power)
     kv_heads = sum(map(len, layer.heads))
     parts = [
-        attend_cache(group, query_heads(q, index, kv_heads, axis=2), soft_cap)
+        attend_cache(group, query_heads(q, index, kv_heads, axis=2), soft_cap, degree_power)
         for group, index in zip(layer.groups, layer.heads, strict=True)
     ]
     out, lse = zip(*parts, strict=True)
@@ -58,12 +64,12 @@ def attend_cache(
 
 
 def attend_with_probabilities(
-    group: LayerCache, q: Float[Array, "B T H D"], soft_cap: float | None = None
+    group: LayerCache, q: Float[Array, "B T H D"], soft_cap: float | None = None, degree_power: float = 1.0
 ) -> tuple[tuple[Float[Array, "B T H D"], Float[Array, "B T H"]], Float[Array, "B K C"]]:
     """`attend_cache` over one group of heads, and what each of its rows got: the probabilities of all T queries in sum,
     mean over the query heads of a KV head. They are among the rows: what sinks would take of them is left out.
     """
-    out, lse, probs = _attend_rows(q, group, soft_cap, return_probs=True)
+    out, lse, probs = _attend_rows(q, group, soft_cap, degree_power, return_probs=True)
     batch, kv_heads, slots = group.degree.shape
     return (out, with_mean(lse, q, group.key_mean)), jnp.mean(probs.reshape(batch, kv_heads, -1, slots), axis=2)
 
@@ -98,14 +104,14 @@ def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[i
 
 @jax.named_scope("attend")
 def _attend_pages(
-    q: Float[Array, "B T H D"], layer: PagedHeads, soft_cap: float | None
+    q: Float[Array, "B T H D"], layer: PagedHeads, soft_cap: float | None, degree_power: float
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps."""
     batch, tokens, _, dim = q.shape
     kv_heads, owner = layer.length.shape[1], pages.owners(layer)
     of_page = lambda x: jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)  # noqa: E731
     queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
-    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer), soft_cap)
+    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer), soft_cap, degree_power)
     out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])
 
     mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]
@@ -121,7 +127,11 @@ def _attend_pages(
 
 @jax.named_scope("attend")
 def _attend_rows(
-    q: Float[Array, "B T H D"], layer: LayerCache, soft_cap: float | None, return_probs: bool = False
+    q: Float[Array, "B T H D"],
+    layer: LayerCache,
+    soft_cap: float | None,
+    degree_power: float,
+    return_probs: bool = False,
 ) -> tuple[Array, ...]:
     """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel.
 
@@ -129,7 +139,7 @@ def _attend_rows(
     """
 
     def attend(q: Array, layer: LayerCache, length: Array) -> tuple[Array, ...]:
-        rows = (layer.keys, layer.values, layer.degree, length)
+        rows = (layer.keys, layer.values, _raised(layer.degree, degree_power), length)
         return biased_attention(q, *rows, soft_cap=soft_cap, return_lse=True, return_probs=return_probs)
 
     mesh = ambient_mesh()
@@ -150,6 +160,13 @@ def _attend_rows(
         return _combined(out, lse, apart)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
+
+
+def _raised(degree: Float[Array, "B K C"], power: float) -> Float[Array, "B K C"]:
+    """The degrees whose logarithms are `power` times as large; those that are stored sum to the tokens seen."""
+    if power == 1:
+        return degree
+    return jnp.where(degree > 0, degree**power, 0.0)  # 0 ** 0 is 1, and an empty slot stays empty
 
 
 def _combined(

@@ -124,7 +124,8 @@ class NewTokens:
 
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
     read, for methods that look ahead; None is `q`. `scores` are what the tokens are worth, for methods that ask for it.
-    `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once.
+    `sink_logits` are one logit more of each head's softmax: `attention.with_sinks` counts them, once. `degree_power` is
+    that of the method whose rows they attend to.
     """
 
     q: Float[Array, "B T H D"]
@@ -137,6 +138,7 @@ class NewTokens:
     sink_logits: Float[Array, " H"] | None = None
     rope: Rope | None = field(default=None, metadata={"static": True})
     soft_cap: float | None = field(default=None, metadata={"static": True})
+    degree_power: float = field(default=1.0, metadata={"static": True})
 
 
 def groups(layer: Layer) -> tuple[Any, ...]:

@@ -176,6 +176,8 @@ class Method(Storage):
 
     budget: Budget
     holds: ClassVar[Holding] = "tokens"
+    # The bias of a row is this times log degree; a field of the methods that make centroids (`families.merging`).
+    degree_power: float = 1.0
 
     @property
     def forgets(self) -> bool:
@@ -296,10 +298,11 @@ def append_and_attend(
     So do their scores, where the memory has those of the rows.
     """
     longer, memory = _longer(group, memory, tokens, apart=apart)
+    how = tokens.soft_cap, tokens.degree_power
     if tokens.q.shape[1] == 1:
-        return with_sinks(attend_cache(longer, tokens.q, tokens.soft_cap), tokens.sink_logits), longer, memory
+        return with_sinks(attend_cache(longer, tokens.q, *how), tokens.sink_logits), longer, memory
     among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
-    attended = combine(attend_cache(group, tokens.q, tokens.soft_cap), among, tokens.sink_logits)
+    attended = combine(attend_cache(group, tokens.q, *how), among, tokens.sink_logits)
     return attended, longer, memory
 
 

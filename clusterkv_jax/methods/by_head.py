@@ -99,9 +99,10 @@ def put_back(
 def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) -> bool:
     """Whether it is one token, which enters every group by `append_and_attend`, all rows of a head on one device.
 
-    A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold.
+    A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold. The kernel reads
+    degrees as they are stored.
     """
-    plain = type(method).step is Method.step or all(memory is None for memory in state)
+    plain = method.degree_power == 1 and (type(method).step is Method.step or all(memory is None for memory in state))
     if isinstance(layer, LayerCache):
         serves = platform() == "gpu" and slot_ways(layer.keys.shape[1]) == 1
     else:

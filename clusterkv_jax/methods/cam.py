@@ -88,7 +88,7 @@ class CaM(Streaming):
 
     def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
-        among, attention = attend_with_probabilities(group, token.q, token.soft_cap)
+        among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)
         slot, slots = self.oldest(group), group.capacity
         weight = self._weight(attention, group, slot, memory)
         gone = dequantised(rows_at(group.values, slot[..., None])).astype(jnp.float32)

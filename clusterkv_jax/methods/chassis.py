@@ -216,6 +216,7 @@ def step_layer(
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
         return *step_window(layer, tokens), state
+    tokens = replace(tokens, degree_power=float(method.degree_power))
     if by_head.steps_alike(method, layer, state, tokens.q.shape[1]):
         return by_head.step(layer, state, tokens)
     parts = []

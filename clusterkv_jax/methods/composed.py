@@ -46,6 +46,8 @@ class Composed(Method):
         first, then = self.prefill.holds, self.decode.holds
         appends = self.decode == Full()
         returns = appends or self.decode.schedule.kind != "append"
+        both = first == then == "centroids"
+        alike = not both or self.prefill.degree_power == self.decode.degree_power
         stays = then != "moved" and (appends or first != "moved")
         dropping = "a method that drops or merges what it does not keep"
         unequal = "Full() after AdaKV: other methods know no heads of unequal lengths"
@@ -61,6 +63,7 @@ class Composed(Method):
             ("decode", returns, "Full() or one that compresses while decoding"),
             ("decode", stays, rerotated),
             ("decode", "scores" not in self.decode.needs(0), unscored),
+            ("decode", alike, "one with the degree_power of prefill: the centroids of both stand together"),
             ("prefill", self.prefill.cache_dtype is None, once),
             ("decode", self.decode.cache_dtype is None, once),
         )
@@ -84,6 +87,12 @@ class Composed(Method):
         """While decoding that of `decode`; the prompt's slack is that of `prefill`."""
         first, then = self.prefill.schedule, self.decode.schedule
         return replace(then, slack=first.slack, rounding=max(first.rounding, then.rounding))
+
+    @property
+    @override
+    def degree_power(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the method which makes centroids."""
+        return (self.prefill if self.prefill.holds == "centroids" else self.decode).degree_power
 
     @property
     def repetition(self) -> Repetition:

@@ -105,7 +105,7 @@ class H2O(Method):
     def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
         assert group.positions is not None
-        among, attention = attend_with_probabilities(group, token.q, token.soft_cap)
+        among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)
         real, now = token.real[:, 0], token.positions[:, 0]
         sums = jnp.where(real[:, None, None], memory["sums"] + attention, memory["sums"])
 

@@ -48,6 +48,7 @@ class Matched(Method):
             self,
             ("method", holds, "one method that holds tokens or centroids, not pages, moved rows, an index or a pair"),
             ("method", not holds or self.method.cache_dtype is None, "one without a cache_dtype: give that to Matched"),
+            ("method", not holds or self.method.degree_power == 1, "one with degree_power 1: degrees are fitted"),
             ("method", once, "one that reads a prompt once: a repetition leaves no queries to fit to"),
             ("queries", counts, f"a whole number between {JUDGES} and {MOST_QUERIES}"),
         )

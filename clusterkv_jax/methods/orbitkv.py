@@ -8,7 +8,7 @@ One head, B = 8 of 16 rows, merged = 0.3:
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
-    Holding,
     Memory,
-    Method,
     Need,
     Protected,
     Rows,
@@ -36,6 +34,7 @@ from clusterkv_jax.methods.base import (
     every,
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
+from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.sharding import over_heads
@@ -48,7 +47,7 @@ LEAST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
-class OrbitKV(Method):
+class OrbitKV(Merging):
     """Keep the first `sinks` rows, the last `recent` and those of the highest scores; merge the others into the share
     `merged` of what is left of the budget. A head with less than the mean share of the budget merges everything.
 
@@ -62,8 +61,6 @@ class OrbitKV(Method):
     recent: int = 8
     merged: float = 0.15
     interval: int = 128
-
-    holds: ClassVar[Holding] = "centroids"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,9 +34,10 @@ class Storage(ABC):  # noqa: B024, the base of an abstract class
 
     @override
     def __repr__(self) -> str:
-        """As a dataclass is shown, with its storage last, and only where it is not the model's: saved caches and runs
-        name their method so.
+        """As a dataclass is shown, with the settings that are given by name alone last, and only where they differ from
+        their defaults: saved caches and runs name their method so.
         """
-        mine = [field.name for field in fields(self) if field.repr and field.name != "cache_dtype"]
-        shown = [*mine, *(["cache_dtype"] if self.cache_dtype else [])]
+        by_place = [field.name for field in fields(self) if field.repr and not field.kw_only]
+        changed = [field.name for field in fields(self) if field.kw_only and getattr(self, field.name) != field.default]
+        shown = [*by_place, *changed]
         return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"

@@ -85,7 +85,11 @@ class StreamingLLM(Streaming):
         row = LayerCache(k, v, jnp.ones((*slots.shape, 1), jnp.float32), jnp.ones_like(slots), at)
         group = put_row(group, slots, row, real)
         group = replace(group, length=jnp.where(real[:, None] & ~full, group.length + 1, group.length))
-        return with_sinks(attend_cache(group, token.q, token.soft_cap), token.sink_logits), group, memory
+        return (
+            with_sinks(attend_cache(group, token.q, token.soft_cap, token.degree_power), token.sink_logits),
+            group,
+            memory,
+        )
 
     def _move(self, token: NewTokens, group: LayerCache, memory: Memory) -> tuple[NewTokens, LayerCache]:
         """Into the frame of the rows as they were first moved: there only the sinks have to follow the ring.

@@ -114,7 +114,8 @@ def output_errors(layers: Sequence[Observed], method: Method) -> Float[np.ndarra
 def _outputs(layer: Observed, cut: int, method: Method, number: int, count: int) -> Float[np.ndarray, "1 T H D"]:
     before = (x[:, :, :cut] for x in (layer.queries, layer.keys, layer.values))
     cache = compress(method, *before, layer=number, num_layers=count)
-    attended = attend_cache(cache, jnp.swapaxes(layer.queries[:, :, cut:], 1, 2), layer.soft_cap)
+    queries = jnp.swapaxes(layer.queries[:, :, cut:], 1, 2)
+    attended = attend_cache(cache, queries, layer.soft_cap, method.degree_power)
     return np.asarray(with_sinks(attended, layer.sink_logits), np.float32)
 
 

@@ -16,14 +16,15 @@ from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, every
+from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows, Schedule, every
+from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
 
 @dataclass(frozen=True)
-class Clustering(Method):
+class Clustering(Merging):
     """Chunked soft matching down to a budget, after the prompt and every `interval` generated tokens.
 
     The dataclasses below it have the field `interval`, and say with `ratios` and `merge_of` how many edges a round
@@ -34,8 +35,6 @@ class Clustering(Method):
     sinks: int = 16
     recent: int = 64
     chunk: int = 256
-
-    holds: ClassVar[Holding] = "centroids"
 
     if TYPE_CHECKING:  # fields or constants of the methods, each in its own place
         interval: ClassVar[int]
