@@ -30,7 +30,7 @@ class RandomRows(Eviction):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(32)
+        return every(128)
 
     @override
     def remember(self, rows: Rows) -> Memory:
