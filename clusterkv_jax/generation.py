@@ -268,7 +268,7 @@ def _read(
         numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
         cache, logits = take_sequences((cache, logits), numbers)
     if batch.questions:
-        cache, logits = _append_questions(model, method, cache, batch.questions, batch.step_tokens)
+        cache, logits = append_questions(model, method, cache, batch.questions, batch.step_tokens)
     return cache, logits, rows | sizes
 
 
@@ -292,7 +292,7 @@ def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **
 
 
 @partial(annotate_function, name="question")
-def _append_questions(
+def append_questions(
     model: Model, method: Method, cache: KVCache, questions: list[Tokens], step: int
 ) -> tuple[KVCache, jax.Array]:
     """Append questions of unequal length, `step` tokens at a time; logits are those after the last token of each."""

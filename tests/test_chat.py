@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clusterkv_jax.text.chat import cut_turn, frame_ids, turn
+from clusterkv_jax.text.chat import cut_turn, frame_ids, next_turn, turn
 from clusterkv_jax.text.tokenizer import encode
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
@@ -72,3 +72,27 @@ def test_a_frame_that_ends_in_a_space_is_found_before_every_text(text):
     spaced = PreTrainedTokenizerFast(tokenizer_object=pieces, chat_template=template)
     assert frame_ids(spaced) == ((1,), (3,))
     assert encode(spaced, turn(spaced, text)) == [1, *encode(spaced, f" {text}"), 3]
+
+
+TURNS = "{% for m in messages %}<{{ m['role'] }}>CONTENT</{{ m['role'] }}>{% endfor %}<assistant>"
+THOUGHTLESS = TURNS.replace("CONTENT", "{{ m['content'].split('</think>')[-1] }}")
+SAID = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": " <think>Hm.</think> Ahab. "}]
+
+
+@pytest.mark.parametrize(
+    ("template", "rewritten"),
+    [
+        (TURNS.replace("CONTENT", "{{ m['content'] }}"), False),
+        (TURNS.replace("CONTENT", "{{ m['content'] | trim }}"), False),
+        (THOUGHTLESS, True),
+    ],
+)
+def test_a_turn_is_what_follows_the_last_answer(template, rewritten):
+    found = next_turn(tokenizer(template), SAID, "Where?")
+    assert found == ("</assistant><user>Where?</user><assistant>", rewritten)
+
+
+@pytest.mark.parametrize("content", ["{{ messages[0]['content'] }}", "{{ m['content'] | upper }}", ""])
+def test_an_answer_is_shown_once_and_whole(content):
+    with pytest.raises(ValueError, match=r"^The model's chat template must show an answer once and whole"):
+        next_turn(tokenizer(TURNS.replace("CONTENT", content)), SAID, "Where?")

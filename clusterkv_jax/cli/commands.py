@@ -11,6 +11,7 @@ import typer
 from clusterkv_jax.cli import (
     benchmark,
     calibrate,
+    chat,
     compare,
     convert,
     demo,
@@ -49,6 +50,7 @@ def _version(
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=read.EXAMPLES)(read.read)
+app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command()(demo.demo)
 app.command("methods")(lists.list_methods)
 app.command("models")(lists.list_models)

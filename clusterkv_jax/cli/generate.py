@@ -17,8 +17,15 @@ from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
     CompilationCache,
+    MinP,
+    SamplingOf,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
     budgets_option,
     cache_dtype_option,
+    check_drawing,
     methods_option,
     split,
 )
@@ -64,7 +71,6 @@ auth login'.
 """
 
 _cache = partial(typer.Option, rich_help_panel="Cache")
-_drawing = partial(typer.Option, rich_help_panel="Sampling")
 _output = partial(typer.Option, rich_help_panel="Output")
 
 
@@ -87,21 +93,12 @@ def generate(
         typer.Option(help="Asked after the text has been compressed, so the cache cannot know it; repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 64,
-    sampling: Annotated[
-        str | None,
-        _drawing(help="'model': draw as its authors say in generation_config.json.", show_default="as below"),
-    ] = None,
-    temperature: Annotated[float, _drawing(help="0 takes the likeliest token, more draws more freely.")] = 0.0,
-    top_k: Annotated[int | None, _drawing(help="Draw from the k likeliest tokens only.")] = None,
-    top_p: Annotated[
-        float | None,
-        _drawing(help="Draw from the likeliest tokens that together reach p."),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        _drawing(help="Drop tokens less likely than this share of the best."),
-    ] = None,
-    seed: Annotated[int, _drawing(help="The same seed draws the same tokens.")] = 0,
+    sampling: SamplingOf = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="End an answer with this token; repeatable.")] = None,
     max_positions: Annotated[
@@ -136,7 +133,7 @@ def generate(
         from clusterkv_jax.sampling import check_seed
 
         check_seed(seed, "--seed")
-        _check_drawing(sampling, temperature, top_k, top_p, min_p)
+        check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         if cache is not None:
             given = {"--method": len(methods) > 1, "--budget": budgets, "--cache-ratio": cache_ratio}
@@ -195,14 +192,6 @@ def _show(
     if not streamed:
         console.print(answers(files, questions, runs))
     console.print(costs(runs))
-
-
-def _check_drawing(sampling: str | None, *others: float | None) -> None:
-    """Raise ValueError for anything but the model's own way to draw, alone."""
-    if sampling not in (None, "model"):
-        raise ValueError(f"--sampling must be model, or be left out, got {sampling!r}.")
-    if sampling is not None and any(others):
-        raise ValueError("Give --sampling model, or --temperature and the filters, not both.")
 
 
 def _served(

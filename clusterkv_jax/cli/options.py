@@ -35,6 +35,17 @@ CacheFolder = Annotated[
     str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
 ]
 
+_drawing = partial(typer.Option, rich_help_panel="Sampling")
+SamplingOf = Annotated[
+    str | None,
+    _drawing("--sampling", help="'model': draw as its authors say in generation_config.json.", show_default="as below"),
+]
+Temperature = Annotated[float, _drawing(help="0 takes the likeliest token, more draws more freely.")]
+TopK = Annotated[int | None, _drawing(help="Draw from the k likeliest tokens only.")]
+TopP = Annotated[float | None, _drawing(help="Draw from the likeliest tokens that together reach p.")]
+MinP = Annotated[float | None, _drawing(help="Drop tokens less likely than this share of the best.")]
+Seed = Annotated[int, _drawing(help="The same seed draws the same tokens.")]
+
 MODEL = (
     "'demo', 'smollm2', a folder, a GGUF file, a gs:// address, or a hub id as owner/name, owner/name@revision (a "
     "branch, tag or commit) or owner/name:file.gguf."
@@ -137,6 +148,14 @@ def parse_budget(text: str) -> Any:
     raise ValueError(
         f"--budgets takes shares up to 1 such as 0.25, and rows such as 1024 up to {MOST_ROWS:,}, got {text!r}."
     )
+
+
+def check_drawing(sampling: str | None, *others: float | None) -> None:
+    """Raise ValueError for anything but the model's own way to draw, alone."""
+    if sampling not in (None, "model"):
+        raise ValueError(f"--sampling must be model, or be left out, got {sampling!r}.")
+    if sampling is not None and any(others):
+        raise ValueError("Give --sampling model, or --temperature and the filters, not both.")
 
 
 def split(texts: str | Sequence[str]) -> tuple[str, ...]:

@@ -86,6 +86,27 @@ def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tup
     return prefix, tuple(encode(tokenizer, after))
 
 
+def next_turn(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], question: str, chat: Chat = Chat()
+) -> tuple[str, bool]:
+    """What the template puts behind the last answer where a question follows it, and whether it writes anew what stands
+    before that: an answer without its thinking, say.
+
+    `messages` are those of user and assistant so far, an answer last.
+
+    Raises ValueError if the template fails, or shows the answer or the question other than once and whole.
+    """
+    answer, asked = messages[-1]["content"], {"role": "user", "content": question}
+    mark = _unused(tokenizer, question, *(message["content"] for message in messages))
+    marked = {"role": "assistant", "content": answer + mark}
+    before, after = _rendered(tokenizer, [messages[:-1], [*messages[:-1], marked, asked]], chat)
+    parts = after.split(mark)
+    if len(parts) != 2 or question.strip() not in parts[1]:
+        raise ValueError("The model's chat template must show an answer once and whole for a conversation to go on.")
+    said, written = ("".join(text.split()) for text in (before + answer, parts[0]))
+    return parts[1], said != written
+
+
 def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
     """Conversations as the template writes them, in a process that ends where the template does not.
 
@@ -102,8 +123,13 @@ def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
 
 
 def _turns(tokenizer: Any, contents: Sequence[str], chat: Chat) -> list[str]:
+    return _rendered(tokenizer, [[{"role": "user", "content": content}] for content in contents], chat)
+
+
+def _rendered(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, str]]], chat: Chat) -> list[str]:
+    """Conversations behind the system's message, and the beginning of an answer."""
     first = [] if chat.system is None else [{"role": "system", "content": chat.system}]
-    conversations = [[*first, {"role": "user", "content": content}] for content in contents]
+    conversations = [[*first, *conversation] for conversation in conversations]
     texts = render(tokenizer, conversations, **{"add_generation_prompt": True, **chat.arguments})
     if chat.system is not None and not all(chat.system.strip() in text for text in texts):
         raise ValueError("The model's chat template does not print a system message; leave it out.")

@@ -1,6 +1,13 @@
 """What models need whose tokens are bytes: a published configuration and a tokenizer."""
 
+from dataclasses import replace
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import clusterkv_jax as ckv
+from clusterkv_jax.models import llama
+from tests.support.tiny import random_params
 
 # One layer; 256 bytes and "<end>".
 BYTES = {
@@ -24,3 +31,10 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def byte_model(template: str | None = None) -> ckv.Model:
+    """A random model of two layers whose tokens are bytes, in a chat template or without; none ends a text."""
+    config = replace(llama.from_hf(BYTES | {"num_hidden_layers": 2}), eos_ids=())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), chat_template=template)
+    return ckv.Model(random_params(config), config, tokenizer=tokenizer, mesh=None, name="bytes")

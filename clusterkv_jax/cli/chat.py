@@ -1,0 +1,152 @@
+"""`clusterkv chat`: a conversation in the terminal about texts, over their compressed cache; `turns` has its loop."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clusterkv_jax.cli.named import budgets_of, chosen, meant
+from clusterkv_jax.cli.options import (
+    CALIBRATION,
+    MODEL,
+    CompilationCache,
+    MinP,
+    SamplingOf,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    cache_dtype_option,
+    check_drawing,
+)
+from clusterkv_jax.cli.read import listed
+from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
+from clusterkv_jax.cli.texts import System, TemplateArguments, how_to_read, read_text
+from clusterkv_jax.cli.turns import opened, talk, told
+
+EXAMPLES = """[bold]Examples[/bold]
+
+Talk about a book, of whose cache an eighth is kept, with SmolLM2:
+
+  clusterkv chat --file book.txt
+
+About two files, with a model of your own that draws its words:
+
+  clusterkv chat --model ./my-llama --file report.txt --file notes.txt \\
+    --cache-ratio 0.25 --temperature 0.7
+
+Go on with what /save wrote, by the model, method and budget it was made with:
+
+  clusterkv chat --load talk.ckv
+
+[bold]In the conversation[/bold]
+
+  /full        the last answer again, from the full cache
+  /stats       what the cache holds
+  /save FILE   write the conversation; /load FILE goes on with one
+  /help        what else there is
+  /quit        end, as Ctrl-D does; Ctrl-C ends an answer and nothing else
+"""
+
+# Of a method that takes a budget, where nobody says how much.
+RATIO = 0.125
+_cache = partial(typer.Option, rich_help_panel="Cache")
+
+
+def chat(
+    file: Annotated[
+        list[str] | None,
+        typer.Option(help="A text in UTF-8, or a folder of them; repeatable.", show_default="a chapter of Moby-Dick"),
+    ] = None,
+    load: Annotated[Path | None, typer.Option(help="In place of a text, a conversation that /save wrote.")] = None,
+    model: Annotated[str, typer.Option(help=MODEL)] = "smollm2",
+    method: Annotated[str, _cache(help="A method, a preset, its .yaml file, or FILE.py:Class.")] = "auto",
+    cache_ratio: Annotated[
+        float | None, _cache(help="The share of the text's KV pairs to keep.", show_default=f"{RATIO}")
+    ] = None,
+    cache_tokens: Annotated[int | None, _cache(help="Or how many of each head, such as 1024.")] = None,
+    cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
+    calibration: Annotated[str | None, _cache(help=CALIBRATION)] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 256,
+    sampling: SamplingOf = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = 0,
+    system: System = None,
+    chat_template_kwargs: TemplateArguments = None,
+    compilation_cache: CompilationCache = True,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Talk about texts in the terminal. They are read once; all that is said goes into their compressed cache."""
+    with one_sentence_errors(debug):
+        _check(file or [], load, system, chat_template_kwargs)
+        text = None if load else _text(file or [])
+        use_compilation_cache(compilation_cache)
+        import clusterkv_jax as ckv
+        from clusterkv_jax import conversation
+        from clusterkv_jax.demo import QUESTION
+        from clusterkv_jax.sampling import check_seed
+
+        check_seed(seed, "--seed")
+        check_drawing(sampling, temperature, top_k, top_p, min_p)
+        drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        console = plain_console(highlight=False, soft_wrap=True)
+        network, kept = _model(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
+        how: Any = {"method": kept, "max_new_tokens": max_new_tokens, "seed": seed}
+        how["sampling"] = drawing if sampling is None else network.sampling
+        saved = lambda file: partial(conversation.load, file, network, **how)  # noqa: E731
+        if load is None:
+            reading = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
+            how_read = {name: reading[name] for name in ("system", "chat_template_kwargs")}
+            begun = opened("Reading the text", partial(conversation.start, network, text, **how, **how_read))
+        else:
+            begun = opened(f"Loading {load}", saved(load))
+        about = ", ".join(file or [str(load or "a chapter of Moby-Dick, which --file replaces")])
+        console.print(told(begun, f"{model} · {method} · {about}"), style="dim")
+        example = "" if file or load else f", such as: {QUESTION}"
+        console.print(f"Type a question, or /help{example}", style="dim")
+        talk(console, begun, saved)
+
+
+def _check(files: list[str], load: Path | None, *of_text: str | None) -> None:
+    """Raise ValueError for what does not go together."""
+    if load is not None and (files or any(said is not None for said in of_text)):
+        raise ValueError("--load holds a text as it was read; leave --file, --system and the template's arguments out.")
+    if load is not None and not load.is_file():
+        raise ValueError(f"There is no cache file {load}.")
+    if "-" in files:
+        raise ValueError("--file takes no '-': standard input is where the questions come from.")
+
+
+def _text(files: list[str]) -> str:
+    """All files as one text, or the chapter."""
+    from clusterkv_jax.demo import demo_text
+
+    text = "\n\n".join(read_text(file) for file in listed(files)) if files else demo_text()
+    if not text.strip():
+        raise ValueError(f"There is nothing to talk about: {', '.join(files)} holds no word.")
+    return text
+
+
+def _model(
+    model: str, method: str, ratio: float | None, tokens: int | None, cache_dtype: str | None, measured: str | None
+) -> tuple[Any, Any]:
+    """The model, and the method with its budget."""
+    import clusterkv_jax as ckv
+    from clusterkv_jax import calibration
+    from clusterkv_jax.checkpoints import calibrated
+    from clusterkv_jax.presets import check_calibrated, find_preset
+
+    read = None if measured is None else calibration.read(measured)
+    preset = find_preset(method)
+    if ratio is None and tokens is None and preset.takes_budget and preset.budget is None:
+        ratio = RATIO
+    names = (method,)
+    budgets = budgets_of(None, ratio, tokens)
+    ((name, kept),) = chosen(names, budgets, read, cache_dtype, meant(model, names, read))
+    check_calibrated(model, read, {name: kept})
+    network = ckv.load(model)
+    return network if read is None else calibrated(network, read), kept
