@@ -210,7 +210,9 @@ def quantised(layer: LayerCache, name: CacheDtype | None, *, less_mean: bool = T
 
 
 def key_mean(total: Float[Array, "B K D"], count: Int[Array, "B K"]) -> Float[Array, "B K 1 D"]:
-    """The mean of so many keys of each head, 0 of none. It is rounded, so that how a sum was taken does not show."""
+    """The mean of so many keys of each head, 0 of none, rounded to 15 bits: sums taken in another order mostly give the
+    same mean then, but not where it lies between two such numbers.
+    """
     mean = total / jnp.maximum(count, 1).astype(jnp.float32)[..., None]
     return jax.lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=15)[:, :, None]
 
