@@ -61,291 +61,320 @@ SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024
 SHARES = tuple(tuple(0.2 + 0.3 * ((3 * head + layer) % HEADS) for head in range(HEADS)) for layer in range(2))
 
 
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+SHARE = ckv.Budget(ratio=0.2)
+CACHE, ROWS = (BATCH, HEADS, SLOTS, DIM), (BATCH, HEADS, SLOTS)
+
+
 def programs(array):
     """Every op by name: the function, its arguments as `array(shape, dtype)` describes them, what it donates."""
-    bf16, i32 = jnp.bfloat16, jnp.int32
-    cache = array((BATCH, HEADS, SLOTS, DIM), bf16)
-    degree, length = array((BATCH, HEADS, SLOTS), jnp.float32), array((BATCH, HEADS), i32)
+    parts = attention, appending, stepping, matching, clustering, recalling, products, prompts, decoding, experts
+    return {name: program for part in parts for name, program in part(array).items()}
 
-    def attention(dtype, tokens):
-        rows = array(cache.shape, dtype)
+
+def codes(array, name, slots=SLOTS, heads=HEADS):
+    """Rows of heads in codes."""
+    scales = array((BATCH, heads, slots), F32)
+    return Quantised(array((*scales.shape, row_bytes(name, DIM) - 4), CODES[name]), scales)
+
+
+def attention(array):
+    """Of a token and of a question, to rows of each type; and summed over a prompt."""
+
+    def to(rows, tokens=1, dtype=BF16, **options):
         q = array((BATCH, tokens, QUERY_HEADS, DIM), dtype)
-        return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
-
-    def of_codes(name, slots=SLOTS, heads=HEADS):
-        scales = array((BATCH, heads, slots), jnp.float32)
-        return Quantised(array((*scales.shape, row_bytes(name, DIM) - 4), CODES[name]), scales)
-
-    def attention_of_codes(name, tokens, dtype=bf16):
-        q, rows = array((BATCH, tokens, QUERY_HEADS, DIM), dtype), of_codes(name)
-        return partial(biased_attention, return_lse=True, return_probs=tokens == 1), (q, rows, rows, degree, length)
-
-    def appending_codes(name):
-        rows, new = of_codes(name), of_codes(name, 1)
-        own = array((BATCH, 1), i32), array((BATCH, 1), bool)
-        return append_rows, (rows, rows, degree, array(degree.shape, i32), length, new, new, *own), (0, 1, 2, 3)
+        run = partial(biased_attention, return_lse=True, return_probs=tokens == 1, **options)
+        return run, (q, rows, rows, array(ROWS, F32), array((BATCH, HEADS), I32)), ()
 
     def accumulated(dtype, tokens):
         q, keys = (array((BATCH, heads, tokens, DIM), dtype) for heads in (QUERY_HEADS, HEADS))
-        return accumulated_attention, (q, keys, array((BATCH,), i32))
+        return accumulated_attention, (q, keys, array((BATCH,), I32)), ()
 
-    def appending(dtype, tokens):
-        rows, new = array(cache.shape, dtype), array((BATCH, HEADS, tokens, DIM), bf16)
-        own = array((BATCH, tokens), i32), array((BATCH, tokens), bool)
-        return append_rows, (rows, rows, degree, array(degree.shape, i32), length, new, new, *own), (0, 1, 2, 3)
+    rows = array(CACHE, BF16)
+    return {
+        "attention": to(rows),
+        "attention of a question": to(rows, 64),
+        "attention with a soft cap": to(rows, soft_cap=50.0),
+        "attention of int4 with a soft cap": to(codes(array, "int4"), soft_cap=50.0),
+        "attention float32": to(array(CACHE, F32), dtype=F32),
+        **{f"attention of {name}": to(codes(array, name)) for name in CODES},
+        "attention of a question of int4": to(codes(array, "int4"), 64),
+        "attention of int8 float32": to(codes(array, "int8"), dtype=F32),
+        "accumulated attention": accumulated(BF16, 32768),
+        "accumulated attention float32": accumulated(F32, 4096),
+    }
 
-    def appending_scores():
-        function, args, donated = appending(bf16, 1)
-        return function, (*args, degree, array((BATCH, HEADS, 1), jnp.float32)), (*donated, len(args))
 
-    def stepping(name):
-        new = [array((BATCH, HEADS, 1, DIM), bf16)] * 2 if name is None else [of_codes(name, 1)] * 2
-        groups = [(SLOTS, 1), (4000, HEADS - 2), (100, 1)]
-        row = lambda count, slots, dtype: array((BATCH, count, slots), dtype)  # noqa: E731
-        rows = [array((BATCH, n, c, DIM), bf16) if name is None else of_codes(name, c, n) for c, n in groups]
-        beside = [(row(n, c, jnp.float32), row(n, c, i32), row(n, c, jnp.float32)) for c, n in groups]
+def appending(array):
+    """Rows behind those of the cache."""
+
+    def to(rows, new, tokens=1):
+        own = array((BATCH, tokens), I32), array((BATCH, tokens), bool)
+        beside = array(ROWS, F32), array(ROWS, I32), array((BATCH, HEADS), I32)
+        return append_rows, (rows, rows, *beside, new, new, *own), (0, 1, 2, 3)
+
+    new = lambda tokens: array((BATCH, HEADS, tokens, DIM), BF16)  # noqa: E731
+    function, args, donated = to(array(CACHE, BF16), new(1))
+    return {
+        "append": (function, args, donated),
+        "append a question": to(array(CACHE, BF16), new(64), 64),
+        "append float16": to(array(CACHE, jnp.float16), new(1)),
+        "append with scores": (
+            function,
+            (*args, array(ROWS, F32), array((BATCH, HEADS, 1), F32)),
+            (*donated, len(args)),
+        ),
+        **{f"append {name}": to(codes(array, name), codes(array, name, 1)) for name in CODES},
+    }
+
+
+def stepping(array):
+    """A token into three groups of heads."""
+
+    def into(rows_of):
+        new, groups = rows_of(1, HEADS), [(SLOTS, 1), (4000, HEADS - 2), (100, 1)]
+        rows = [rows_of(slots, heads) for slots, heads in groups]
+        beside = [[array((BATCH, heads, slots), dtype) for dtype in (F32, I32, F32)] for slots, heads in groups]
         buffers = tuple((x, x, *more) for x, more in zip(rows, beside, strict=True))
-        token = array((BATCH, 1, QUERY_HEADS, DIM), bf16), *new, array((BATCH, 1), i32), array((BATCH, 1), bool)
-        lengths = tuple(array((BATCH, n), i32) for _, n in groups)
-        args = *token, array((BATCH, HEADS, 1), jnp.float32), buffers, lengths
+        token = array((BATCH, 1, QUERY_HEADS, DIM), BF16), new, new, array((BATCH, 1), I32), array((BATCH, 1), bool)
+        lengths = tuple(array((BATCH, heads), I32) for _, heads in groups)
+        args = *token, array((BATCH, HEADS, 1), F32), buffers, lengths
         return partial(step_in_groups, heads=((2,), (0, 1, 3, 4, 5, 7), (6,))), args, (6,)
 
-    def matching(dtype, width, chunk):
-        features = array((BATCH, HEADS, SLOTS, width), dtype)
-        match = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
-        return match, (features, degree, array(degree.shape, i32), length)
+    return {
+        "step in groups": into(lambda slots, heads: array((BATCH, heads, slots, DIM), BF16)),
+        **{f"step in groups of {name}": into(partial(codes, array, name)) for name in CODES},
+    }
 
-    def paired(dtype, width=DIM):
-        rows, heads = array((BATCH, HEADS, SLOTS, width), dtype), array(length.shape, jnp.float32)
-        match = lambda k, v, w, bias, listed, n: chunked_matching(  # noqa: E731
+
+def matching(array):
+    """Partners of rows, by keys alone and with values; and rows merged where they lie."""
+    bias, listed, length = array(ROWS, F32), array(ROWS, I32), array((BATCH, HEADS), I32)
+
+    def alone(features, chunk, bias):
+        run = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
+        return run, (features, bias, listed, length), ()
+
+    def paired(rows):
+        run = lambda k, v, w, bias, listed, n: chunked_matching(  # noqa: E731
             k, values=v, key_weight=w, bias=bias, index=listed, length=n, chunk=256
         )
-        return match, (rows, rows, heads, degree, array(degree.shape, i32), length)
+        return run, (rows, rows, array(length.shape, F32), bias, listed, length), ()
 
-    def matching_codes(name):
-        rows, listed = of_codes(name), array(degree.shape, i32)
-        return lambda f, rows, n: chunked_matching(f, chunk=256, index=rows, length=n), (rows, listed, length), ()
-
-    def merging_codes(name):
-        rows, listed = of_codes(name), array(degree.shape, i32)
-        edges = array((BATCH, HEADS, SLOTS // 2), i32), array((BATCH, HEADS, SLOTS // 2), jnp.float32)
+    def merging(rows):
+        edges = array((BATCH, HEADS, SLOTS // 2), I32), array((BATCH, HEADS, SLOTS // 2), F32)
         merge = partial(row_merge, chunk=256)
-        return merge, (rows, rows, degree, listed, length, *edges, array((BATCH,), i32)), (0, 1, 2, 3)
+        return merge, (rows, rows, bias, listed, length, *edges, array((BATCH,), I32)), (0, 1, 2, 3)
 
-    def first_layer(method):
-        counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
-        request, plans = plans_of_width(LLAMA, method, bf16, PROMPT, **counts)
-        return planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), plans, 0)
+    wide = (*ROWS, 2 * DIM)
+    return {
+        "matching": alone(array(CACHE, BF16), 256, bias),
+        "matching float32": alone(array(wide, F32), 512, bias),
+        "matching of keys and values": paired(array(CACHE, BF16)),
+        "matching of wide keys and values": paired(array(wide, BF16)),
+        "matching of keys and values float32": paired(array(CACHE, F32)),
+        **{f"matching of {name}": alone(codes(array, name), 256, None) for name in CODES},
+        "matching of keys and values of int4": paired(codes(array, "int4")),
+        **{f"merge {name}": merging(codes(array, name)) for name in CODES},
+    }
 
-    def compressing(method):
-        plan, budgets = first_layer(method)
-        run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
-        key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-        return run, (prompt, prompt, array((BATCH,), i32), key), ()
 
-    def workspace_of(layers):
-        number = array((BATCH, HEADS, PROMPT), jnp.float32)
-        read = Prompt(None, prompt, prompt, array((BATCH,), i32), scores=number, squares=(number, number))
-        return read, Workspace(jax.tree.map(lambda x: array((layers, *x.shape), x.dtype), read), array((), i32))
+def clustering(array):
+    """Steps of K-means, and rows in the order of their labels or moved up."""
+    prompt, labels = array((BATCH, HEADS, PROMPT, DIM), BF16), array((BATCH, HEADS, PROMPT), I32)
+    narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), F32)
+    moved = array((32, HEADS, SLOTS, DIM), jnp.int8), array((32, HEADS, SLOTS), I32)
+    return {
+        "kmeans": (lloyd, (prompt, array((BATCH, HEADS, CENTROIDS, DIM), F32)), ()),
+        "kmeans, many centroids": (lloyd, (narrow, many), ()),
+        "rows by label": (partial(group_rows, count=CENTROIDS), (labels,), ()),
+        "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), I32)), ()),
+        "rows that move up": (partial(gather_rows, in_place=True), moved, (0,)),
+        "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), F32), array((BATCH,), I32)), ()),
+    }
 
-    def projecting():
-        layer = abstract(LLAMA)["layers"][0]
-        weights = jax.tree.map(lambda spec: array(spec.shape, bf16), layer)
-        shapes = {"weights": (LLAMA.hidden_size, HEADS), "bias": (HEADS,)}
-        weights["surrogate"] = {name: array(shape, jnp.float32) for name, shape in shapes.items()}
-        hidden, positions = array((BATCH, 32768, LLAMA.hidden_size), bf16), array((BATCH, 32768), i32)
-        return lambda *args: _projected(args[0], LLAMA, *args[1:]), (weights, hidden, positions), ()
 
-    def putting(layers):
-        """As projections make rows: token after token."""
-        read, workspace = workspace_of(layers)
-        rows = array((BATCH, PROMPT, HEADS, DIM), bf16)
+def recalling(array):
+    """Scores of an index, the rows that they select, and attention to these."""
+    group, length = QUERY_HEADS // HEADS, array((BATCH,), I32)
+    query, index = array((BATCH, HEADS, group, DIM), BF16), (BATCH, HEADS, CENTROIDS, DIM)
+    clusters, rows = array((BATCH, HEADS, CENTROIDS), I32), array((BATCH, HEADS, PROMPT), I32)
+    selecting = array((BATCH, HEADS, group, CENTROIDS), F32), clusters, clusters, rows, length
+    pages = array((BATCH, HEADS, PROMPT // 16), I32)
+    paged = array((BATCH, HEADS, group, PROMPT // 16), F32), pages, pages, None, length
+    prompt, recalled = array((BATCH, HEADS, PROMPT, DIM), BF16), array((BATCH, HEADS, group, RECALLED), I32)
+    attending = query, prompt, prompt, recalled, length, array((BATCH, HEADS), I32)
+    select, attend = partial(select_rows, count=RECALLED), partial(recalled_attention, unlisted=320)
 
-        def put(workspace, keys, values, beside):
-            keys, values = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
-            return put_into(workspace, replace(beside, keys=keys, values=values))
+    def of_a_batch(args):
+        return [array((16, *x.shape[1:]), x.dtype) for x in args]
 
-        return put, (workspace, rows, rows, replace(read, keys=None, values=None, squares=None)), (0,)
+    return {
+        "index scores": (index_scores, (query, array(index, BF16)), ()),
+        "index scores of a batch": (index_scores, of_a_batch((query, array(index, BF16))), ()),
+        "index scores float32": (index_scores, (query, array(index, F32)), ()),
+        "select": (partial(select, sinks=16), selecting, ()),
+        "select for a batch": (partial(select, sinks=16), of_a_batch(selecting), ()),
+        "select pages": (select, paged, ()),
+        "recalled attention": (attend, attending, ()),
+        "recalled attention with a soft cap": (partial(attend, soft_cap=50.0), attending, ()),
+    }
 
-    def compressing_at_once(method, layers):
-        plan, budgets = first_layer(method)
-        _, workspace = workspace_of(layers)
-        run = lambda workspace: _compress_layers(method, plan.groups[0], (budgets,) * layers, workspace)  # noqa: E731
-        return run, (workspace,), (0,)
 
-    def decoding(method, model=LLAMA, batch=BATCH, **changes):
-        config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
+def products(array):
+    """Few rows through weights."""
 
-        def decode(params, cache, token, ended, key, number):
-            # A described device has one memory, so that a host store has to be moved there within the program.
-            both = zip(cache.layers, cache.state, strict=True)
-            layers = [with_groups(layer, list(map(place, groups(layer), state))) for layer, state in both]
-            cache = replace(cache, layers=tuple(layers))
-            fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
-            state = DecodeState(cache, token, ended)
-            return decode_loop(params, config, method, state, key, number, number, **fixed)
+    def rows(count, inputs, outputs, dtype=BF16):
+        return row_products, (*(array(x, dtype) for x in ((count, inputs), (inputs, outputs), (count, outputs))),), ()
 
-        params = jax.tree.map(lambda spec: array(spec.shape, bf16), abstract(config))
-        if "scores" in method.needs(0):
-            shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
-            surrogate = {name: array(shape, jnp.float32) for name, shape in shapes.items()}
-            params = params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
-        inputs = (array((BATCH, PROMPT), i32), array((BATCH,), i32))
-        caches, _ = jax.eval_shape(
-            lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
-        )
-        caches = jax.eval_shape(lambda caches: take_sequences(caches, jnp.zeros(batch, i32)), caches)
-        caches = jax.tree.map(lambda x: array(x.shape, x.dtype), caches)
-        key = array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-        state = (params, caches, array((batch,), i32), array((batch,), bool), key, array((), i32))
-        return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
-
-    def with_cap(function, args):
-        return partial(function, soft_cap=50.0), args, ()
+    def gated(count, inputs, outputs, gate, dtype=BF16):
+        weights = array((inputs, outputs), dtype)
+        return partial(row_products, gate=gate), (array((count, inputs), dtype), weights, None, weights), ()
 
     def of_heads(dtype, tokens, inputs=4096):
         counts = QUERY_HEADS, HEADS, HEADS
         weights = tuple(array((count, DIM, inputs), dtype) for count in counts)
         biases = tuple(array((count, DIM), dtype) for count in counts)
-        return array((tokens, inputs), dtype), weights, biases, (array((tokens, DIM // 2), jnp.float32),) * 2
+        return array((tokens, inputs), dtype), weights, biases, (array((tokens, DIM // 2), F32),) * 2
 
-    share = ckv.Budget(ratio=0.2)
-    prompt = array((BATCH, HEADS, PROMPT, DIM), bf16)
-    centroids = array((BATCH, HEADS, CENTROIDS, DIM), jnp.float32)
-    by_both, (_, _, *beside) = paired(bf16)
-    narrow, many = array((2, 1, 4104, 64), jnp.float16), array((2, 1, 1000, 64), jnp.float32)
-    group = QUERY_HEADS // HEADS
-    scores = array((BATCH, HEADS, group, CENTROIDS), jnp.float32)
-    clusters, rows = [array((BATCH, HEADS, CENTROIDS), i32)] * 2, array((BATCH, HEADS, PROMPT), i32)
-    selecting = (scores, *clusters, rows, array((BATCH,), i32))
-    batched = lambda x: array((16, *x.shape[1:]), x.dtype)  # noqa: E731
-    page_scores, pages = (
-        array((BATCH, HEADS, group, PROMPT // 16), jnp.float32),
-        array((BATCH, HEADS, PROMPT // 16), i32),
-    )
-    one_query, recalled = array((BATCH, HEADS, group, DIM), bf16), array((BATCH, HEADS, group, RECALLED), i32)
-    recall = ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)
-    described = {
-        "attention": (*attention(bf16, 1), ()),
-        "attention of a question": (*attention(bf16, 64), ()),
-        "attention with a soft cap": with_cap(*attention(bf16, 1)),
-        "attention of int4 with a soft cap": with_cap(*attention_of_codes("int4", 1)),
-        "attention float32": (*attention(jnp.float32, 1), ()),
-        **{f"attention of {name}": (*attention_of_codes(name, 1), ()) for name in CODES},
-        "attention of a question of int4": (*attention_of_codes("int4", 64), ()),
-        "attention of int8 float32": (*attention_of_codes("int8", 1, jnp.float32), ()),
-        "accumulated attention": (*accumulated(bf16, 32768), ()),
-        "accumulated attention float32": (*accumulated(jnp.float32, 4096), ()),
-        "append": appending(bf16, 1),
-        "append a question": appending(bf16, 64),
-        "append float16": appending(jnp.float16, 1),
-        "append with scores": appending_scores(),
-        **{f"append {name}": appending_codes(name) for name in CODES},
-        "matching": (*matching(bf16, DIM, 256), ()),
-        "matching float32": (*matching(jnp.float32, 2 * DIM, 512), ()),
-        "matching of keys and values": (*paired(bf16), ()),
-        "matching of wide keys and values": (*paired(bf16, 2 * DIM), ()),
-        "matching of keys and values float32": (*paired(jnp.float32), ()),
-        **{f"matching of {name}": matching_codes(name) for name in CODES},
-        "matching of keys and values of int4": (by_both, (of_codes("int4"), of_codes("int4"), *beside), ()),
-        **{f"merge {name}": merging_codes(name) for name in CODES},
-        "kmeans": (lloyd, (prompt, centroids), ()),
-        "kmeans, many centroids": (lloyd, (narrow, many), ()),
-        "index scores": (index_scores, (one_query, array(centroids.shape, bf16)), ()),
-        "index scores of a batch": (index_scores, (batched(one_query), batched(array(centroids.shape, bf16))), ()),
-        "index scores float32": (index_scores, (one_query, centroids), ()),
-        "select": (partial(select_rows, count=RECALLED, sinks=16), selecting, ()),
-        "select for a batch": (partial(select_rows, count=RECALLED, sinks=16), [batched(x) for x in selecting], ()),
-        "select pages": (
-            partial(select_rows, count=RECALLED),
-            (page_scores, pages, pages, None, array((BATCH,), i32)),
-            (),
-        ),
-        "recalled attention": (
-            partial(recalled_attention, unlisted=320),
-            (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
-            (),
-        ),
-        "recalled attention with a soft cap": with_cap(
-            partial(recalled_attention, unlisted=320),
-            (one_query, prompt, prompt, recalled, array((BATCH,), i32), length),
-        ),
-        "rows by label": (partial(group_rows, count=CENTROIDS), (rows,), ()),
-        "gather": (gather_rows, (prompt, array((BATCH, HEADS, RECALLED), i32)), ()),
-        "rows that move up": (
-            partial(gather_rows, in_place=True),
-            (array((32, HEADS, SLOTS, DIM), jnp.int8), array((32, HEADS, SLOTS), i32)),
+    surrogate = array((HEADS, 4096), F32), array((HEADS,), F32)
+    return {
+        "row products": rows(16, 4096, 2048),
+        "row products of half a model": rows(16, 7168, 4096),
+        "gated row products": gated(3, 4096, 14336, "gelu_tanh", jnp.float16),
+        "gated row products of half a model": gated(16, 4096, 7168, "silu"),
+        "head products": (head_products, of_heads(BF16, 16), ()),
+        "head products float16": (head_products, of_heads(jnp.float16, 1), ()),
+        "head products with scores": (head_products, (*of_heads(BF16, 1), array((4096,), BF16), surrogate), ()),
+    }
+
+
+def prompts(array):
+    """A layer of a prompt: projected with scores, put among others, and compressed alone or with them."""
+    rows, length = array((BATCH, HEADS, PROMPT, DIM), BF16), array((BATCH,), I32)
+    number = array((BATCH, HEADS, PROMPT), F32)
+    read = Prompt(None, rows, rows, length, scores=number, squares=(number, number))
+    workspace = Workspace(jax.tree.map(lambda x: array((2, *x.shape), x.dtype), read), array((), I32))
+
+    def first_layer(method):
+        counts = {"reserve": 384, "step_tokens": 1, "max_new_tokens": 384}
+        request, plans = plans_of_width(LLAMA, method, BF16, PROMPT, **counts)
+        return planned_layer(LLAMA, method, request, np.full(BATCH, PROMPT), plans, 0)
+
+    def compressing(method):
+        plan, budgets = first_layer(method)
+        run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
+        return run, (rows, rows, length, random_key(array)), ()
+
+    def compressing_at_once(method):
+        plan, budgets = first_layer(method)
+        return partial(_compress_layers, method, plan.groups[0], (budgets,) * 2), (workspace,), (0,)
+
+    def put(workspace, keys, values, beside):
+        """As projections make rows: token after token."""
+        keys, values = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
+        return put_into(workspace, replace(beside, keys=keys, values=values))
+
+    by_token = array((BATCH, PROMPT, HEADS, DIM), BF16)
+    weights = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(LLAMA)["layers"][0])
+    hidden, positions = array((BATCH, 32768, LLAMA.hidden_size), BF16), array((BATCH, 32768), I32)
+    projected = lambda weights, *args: _projected(weights, LLAMA, *args)  # noqa: E731
+    return {
+        "cluster": compressing(ckv.CentroidKV(SHARE)),
+        "cluster by gravity": compressing(ckv.GravityKV(SHARE)),
+        "project and score": (projected, (weights | {"surrogate": surrogate_of(array, LLAMA)}, hidden, positions), ()),
+        "a layer among two": (
+            put,
+            (workspace, by_token, by_token, replace(read, keys=None, values=None, squares=None)),
             (0,),
         ),
-        "top rows": (top_rows, (array((BATCH, HEADS, PROMPT), jnp.float32), array((BATCH,), i32)), ()),
-        "cluster": compressing(ckv.CentroidKV(share)),
-        "cluster by gravity": compressing(ckv.GravityKV(share)),
-        "project and score": projecting(),
-        "a layer among two": putting(2),
-        "cluster two layers": compressing_at_once(ckv.OrbitKV(share), 2),
-        "decode": decoding(ckv.CentroidKV(share)),
-        "decode a batch": decoding(ckv.CentroidKV(share), batch=24),
-        "decode by scores": decoding(ckv.OrbitKV(share)),
-        "decode by shares": decoding(ckv.OrbitKV(ckv.Budget(ratio=0.2, shares=SHARES))),
-        "step in groups": stepping(None),
-        "row products": (
-            row_products,
-            (array((16, 4096), bf16), array((4096, 2048), bf16), array((16, 2048), bf16)),
-            (),
-        ),
-        "gated row products": (
-            partial(row_products, gate="gelu_tanh"),
-            (array((3, 4096), jnp.float16), array((4096, 14336), jnp.float16), None, array((4096, 14336), jnp.float16)),
-            (),
-        ),
-        "gated row products of half a model": (
-            partial(row_products, gate="silu"),
-            (array((16, 4096), bf16), array((4096, 7168), bf16), None, array((4096, 7168), bf16)),
-            (),
-        ),
-        "row products of half a model": (
-            row_products,
-            (array((16, 7168), bf16), array((7168, 4096), bf16), array((16, 4096), bf16)),
-            (),
-        ),
-        "head products": (head_products, of_heads(bf16, 16), ()),
-        "head products float16": (head_products, of_heads(jnp.float16, 1), ()),
-        "head products with scores": (
-            head_products,
-            (
-                *of_heads(bf16, 1),
-                array((4096,), bf16),
-                (array((HEADS, 4096), jnp.float32), array((HEADS,), jnp.float32)),
-            ),
-            (),
-        ),
-        **{f"step in groups of {name}": stepping(name) for name in CODES},
-        "decode of int8": decoding(ckv.CentroidKV(share, cache_dtype="int8")),
-        "decode with pages": decoding(ckv.AdaKV(share)),
-        "decode of int4 with pages": decoding(ckv.AdaKV(share, cache_dtype="int4")),
-        "decode with recall": decoding(recall),
-        "decode with sink logits": decoding(ckv.CentroidKV(share), window=128, sliding_layers=(0,), sink_logits=True),
-        "decode with windows": decoding(
-            ckv.CentroidKV(share), window=4096, sliding_layers=(0,), local_rope=LLAMA.rope, soft_cap=50.0
-        ),
-        "decode with experts": decoding(ckv.CentroidKV(share), model_config("qwen3-30b-a3b"), max_positions=2 * PROMPT),
+        "cluster two layers": compressing_at_once(ckv.OrbitKV(SHARE)),
     }
-    sizes = {"router": (128, 2048), "gate": (128, 2048, 768), "up": (128, 2048, 768), "down": (128, 768, 2048)}
-    weights = {name: array(shape, bf16) for name, shape in sizes.items()}
-    mix = lambda w, x: mixture(w, Experts(128, 8, 768), jax.nn.silu, x)  # noqa: E731
-    described["experts of a token"] = (mix, (weights, array((1, 1, 2048), bf16)), ())
-    described["experts of a batch"] = (mix, (weights, array((16, 1, 2048), bf16)), ())
-    described["experts of a prompt"] = (mix, (weights, array((1, 4096, 2048), bf16)), ())
-    biases = {"router_bias": (32,), "gate_bias": (32, 2880), "up_bias": (32, 2880), "down_bias": (32, 2880)}
-    sizes = {"router": (32, 2880), **dict.fromkeys(("gate", "up", "down"), (32, 2880, 2880)), **biases}
-    own = {name: array(shape, bf16) for name, shape in sizes.items()}
-    clamped = Experts(32, 4, 2880, bias=True, clamp=ClampedSwiglu())
-    biased = lambda w, x: mixture(w, clamped, jax.nn.silu, x)  # noqa: E731
-    described["experts with biases"] = (biased, (own, array((8, 1, 2880), bf16)), ())
+
+
+def random_key(array):
+    """A key of random numbers."""
+    return array((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+
+
+def surrogate_of(array, config):
+    """A linear one."""
+    return {
+        "weights": array((config.hidden_size, config.num_kv_heads), F32),
+        "bias": array((config.num_kv_heads,), F32),
+    }
+
+
+def decoding(array):
+    """Steps of two layers by methods, types of rows and models."""
+    of = partial(decode_of, array)
+    recall = ckv.ClusterKV(ckv.Budget(tokens=RECALLED), dense_layers=0)
+    windows = {"window": 4096, "sliding_layers": (0,), "local_rope": LLAMA.rope, "soft_cap": 50.0}
+    described = {
+        "decode": of(ckv.CentroidKV(SHARE)),
+        "decode a batch": of(ckv.CentroidKV(SHARE), batch=24),
+        "decode by scores": of(ckv.OrbitKV(SHARE)),
+        "decode by shares": of(ckv.OrbitKV(replace(SHARE, shares=SHARES))),
+        "decode of int8": of(ckv.CentroidKV(SHARE, cache_dtype="int8")),
+        "decode with pages": of(ckv.AdaKV(SHARE)),
+        "decode of int4 with pages": of(ckv.AdaKV(SHARE, cache_dtype="int4")),
+        "decode with recall": of(recall),
+        "decode with sink logits": of(ckv.CentroidKV(SHARE), window=128, sliding_layers=(0,), sink_logits=True),
+        "decode with windows": of(ckv.CentroidKV(SHARE), **windows),
+        "decode with experts": of(ckv.CentroidKV(SHARE), model_config("qwen3-30b-a3b"), max_positions=2 * PROMPT),
+    }
     # From 0.11 on a described argument cannot be moved to the host within the program that takes it.
     if jax.__version_info__ < (0, 11):
-        described["decode with recall from the host"] = decoding(replace(recall, store="host"))
+        described["decode with recall from the host"] = of(replace(recall, store="host"))
     return described
+
+
+def decode_of(array, method, model=LLAMA, batch=BATCH, **changes):
+    """A call of the decode loop."""
+    config = replace(model, vocab_size=32768, intermediate_size=1024, num_layers=2, **changes)
+
+    def decode(params, cache, token, ended, key, number):
+        # A described device has one memory, so that a host store has to be moved there within the program.
+        both = zip(cache.layers, cache.state, strict=True)
+        layers = [with_groups(layer, list(map(place, groups(layer), state))) for layer, state in both]
+        cache = replace(cache, layers=tuple(layers))
+        fixed = {"sampling": ckv.Sampling(), "eos_ids": (), "steps": 32}
+        state = DecodeState(cache, token, ended)
+        return decode_loop(params, config, method, state, key, number, number, **fixed)
+
+    params = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(config))
+    if "scores" in method.needs(0):
+        surrogate = surrogate_of(array, config)
+        params = params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
+    inputs = (array((BATCH, PROMPT), I32), array((BATCH,), I32))
+    caches, _ = jax.eval_shape(
+        lambda p, *inputs: ckv.prefill(p, config, method, *inputs, max_new_tokens=384), params, *inputs
+    )
+    caches = jax.eval_shape(lambda caches: take_sequences(caches, jnp.zeros(batch, I32)), caches)
+    caches = jax.tree.map(lambda x: array(x.shape, x.dtype), caches)
+    state = params, caches, array((batch,), I32), array((batch,), bool), random_key(array), array((), I32)
+    return decode, state, () if getattr(method, "store", None) == "host" else (1, 2, 3)
+
+
+def experts(array):
+    """Tokens through the experts of Qwen3-30B-A3B and of gpt-oss."""
+
+    def through(experts, inputs, tokens, **biases):
+        count, inner = experts.count, experts.intermediate_size
+        shapes = {"router": (count, inputs), "down": (count, inner, inputs), **biases}
+        shapes |= dict.fromkeys(("gate", "up"), (count, inputs, inner))
+        weights = {name: array(shape, BF16) for name, shape in shapes.items()}
+        return lambda w, x: mixture(w, experts, jax.nn.silu, x), (weights, array((*tokens, inputs), BF16)), ()
+
+    of_qwen = partial(through, Experts(128, 8, 768), 2048)
+    of_gpt_oss = partial(through, Experts(32, 4, 2880, bias=True, clamp=ClampedSwiglu()), 2880)
+    biases = {f"{name}_bias": (32, 2880) for name in ("gate", "up", "down")}
+    return {
+        "experts of a token": of_qwen((1, 1)),
+        "experts of a batch": of_qwen((16, 1)),
+        "experts of a prompt": of_qwen((1, 4096)),
+        "experts with biases": of_gpt_oss((8, 1), router_bias=(32,), **biases),
+    }
 
 
 def launches(program: str) -> int:
