@@ -103,7 +103,7 @@ def _as_tuple(share):
         ),
         (
             {"method": "Chelsae"},
-            r"Key 'method' .*must be one of Full, CentroidKV, Chelsea, GravityKV, .*, got 'Chelsae'",
+            r"Key 'method' .*must be one of AdaKV, Auto, CaM, CentroidKV, Chelsea, .*, got 'Chelsae'",
         ),
         (
             {"budget": "budget: {share: 0.5}"},
