@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import subprocess
 import sys
 import time
 
@@ -22,10 +23,17 @@ class Terminal:
     """A command at a pseudo-terminal: what it has shown so far, and what is typed."""
 
     def __init__(self, *arguments):
-        self.pid, self.screen = pty.fork()
-        if self.pid == 0:
-            os.environ |= {"COLUMNS": "300", "TERM": "dumb"}
-            os.execv(sys.executable, [sys.executable, "-m", "clusterkv_jax", *arguments])
+        self.screen, other = pty.openpty()
+        # A shell of its own session opens the terminal, which so becomes the one that Ctrl-C comes from. A fork of this
+        # process, as in pty.fork, would copy the locks of jax's threads.
+        opened = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(other)]
+        self.process = subprocess.Popen(
+            [*opened, sys.executable, "-m", "clusterkv_jax", *arguments],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), other),
+            start_new_session=True,
+            env=os.environ | {"COLUMNS": "300", "TERM": "dumb"},
+        )
+        os.close(other)
         self.shown = ""
 
     def until(self, pattern):
@@ -86,7 +94,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
     terminal.type("\x03")
     assert "Ctrl-D or /quit ends the conversation." in terminal.until(r"conversation\.\r\n> $")
     terminal.type("\x04")
-    assert os.waitpid(terminal.pid, 0)[1] == 0
+    assert terminal.process.wait(PATIENCE_S) == 0
 
 
 def run(*arguments):

@@ -3,6 +3,7 @@
 import re
 from importlib import resources
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,10 +60,10 @@ def test_random_rows_keep_the_prompt_while_a_model_writes():
     cache, logits = ckv.prefill(
         model.params, model.config, method, tokens, jnp.asarray([20]), max_new_tokens=180, reserve=180
     )
-    held, seen = [], []
+    step, held, seen = jax.jit(ckv.decode_step, static_argnums=(1, 2)), [], []
     for _ in range(180):
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        cache, logits = ckv.decode_step(model.params, model.config, method, cache, token)
+        cache, logits = step(model.params, model.config, method, cache, token)
         layer = cache.layers[0]
         held.append(int(layer.length[0, 0]))
         seen.append(set(np.asarray(layer.positions[0, 0, : held[-1]]).tolist()))

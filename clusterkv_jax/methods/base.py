@@ -1,4 +1,4 @@
-"""The protocol of a compression method: ten members, of which most methods override three.
+"""The protocol of a compression method: eleven members, of which most methods override three.
 
 A method is a frozen dataclass, budget first, hashable and so static under jit.
 
