@@ -224,6 +224,7 @@ def decode_step(
     return extend_step(params, config, method, cache, token[:, None], jnp.ones(token.shape, jnp.int32))
 
 
+@own_settings()
 def extend_step(
     params: Params,
     config: ModelConfig,
@@ -233,6 +234,7 @@ def extend_step(
     counts: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """Append the first `counts` of T tokens to each sequence and compress if due; logits after the last of them."""
+    tokens, counts = (x.astype(jnp.int32) for x in (tokens, counts))
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
         cache = where_due(late, partial(recompress, method, rope=config.rope), cache)

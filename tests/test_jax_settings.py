@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.decoding import extend_step
 from tests.support.tiny import prompt, tiny
 
 WARM = {"sampling": ckv.Sampling(temperature=1.0), "max_new_tokens": 6}
@@ -49,6 +50,21 @@ def test_pure_functions_take_arrays_of_64_bits():
         first = jnp.argmax(logits, axis=-1)
         _, logits = step(model.params, model.config, method, cache, first)
     assert [int(first[0]), int(jnp.argmax(logits[0]))] == expected
+
+
+def test_a_question_of_64_bits_leaves_a_cache_of_32():
+    model, method = tiny(), ckv.SnapKV(SMALL, window=4, kernel=3)
+    tokens, lengths = jnp.asarray([prompt(1, 40)]), jnp.asarray([40])
+    options = {"reserve": 8, "step_tokens": 3}
+    cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, **options)
+    step = jax.jit(extend_step, static_argnums=(1, 2))
+    question, counts = np.asarray([prompt(2, 3)]), np.asarray([3])
+    expected = step(model.params, model.config, method, cache, jnp.asarray(question), jnp.asarray(counts))
+    with jax.enable_x64(True):
+        wide = jnp.asarray(question, jnp.int64), jnp.asarray(counts, jnp.int64)
+        found = step(model.params, model.config, method, cache, *wide)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("method", [ckv.SnapKV(SMALL, window=4, kernel=3), ckv.KeyDiff(SMALL)])
