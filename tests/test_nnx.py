@@ -84,6 +84,16 @@ def test_a_calibration_that_is_missing_or_of_another_model_is_one_sentence(toy, 
         ckv.nnx.compressed(toy, method, calibration=file)
 
 
+def test_methods_have_names(toy, tmp_path):
+    assert ckv.nnx.compressed(toy, "knorm", ratio=0.5).method == ckv.Knorm(HALF)
+    learned(as_llama(toy), tmp_path / "toy.safetensors")
+    auto = ckv.nnx.compressed(toy, "auto", ratio=0.5, calibration=tmp_path / "toy.safetensors").method
+    assert (type(auto), auto.budget.ratio, auto.recent) == (ckv.KVzap, 0.5, 32)
+    assert auto.budget.shares is not None
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+        ckv.nnx.compressed(toy, "snapkw", ratio=0.5)
+
+
 def test_full_gives_the_tokens_of_the_model_itself(toy):
     result = ckv.nnx.compressed(toy, ckv.Full()).generate(PROMPTS, max_new_tokens=32)
     assert result.tokens == [continued(toy, text, 32) for text in PROMPTS]
@@ -312,7 +322,7 @@ def test_arguments_of_other_kinds_are_refused(toy):
     with pytest.raises(ValueError, match=r"model must be a flax\.nnx\.Module, got 'demo'"):
         ckv.nnx.compressed("demo", ckv.Full())
     with pytest.raises(ValueError, match="method must be an object"):
-        ckv.nnx.compressed(toy, "full")
+        ckv.nnx.compressed(toy, ckv.Full)
     with pytest.raises(ValueError, match=r"attention must be an nnx\.Layout or None"):
         ckv.nnx.compressed(toy, ckv.Full(), attention="attn")
     for wrong in ("</s>", 5, ["</s>"]):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax import decoding, generation
+from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import KVCache
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.calibration import with_shares
@@ -20,11 +21,13 @@ from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import check_ids, on_host
 from clusterkv_jax.errors import shown
 from clusterkv_jax.generation import Result
+from clusterkv_jax.methods.auto import settled
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
 from clusterkv_jax.nnx.layouts import Layout, attentions, layers_of, layout_of
+from clusterkv_jax.presets import as_method
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import auto_mesh
 from clusterkv_jax.text.prompts import Texts, is_list
@@ -38,8 +41,11 @@ _extend_step = jit(static_argnames=("config", "method"), donate_argnames=("cache
 
 def compressed(
     model: nnx.Module,
-    method: Method,
+    method: Method | str,
     *,
+    ratio: float | None = None,
+    tokens: int | None = None,
+    budget: Budget | None = None,
     attention: Layout | None = None,
     max_positions: int = MAX_POSITIONS,
     eos_ids: Sequence[int] = (),
@@ -51,7 +57,10 @@ def compressed(
 
     Args:
         model: a decoder in the mode in which it is to answer (`model.eval()`).
-        method: what is kept of a prompt.
+        method: what is kept of a prompt, by name or as an object.
+        ratio: the share of the cache that a method of a name keeps.
+        tokens: or how many rows.
+        budget: or any budget.
         attention: where the model's attention is and what it projects; found by attribute names by default, for models
             whose attention has the methods `qkv` and `output`, for tunix's Qwen2, Qwen3, Llama 3 and Gemma 1 to 3, and
             for bonsai's Qwen3.
@@ -69,7 +78,10 @@ def compressed(
     """
     if not isinstance(model, nnx.Module):
         raise ValueError(f"model must be a flax.nnx.Module, got {shown(model)}.")
-    if not hasattr(type(method), "budget_rows"):
+    kept: Any = method
+    if isinstance(method, str) or any(x is not None for x in (ratio, tokens, budget)):
+        kept = as_method(method, budget=budget, ratio=ratio, tokens=tokens, learned=calibration is not None)
+    if not hasattr(type(kept), "budget_rows"):
         raise ValueError(f"method must be an object such as CentroidKV(Budget(ratio=0.25)), got {shown(method)}.")
     if not isinstance(attention, Layout | None):
         raise ValueError(f"attention must be an nnx.Layout or None, got {shown(attention)}.")
@@ -80,9 +92,9 @@ def compressed(
     found = None if calibration is None else read_calibration(calibration)
     if found is not None:
         found.check(config)
-        method = with_shares(found, method)
+        kept = with_shares(found, settled(kept, found.auto))
     surrogate = None if found is None else found.surrogate
-    return Compressed(model, method, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
+    return Compressed(model, kept, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
 
 
 class Compressed(nnx.Module):

@@ -26,10 +26,10 @@ Times = dict[str, dict[str, list[float]]]
 
 def first_request(model: ckv.Model, method: str, ratio: float, tokens: int, noted: Times) -> Times:
     """Seconds of each phase, by program; functions that are traced within another program are part of its time."""
+    share = None if method == "full" else ratio
     jax.clear_caches()
     noted.clear()
-    budget = {} if method == "full" else {"ratio": ratio}
-    ckv.generate(model, [[1 + i % 200 for i in range(tokens)]], method=method, max_new_tokens=8, **budget)
+    ckv.generate(model, [[1 + i % 200 for i in range(tokens)]], method=method, max_new_tokens=8, ratio=share)
     return {name: phases for name, phases in noted.items() if phases["compile"]}
 
 
@@ -59,9 +59,10 @@ def main(
     jax.config.update("jax_enable_compilation_cache", False)
     noted: Times = defaultdict(lambda: defaultdict(list))
 
-    def note(event: str, seconds: float, **about: Any) -> None:
+    def note(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event in PHASES:
-            noted[str(about.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")][PHASES[event]].append(seconds)
+            name = str(kwargs.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
+            noted[name][PHASES[event]].append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     network, console, first = ckv.load(model), Console(), None
