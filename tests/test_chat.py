@@ -4,8 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clusterkv_jax.text.chat import cut_turn, frame_ids, next_turn, turn
+from clusterkv_jax.text.chat import Chat, cut_turn, cut_turns, frame_ids, next_turn, turn
 from clusterkv_jax.text.tokenizer import encode
+from tests.support.words import by_letters
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 CONTENT = "messages[0]['content']"
@@ -96,3 +97,10 @@ def test_a_turn_is_what_follows_the_last_answer(template, rewritten):
 def test_an_answer_is_shown_once_and_whole(content):
     with pytest.raises(ValueError, match=r"^The model's chat template must show an answer once and whole"):
         next_turn(tokenizer(TURNS.replace("CONTENT", content)), SAID, "Where?")
+
+
+def test_a_system_stands_before_all_turns():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    before, after = cut_turns(by_letters(template), "A text.", ["Who?", "He.", "When?"], Chat(system="Be brief."))
+    assert before == "<system>Be brief.<user>A text."
+    assert after == "Who?<assistant>He.<user>When?<assistant>"

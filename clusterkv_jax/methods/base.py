@@ -3,6 +3,7 @@
 A method is a frozen dataclass, budget first, hashable and so static under jit.
 
     protected, schedule, holds     values: which rows always stay, when a cache returns to its budget, what it holds
+    degree_power                   value: how much a centroid of many rows counts
     budget_rows, check, needs      host: B of each prompt and head, what is impossible, what a layer must be shown
     compress                       jit: what is left of a prompt, one group of heads at a time, after its attention
     remember                       jit: what is kept beside the rows between steps

@@ -69,7 +69,7 @@ def cut_turns(tokenizer: Any, text: str, said: Sequence[str], chat: Chat = Chat(
     mark = _unused(tokenizer, text, *said)
     contents = [text + mark + said[0], *said[1:]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    (whole,) = render(tokenizer, [messages], **{"add_generation_prompt": True, **chat.arguments})
+    (whole,) = _rendered(tokenizer, [messages], chat)
     before, *after = whole.split(mark)
     if len(after) != 1 or not all(content.strip() in after[0] for content in said):
         raise ValueError("The model's chat template does not print every turn of a conversation whole.")

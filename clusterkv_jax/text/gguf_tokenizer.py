@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkv_jax.schema import checked, shown
-from clusterkv_jax.text.guard import panics_caught
+from clusterkv_jax.text.guard import advice_silenced, panics_caught
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,7 +105,9 @@ def _check(stated: _Tokenizer, where: str) -> None:
 
 def _built(stated: _Tokenizer, architecture: str) -> Any:
     from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
+
+    with advice_silenced():
+        from transformers import PreTrainedTokenizerFast
 
     tokenizer = _byte_level(stated) if stated.model == "gpt2" else _sentencepiece(stated, architecture)
     kinds = stated.token_type or [1] * len(stated.tokens)

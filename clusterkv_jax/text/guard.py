@@ -18,6 +18,20 @@ _ENDS = {"SIGXCPU": "It takes too long.", "SIGKILL": "It takes too much memory."
 
 
 @contextmanager
+def advice_silenced() -> Iterator[None]:
+    """transformers announces on import that it found no torch: here that is as it should be."""
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        yield
+    finally:
+        if advice is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        else:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
+
+
+@contextmanager
 def panics_caught() -> Iterator[None]:
     """A panic of a library in Rust, which is no Exception, as a ValueError."""
     try:

@@ -64,18 +64,10 @@ def _check_names(file: Path) -> None:
 
 
 def _load(folder: Path) -> Any:
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    # transformers announces on import that it found no torch: here that is as it should be.
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    try:
+    with guard.advice_silenced():
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    finally:
-        if advice is None:
-            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        else:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 def _try_once(file: Path) -> None:

@@ -21,8 +21,8 @@ class Case:
 
     The context is read and compressed; question and answer prefix are fed afterwards, at their true positions. A case
     whose question and prefix are empty is compressed whole. `earlier` are turns, a question and its answer each, that
-    follow the context before the question. Instead of texts a case may hold `reading`, the tokens of
-    a context and of its true continuation; its score is the cross-entropy of the continuation (metric "nll").
+    follow the context before the question. Instead of texts a case may hold `reading`, the tokens of a context and of
+    its true continuation; its score is the cross-entropy of the continuation (metric "nll").
     """
 
     id: str

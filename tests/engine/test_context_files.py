@@ -1,0 +1,52 @@
+"""Contexts in files: asked by other engines, older than a field of the cache, or another file than was read."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.cache import in_numbers, quantised
+from tests.engine.test_engine import EIGHT, alone, engine
+from tests.support.tiny import prompt, tiny
+
+
+def test_a_saved_context_is_asked_by_another_engine(tmp_path):
+    first, file = engine(), tmp_path / "context.safetensors"
+    first.save(first.read(prompt(3, 50)), file)
+    served = engine()
+    handle = served.add(file, prompt(904, 4), **EIGHT)
+    assert tuple(handle.result().tokens[0]) == alone(3, 50, 4)
+    assert handle.result().stats.prompt_tokens == [50]
+    context = served.read(file)
+    served.drop(context)
+    assert tuple(served.add(context, prompt(904, 4), **EIGHT).result().tokens[0]) == alone(3, 50, 4)
+    with pytest.raises(ValueError, match="holds no logits"):
+        served.add(file, **EIGHT)
+    with pytest.raises(ValueError, match="no cache file"):
+        served.add(tmp_path / "nothing", **EIGHT)
+    with pytest.raises(ValueError, match="does not fit the engine's slots"):
+        engine(max_tokens=64, reserve=16).add(file, prompt(904, 4), **EIGHT)
+
+
+def test_a_file_of_codes_from_before_means_were_taken_off_is_asked(tmp_path):
+    file, method = tmp_path / "context.safetensors", ckv.Full(cache_dtype="int8")
+    tokens, lengths = jnp.asarray([prompt(3, 50)]), jnp.asarray([50])
+    cache, _ = ckv.prefill(tiny().params, tiny().config, method, tokens, lengths, reserve=64)
+    layers = tuple(quantised(in_numbers(layer), "int8", less_mean=False) for layer in cache.layers)
+    ckv.save_cache(file, dataclasses.replace(cache, layers=layers), tiny().config, method)
+    expected = ckv.generate(tiny(), [prompt(3, 50)], questions=[prompt(904, 4)], method=method, **EIGHT)
+    assert engine(method=method).add(file, prompt(904, 4), **EIGHT).result().tokens == expected.tokens
+
+
+def test_a_file_that_has_become_another_is_refused(tmp_path):
+    first, file, other = engine(), tmp_path / "context.safetensors", tmp_path / "other.safetensors"
+    first.save(first.read(prompt(3, 50)), file)
+    first.save(first.read(prompt(4, 60)), other)
+    served = engine(context_bytes=0, context_host_bytes=0)
+    context = served.read(file)
+    assert tuple(served.add(context, prompt(904, 4), **EIGHT).result().tokens[0]) == alone(3, 50, 4)
+    other.replace(file)
+    with pytest.raises(ValueError, match=r"The saved cache .* is another one than this engine has read\."):
+        served.add(context, prompt(904, 4), **EIGHT).result()
+    assert tuple(served.add(file, prompt(904, 4), **EIGHT).result().tokens[0]) == alone(4, 60, 4)
