@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax import learned
 from clusterkv_jax.decoding import extend_step
 from tests.support.tiny import prompt, tiny
 
@@ -75,3 +76,24 @@ def test_methods_that_rank_rows_run_without_jit(method):
     with jax.disable_jit():
         layer = ckv.compress(method, *args)
     np.testing.assert_array_equal(layer.positions, expected.positions)
+
+
+def fitted():
+    """What loops over numbers: rows found by matching pursuit, values fitted to attention, and a repeated prompt."""
+    rng = np.random.default_rng(0)
+    queries, keys, values, rows = (jnp.asarray(rng.normal(size=(n, 8)), jnp.float32) for n in (30, 40, 40, 6))
+    model, text = tiny(), prompt(1, 32)
+    repeated = [jnp.asarray([[1, 2, *text[start : start + 16]]]) for start in (0, 16)]
+    return (
+        learned.match(queries, keys, values, None, 6, select="omp"),
+        learned.refit(queries, keys, values, rows, rows, rows[:, 0]),
+        learned.reconstruction(model.params, model.config, jnp.asarray([text]), chunk=16, prompts=repeated),
+    )
+
+
+def test_learned_scores_take_no_notice_of_64_bits():
+    expected = fitted()
+    with jax.enable_x64(True):
+        found = fitted()
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -15,12 +15,14 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import check_heads, clean, masked_softmax, protect, real_rows
 from clusterkv_jax.models.config import Rope
 from clusterkv_jax.models.rope import decode, frequencies, turn
+from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Number of queries, their mean, and the sum of the outer products of their distances from it.
 Moments = tuple[Float[Array, " B"], Float[Array, "B K G D"], Float[Array, "B K G D D"]]
 
 
+@own_settings()
 def expected_attention(
     queries: Float[Array, "B H N D"],
     keys: Float[Array, "B K N D"],

@@ -11,6 +11,7 @@ from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import Lengths, check_heads, clean, protect, real_rows
 from clusterkv_jax.scores import pooled
+from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SKETCH = 48
@@ -18,6 +19,7 @@ JITTER = 1e-2
 NEIGHBOURS = 3
 
 
+@own_settings()
 def compactor(
     queries: Float[Array, "B H N D"],
     keys: Float[Array, "B K N D"],
@@ -66,6 +68,7 @@ def compactor(
     return protect(scores, real & ~rows, real)
 
 
+@own_settings()
 def draw_sketch(key: Array, dim: int, columns: int = SKETCH) -> Float[Array, "1 1 D S"]:
     """One Gaussian matrix N(0, 1) / sqrt(columns) for all heads and sequences, which so do not depend on a batch."""
     return jax.random.normal(key, (1, 1, dim, columns), jnp.float32) * columns**-0.5

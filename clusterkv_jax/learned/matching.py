@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.checks import check_counts, concrete
+from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Mass that exists at once, in elements (f32): 256 MiB.
@@ -33,6 +34,7 @@ CHECKS = 3
 DEPENDENT = 1e-6
 
 
+@own_settings()
 def match(
     queries: Float[Array, "n D"],
     keys: Float[Array, "N D"],

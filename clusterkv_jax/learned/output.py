@@ -10,12 +10,14 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.learned.padding import Lengths, check_heads, clean, real_rows
 from clusterkv_jax.scores import last_queries, pooled, probabilities
+from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Projected values of one head that exist at once, in rows.
 ROWS_AT_ONCE = 2048
 
 
+@own_settings()
 def projected_norms(
     values: Float[Array, "B K N D"], output: Float[Array, "H D M"], *, order: int = 2
 ) -> Float[Array, "B H N"]:
@@ -47,6 +49,7 @@ def projected_norms(
     return jnp.moveaxis(norms, 0, 1)
 
 
+@own_settings()
 def criticalkv(
     base: Float[Array, "B K N"],
     values: Float[Array, "B K N D"],
@@ -83,6 +86,7 @@ def criticalkv(
     return jnp.where(real, scores, -jnp.inf)
 
 
+@own_settings()
 def dropkv(
     queries: Float[Array, "B H N D"],
     keys: Float[Array, "B K N D"],

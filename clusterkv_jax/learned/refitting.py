@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from clusterkv_jax.checks import check_counts
+from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # A weight changes by no more than this factor, e^3 as in the paper.
@@ -22,6 +23,7 @@ STEPS = 2
 Block = tuple[Float[Array, "T D"], Bool[Array, " T"]]
 
 
+@own_settings()
 def refit(
     queries: Float[Array, "n D"],
     keys: Float[Array, "N D"],

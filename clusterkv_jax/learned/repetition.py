@@ -27,6 +27,7 @@ from clusterkv_jax.learned.repeated_attention import Sight, attend
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.programs import jit
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import constrain, constrain_cache
 from clusterkv_jax.text.tokenizer import encode
 
@@ -110,6 +111,7 @@ def most_fed(how: Repetition, count: int) -> int:
     return before + suffix + min(how.chunk, count)
 
 
+@own_settings()
 def reconstruction(
     params: Params,
     config: ModelConfig,

@@ -7,11 +7,13 @@ from jaxtyping import Array, Float
 from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import Lengths, clean, real_rows
+from clusterkv_jax.settings import own_settings
 
 # Below it a range of values is none: a constant channel would divide by 0.
 SMALLEST_RANGE = 1e-6
 
 
+@own_settings()
 def keydiff(keys: Float[Array, "B K N D"], *, lengths: Lengths = None) -> Float[Array, "B K N"]:
     """KeyDiff (Park et al., 2504.15364, section 3): how much a key differs from the mean direction of its head's keys.
 
@@ -35,6 +37,7 @@ def _normalized(x: Float[Array, "B K N D"]) -> Float[Array, "B K N D"]:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
+@own_settings()
 def lagkv(
     keys: Float[Array, "B K N D"],
     values: Float[Array, "B K N D"],

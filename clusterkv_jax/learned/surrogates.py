@@ -13,6 +13,7 @@ from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.few_tokens import few
+from clusterkv_jax.settings import own_settings
 from clusterkv_jax.sharding import on_one_device
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -21,6 +22,7 @@ MANY = 8192  # tokens, by estimate: of fewer, a product for their scores takes n
 FEW_OUTPUTS = 32  # KV heads: every token reads their weights for itself where one launch takes few tokens
 
 
+@own_settings()
 def surrogate(
     weights: Float[Array, "M K"], bias: Float[Array, " K"], hidden: Float[Array, "B N M"]
 ) -> Float[Array, "B K N"]:
@@ -42,6 +44,7 @@ def surrogate(
     return jnp.swapaxes(affine(hidden, weights, bias), 1, 2)
 
 
+@own_settings()
 def surrogate_mlp(
     inner_weights: Float[Array, "M F"],
     inner_bias: Float[Array, " F"],
