@@ -19,7 +19,7 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.ours import peak_bytes, the_method
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import Engine
-from clusterkv_jax.engine.service import SEGMENT
+from clusterkv_jax.engine.engine import SEGMENT
 
 # Fewest new tokens of a request, and tokens in whose time a full step's is found.
 FEWEST, FULL_STEPS = 16, 3 * SEGMENT

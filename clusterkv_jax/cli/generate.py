@@ -208,7 +208,7 @@ def _served(
     """Answers about several texts, by an engine that is as large as they need; a line says how it does."""
     import clusterkv_jax as ckv
     from clusterkv_jax.batch import make_batch
-    from clusterkv_jax.engine.tally import in_a_line
+    from clusterkv_jax.engine.metrics import stats_line
     from clusterkv_jax.presets import completed
 
     how = {name: sizes[name] for name in ("max_new_tokens", "stop", "stop_ids", "sampling")} | {"seed": seed}
@@ -228,10 +228,10 @@ def _served(
     )
     console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status(Text(name)) as line:
-        show = lambda stats: line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {in_a_line([stats])}"))  # noqa: E731
+        show = lambda stats: line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {stats_line([stats])}"))  # noqa: E731
         results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
     stats = engine.stats()
-    console.print(f"{name}: {in_a_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
+    console.print(f"{name}: {stats_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
     ends = [result.finish_reasons[0] for result in results]
     return Run(name, method, [result.texts[0] for result in results], ends, [r.stats for r in results], stats)
 

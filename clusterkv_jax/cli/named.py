@@ -43,7 +43,7 @@ def check_prompts(
     import numpy as np
 
     from clusterkv_jax.batch import make_batch
-    from clusterkv_jax.engine.orders import request_of_batch
+    from clusterkv_jax.engine.requests import request_of_batch
     from clusterkv_jax.generation import kept_whole
     from clusterkv_jax.methods.plan import check_prompts, is_endless
     from clusterkv_jax.presets import completed

@@ -121,7 +121,7 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
 
     On a terminal it is one line that changes. Elsewhere a new one is printed every half minute, and at the end.
     """
-    from clusterkv_jax.engine.tally import in_a_line
+    from clusterkv_jax.engine.metrics import stats_line
 
     console, begin, first = plain_console(stderr=True), 0.0, (0, 0)
     show_line = _seldom(console)
@@ -130,7 +130,7 @@ def pace(total: int, chips: int, serving: Mapping[int, Any]) -> Iterator[Callabl
         seconds = max(time.monotonic() - begin, 1e-3)
         each, per_chip = (lines - first[0]) / seconds, (tokens - first[1]) / seconds / chips
         left = f"{(total - lines) / each:,.0f} s left" if each else "no estimate yet"
-        engines = f" · {in_a_line(list(serving.values()))}" if serving else ""
+        engines = f" · {stats_line(list(serving.values()))}" if serving else ""
         return f"{lines:,} of {total:,} examples · {each:.3g}/s · {per_chip:,.0f} tokens/s/chip · {left}{engines}"
 
     def show(lines: int, tokens: int) -> None:

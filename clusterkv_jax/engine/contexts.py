@@ -1,6 +1,6 @@
 """Contexts: prompts that are read once and asked many times, on the device, in the host's memory or on disk.
 
-A shelf holds their compressed caches, those asked last first. What a place has no room for moves to the next, from the
+A store holds their compressed caches, those asked last first. What a place has no room for moves to the next, from the
 device to the host, from there to a folder; what no place holds is read once more when it is asked.
 """
 
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.engine.slots import placed_on_host
+from clusterkv_jax.engine.runner import placed_on_host
 from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
@@ -38,7 +38,7 @@ class Context:
         fingerprint: of that file as it was read.
         seed: of methods that draw.
         max_new_tokens: what budgets of base "prompt+new" count.
-        shelf: of the engine that read it.
+        store: of the engine that read it.
         in_chat: a question's ids within the chat that the prompt is part of; None of one that is in none.
     """
 
@@ -49,18 +49,18 @@ class Context:
     fingerprint: str | None = field(repr=False)
     seed: int
     max_new_tokens: int
-    shelf: Any = field(repr=False)
+    store: Any = field(repr=False)
     in_chat: Callable[[str], list[int]] | None = field(default=None, repr=False)
 
 
-def check_own(context: Any, shelf: Any) -> None:
-    """Raise ValueError for anything but a context of the engine with this shelf."""
-    if not isinstance(context, Context) or context.shelf is not shelf:
+def check_own(context: Any, store: Any) -> None:
+    """Raise ValueError for anything but a context of the engine with this store."""
+    if not isinstance(context, Context) or context.store is not store:
         raise ValueError(f"context must be one that this engine has read, got {shown(context)}.")
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class PrefillResult:
     """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head of
     the method and of windows.
     """
@@ -76,28 +76,28 @@ class Reading:
         return sum(int(x.size) * x.dtype.itemsize for x in leaves)
 
 
-class Shelf:
-    """Readings by the number of their context, within so many bytes a place; 0 switches a place off."""
+class ContextStore:
+    """What was read, by the number of their context, within so many bytes a place; 0 switches a place off."""
 
     def __init__(
         self, config: ModelConfig, method: Method, limits: dict[Place, int], folder: str | os.PathLike[str] | None
     ) -> None:
         self.config, self.method, self.limits = config, method, limits
         self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
-        self._held: dict[Place, OrderedDict[int, Reading]] = {place: OrderedDict() for place in PLACES}
+        self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
 
-    def get(self, number: int) -> Reading | None:
-        """A context's reading on the device, now the one asked last; None if no place holds it."""
+    def get(self, number: int) -> PrefillResult | None:
+        """A context's cache on the device, now the one asked last; None if no place holds it."""
         for place in PLACES:
             if (held := self._held[place].pop(number, None)) is not None:
-                if (reading := self._on_device(number, held, place)) is not None:
-                    self.put(number, reading)
-                return reading
+                if (result := self._on_device(number, held, place)) is not None:
+                    self.put(number, result)
+                return result
         return None
 
-    def put(self, number: int, reading: Reading) -> None:
-        """Hold a reading that is on the device; others make room."""
-        self._held["device"][number] = reading
+    def put(self, number: int, result: PrefillResult) -> None:
+        """Hold what is on the device; others make room."""
+        self._held["device"][number] = result
         self._make_room()
 
     def drop(self, number: int) -> None:
@@ -120,38 +120,38 @@ class Shelf:
 
     def nbytes(self) -> dict[Place, int]:
         """Bytes by place."""
-        return {place: sum(reading.nbytes for reading in held.values()) for place, held in self._held.items()}
+        return {place: sum(result.nbytes for result in held.values()) for place, held in self._held.items()}
 
     def _make_room(self) -> None:
         for place, below in zip(PLACES, (*PLACES[1:], None), strict=True):
             held = self._held[place]
-            total = sum(reading.nbytes for reading in held.values())
+            total = sum(result.nbytes for result in held.values())
             while held and total > self.limits[place]:
-                number, reading = held.popitem(last=False)
-                total -= reading.nbytes
+                number, result = held.popitem(last=False)
+                total -= result.nbytes
                 if place == "disk":
                     self._path(number).unlink(missing_ok=True)
-                elif below is not None and self.limits[below] >= reading.nbytes:
-                    self._lower(number, reading, below)
-                elif place == "device" and self.limits["disk"] >= reading.nbytes:
-                    self._lower(number, reading, "disk")
+                elif below is not None and self.limits[below] >= result.nbytes:
+                    self._lower(number, result, below)
+                elif place == "device" and self.limits["disk"] >= result.nbytes:
+                    self._lower(number, result, "disk")
 
-    def _lower(self, number: int, reading: Reading, place: Place) -> None:
+    def _lower(self, number: int, result: PrefillResult, place: Place) -> None:
         if place == "host":
-            cache, logits = jax.tree.map(np.asarray, (reading.cache, reading.logits))
-            self._held["host"][number] = Reading(cache, logits, reading.rows)
+            cache, logits = jax.tree.map(np.asarray, (result.cache, result.logits))
+            self._held["host"][number] = PrefillResult(cache, logits, result.rows)
             return
         try:
-            saving.save(self._path(number), reading.cache, self.config, self.method)
+            saving.save(self._path(number), result.cache, self.config, self.method)
         except (ValueError, OSError):  # numbers that are not finite have no file; a disk may be full
             return
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reading.cache)
-        self._held["disk"][number] = Reading(shapes, jax.tree.map(np.asarray, reading.logits), reading.rows)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result.cache)
+        self._held["disk"][number] = PrefillResult(shapes, jax.tree.map(np.asarray, result.logits), result.rows)
 
-    def _on_device(self, number: int, reading: Reading, place: Place) -> Reading | None:
-        """A reading on the device; None if its file is gone or damaged."""
+    def _on_device(self, number: int, result: PrefillResult, place: Place) -> PrefillResult | None:
+        """What was read, on the device; None if its file is gone or damaged."""
         if place == "device":
-            return reading
+            return result
         if place == "disk":
             try:
                 cache = saving.load(self._path(number), self.config, self.method)
@@ -159,9 +159,9 @@ class Shelf:
                 return None
             finally:
                 self._path(number).unlink(missing_ok=True)
-            return Reading(cache, jax.tree.map(jax.numpy.asarray, reading.logits), reading.rows)
-        cache, logits = jax.tree.map(jax.numpy.asarray, (reading.cache, reading.logits))
-        return Reading(placed_on_host(cache, self.method), logits, reading.rows)
+            return PrefillResult(cache, jax.tree.map(jax.numpy.asarray, result.logits), result.rows)
+        cache, logits = jax.tree.map(jax.numpy.asarray, (result.cache, result.logits))
+        return PrefillResult(placed_on_host(cache, self.method), logits, result.rows)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None

@@ -15,7 +15,7 @@ class Handle:
     def __init__(self, engine: Any, number: int) -> None:
         self._engine, self.number = engine, number
         self.state: State = "waiting"
-        self._outcome: Result | Exception | None = None
+        self._result: Result | Exception | None = None
 
     @override
     def __repr__(self) -> str:
@@ -24,7 +24,7 @@ class Handle:
     @property
     def done(self) -> bool:
         """Whether the request has come to an end, of whatever kind."""
-        return self._outcome is not None
+        return self._result is not None
 
     def cancel(self) -> None:
         """End the request now; its slot is free. Its result is what it has said so far. Later, nothing happens."""
@@ -35,8 +35,8 @@ class Handle:
 
         Raises the error of a request that failed: a ValueError or MemoryError of one sentence.
         """
-        while self._outcome is None:
+        while self._result is None:
             self._engine.step()
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result

@@ -11,7 +11,7 @@ from clusterkv_jax.cache import KVCache
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.checks import check_counts, check_flag
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
-from clusterkv_jax.engine.slots import slot_plans, template
+from clusterkv_jax.engine.runner import slot_plans, template
 from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import check_prompts, longest_short

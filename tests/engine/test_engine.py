@@ -18,7 +18,7 @@ from typing_extensions import override
 import clusterkv_jax as ckv
 from clusterkv_jax import programs
 from clusterkv_jax.calibration import PARTS, Calibration
-from clusterkv_jax.engine import readings
+from clusterkv_jax.engine import prefill
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import prompt, random_params, tiny, with_surrogate
 
@@ -129,8 +129,8 @@ def test_a_context_is_read_once_and_asked_often():
 
 def test_equal_neighbours_are_read_once(monkeypatch):
     lengths = []
-    read = readings.read_batch
-    monkeypatch.setattr(readings, "read_batch", lambda *args: lengths.append(len(args[3].texts[0])) or read(*args))
+    read = prefill.prefill_batch
+    monkeypatch.setattr(prefill, "prefill_batch", lambda *args: lengths.append(len(args[3].texts[0])) or read(*args))
     served, seen = engine(), []
     asked = [(3, 50, n) for n in (1, 2, 3, 4, 5)] + [(5, 40, 2), (5, 40, 3), (3, 50, 5)]
     prompts, questions = [prompt(s, n) for s, n, _ in asked], [prompt(900 + q, q) for _, _, q in asked]

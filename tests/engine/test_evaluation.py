@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.engine import readings
+from clusterkv_jax.engine import prefill
 from clusterkv_jax.evaluation import batching, runner
 from clusterkv_jax.evaluation.responses import responder
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
@@ -29,8 +29,8 @@ def said(part: batching.Batch) -> ckv.Result:
 
 
 def test_texts_are_those_of_generate_and_come_one_by_one(monkeypatch):
-    read, lengths, seen = readings.read_batch, [], []
-    monkeypatch.setattr(readings, "read_batch", lambda *args: lengths.append(len(args[3].texts[0])) or read(*args))
+    read, lengths, seen = prefill.prefill_batch, [], []
+    monkeypatch.setattr(prefill, "prefill_batch", lambda *args: lengths.append(len(args[3].texts[0])) or read(*args))
     for part, (answer,) in responder(written(), BATCHES, 2, seen.append)(BATCHES):
         one = said(part)
         assert answer.text == one.texts[0]

@@ -1,6 +1,6 @@
-"""From what a caller adds to an order: encoded, and checked against the model, the method and the slots."""
+"""`Request`: what a caller adds, encoded and checked against the model, the method and the slots."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,59 @@ from clusterkv_jax.engine.layout import Limits
 from clusterkv_jax.errors import counted, shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import repeats
-from clusterkv_jax.methods.request import Request, request_of_model
+from clusterkv_jax.methods.request import Request as SizeRequest
+from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.text.chat import Chat
+from clusterkv_jax.text.tokenizer import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A request as it was added.
+
+    Attributes:
+        number: of the request, counted from 0.
+        batch: its prompt and question as tokens; of a context that is a file the prompt is not known.
+        prompt_tokens: tokens of the prompt.
+        context: of the prompt, where it was read before.
+        sampling: as in `generate`.
+        seed: of its draws.
+        read_seed: of what its method draws.
+        added_s: when it was added, by a clock that stands still while the engine compiles.
+        compile_s: seconds that the engine had compiled by then.
+    """
+
+    number: int
+    batch: Batch
+    prompt_tokens: int
+    context: Any
+    sampling: Sampling
+    seed: int
+    read_seed: int
+    added_s: float
+    compile_s: float
+
+    @property
+    def question(self) -> Tokens:
+        """Tokens of the question, none without one."""
+        return self.batch.questions[0] if self.batch.questions else []
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What its tokens take while it waits; a context's are the context's."""
+        prompt = 0 if self.context is not None else self.prompt_tokens
+        return 8 * (prompt + len(self.question))
+
+    def reads_as(self, other: "Request") -> bool:
+        """Whether reading this prompt gives what reading the other one gave."""
+        mine, theirs = self.batch, other.batch
+        return (
+            self.context is None is other.context
+            and self.read_seed == other.read_seed
+            and (mine.max_new_tokens, mine.reserve) == (theirs.max_new_tokens, theirs.reserve)
+            and mine.texts == theirs.texts
+        )
 
 
 def prompt_batch(model: Model, method: Method, limits: Limits, prompt: Any, question: Any, **sizes: Any) -> Batch:
@@ -97,7 +147,7 @@ def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
         )
 
 
-def request_of_batch(model: Model, method: Method, batch: Batch) -> Request:
+def request_of_batch(model: Model, method: Method, batch: Batch) -> SizeRequest:
     """The request that `generate` would make of it."""
     counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens", "whole")}
     lengths = np.arange(1, batch.width + 1)

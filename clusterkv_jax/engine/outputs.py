@@ -3,8 +3,9 @@
 from clusterkv_jax.cache import KVCache, nbytes
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.diagnosis import check_finite
-from clusterkv_jax.engine.board import Order, Seat
 from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.requests import Request
+from clusterkv_jax.engine.scheduler import RunningSequence
 from clusterkv_jax.host_store import host_bytes, traffic
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -15,21 +16,23 @@ from clusterkv_jax.text.tokenizer import Tokens
 from clusterkv_jax.windows import window_bytes
 
 
-def result_of(model: Model, seat: Seat, layout: Layout, now: KVCache | None, end_s: float, compile_s: float) -> Result:
+def result_of(
+    model: Model, sequence: RunningSequence, layout: Layout, now: KVCache | None, end_s: float, compile_s: float
+) -> Result:
     """What `generate` returns of a request, as far as it has come.
 
     `now` is what statistics look at in its slot, where the method recalls.
     """
     one = layout.one
-    order, tokens = seat.order, list(seat.tokens)
+    request, tokens = sequence.request, list(sequence.tokens)
     recalled, union = ([], []) if now is None else recalled_rows(now)
     moved = {"moved_bytes": 0, "cluster_hit_rate": 0.0, "row_hit_rate": 0.0} if now is None else traffic(now)
     stats = Stats(
-        ttft_s=seat.first_s - order.added_s if tokens else 0.0,
-        tpot_s=(end_s - seat.first_s) / (len(tokens) - 1) if len(tokens) > 1 else 0.0,
-        compile_s=compile_s - order.compile_s,
-        kept_rows=seat.rows[0],
-        window_rows=seat.rows[1],
+        ttft_s=sequence.first_s - request.added_s if tokens else 0.0,
+        tpot_s=(end_s - sequence.first_s) / (len(tokens) - 1) if len(tokens) > 1 else 0.0,
+        compile_s=compile_s - request.compile_s,
+        kept_rows=sequence.rows[0],
+        window_rows=sequence.rows[1],
         recalled_rows=recalled,
         union_rows=union,
         cache_bytes=nbytes(one),
@@ -37,19 +40,19 @@ def result_of(model: Model, seat: Seat, layout: Layout, now: KVCache | None, end
         host_bytes=host_bytes(one),
         **moved,
         full_cache_bytes=full_bytes(model, layout.rows),
-        prompt_tokens=[order.prompt_tokens],
-        question_tokens=[len(order.question)],
+        prompt_tokens=[request.prompt_tokens],
+        question_tokens=[len(request.question)],
         new_tokens=[len(tokens)],
     )
-    stops = order.batch.stops
-    reason = finish_reason(model.tokenizer, tokens, model.config.eos_ids, stops) if seat.ended else "cancelled"
+    stops = request.batch.stops
+    reason = finish_reason(model.tokenizer, tokens, model.config.eos_ids, stops) if sequence.ended else "cancelled"
     return Result([text_of(model.tokenizer, tokens, stops)], [tokens], stats, [reason])
 
 
-def check_tokens(model: Model, method: Method, order: Order, tokens: Tokens) -> None:
+def check_tokens(model: Model, method: Method, request: Request, tokens: Tokens) -> None:
     """Raise ValueError if a step's logits were not finite."""
     if NOT_FINITE not in tokens:
         return
-    if order.context is not None and order.context.file is not None:
-        raise ValueError(f"The model's logits after the saved cache {order.context.file} are not finite numbers.")
-    check_finite(model, method, order.batch, [tokens])
+    if request.context is not None and request.context.file is not None:
+        raise ValueError(f"The model's logits after the saved cache {request.context.file} are not finite numbers.")
+    check_finite(model, method, request.batch, [tokens])

@@ -2,9 +2,10 @@
 
     template   the shapes of one sequence's cache, of the longest request
     insert     a compressed prompt into a slot, at a traced number
-    take, ask  a slot's copy, and question tokens into it
-    start      the first token of slots that are new
-    run        decode steps of the slots that are active, until a limit or until too few are
+    extract    a copy of a slot
+    append_question  question tokens into it
+    sample_first     the first token of slots that are new
+    decode     decode steps of the slots that are active, until a limit or until too few are
 
 A slot without a token in a step neither grows nor is compressed, whatever it holds.
 """
@@ -25,7 +26,7 @@ from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.conditions import repeated, where_due
 from clusterkv_jax.decoding import append_step, prefill
-from clusterkv_jax.engine.draws import Draws, draw
+from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, steps_until_due, with_groups
@@ -138,13 +139,13 @@ def insert(
 
 
 @jit(static_argnames=("method",))
-def take(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
+def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
     """A copy of one slot."""
     return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
 
 
 @jit(static_argnames=("config", "method"), donate_argnames=("slots",))
-def ask(
+def append_question(
     params: Params,
     config: ModelConfig,
     method: Method,
@@ -159,22 +160,24 @@ def ask(
 
 
 def compile_questions(model: Model, method: Method, slots: Slots, width: int) -> None:
-    """Compile whatever `ask_all` may call, so that no later question waits for it."""
+    """Compile whatever `append_questions` may call, so that no later question waits for it."""
     compile, number = compiler(), np.zeros((), np.int32)
 
     def feed(slots: Slots) -> None:
         count = slots.token.shape[0]
         tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-        compile(ask, model.params, model.config, method, slots, tokens, counts)
+        compile(append_question, model.params, model.config, method, slots, tokens, counts)
 
     feed(slots)
     if method.holds != "host" and slots.token.size > 2:  # of two, one is half
-        one = compile(take, method, slots, number)
+        one = compile(extract, method, slots, number)
         feed(one)
         compile(insert, method, slots, one.cache, one.logits, number)
 
 
-def ask_all(model: Model, method: Method, slots: Slots, asked: Mapping[int, tuple[Tokens, int]], width: int) -> Slots:
+def append_questions(
+    model: Model, method: Method, slots: Slots, asked: Mapping[int, tuple[Tokens, int]], width: int
+) -> Slots:
     """Whole questions enter their slots, each so many tokens at a time; each call of the program has `width`.
 
     Where half of the slots or more are asked, all of them at once: the weights are read for all. Fewer are asked one by
@@ -191,7 +194,7 @@ def ask_all(model: Model, method: Method, slots: Slots, asked: Mapping[int, tupl
             slots = feed(slots, [one if other == slot else NO_QUESTION for other in range(count)])
         else:
             number = np.asarray(slot, np.int32)
-            here = feed(take(method, slots, number), [one])
+            here = feed(extract(method, slots, number), [one])
             slots = insert(method, slots, here.cache, here.logits, number)
     return slots
 
@@ -201,24 +204,26 @@ def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Seq
     for call in range(max(-(-len(question) // tokens) for question, tokens in questions)):
         texts = [question[call * tokens : (call + 1) * tokens] for question, tokens in questions]
         counts = np.asarray([len(text) for text in texts], np.int32)
-        slots = ask(model.params, model.config, method, slots, padded(texts, width), counts)
+        slots = append_question(model.params, model.config, method, slots, padded(texts, width), counts)
     return slots
 
 
 @jit(donate_argnames=("slots",))
-def start(slots: Slots, draws: Draws, new: Bool[Array | np.ndarray, " B"]) -> tuple[Slots, Int[Array, " B"]]:
+def sample_first(
+    slots: Slots, sampling: SamplingState, new: Bool[Array | np.ndarray, " B"]
+) -> tuple[Slots, Int[Array, " B"]]:
     """The first token of slots that are new, and the tokens."""
-    token = constrain(jnp.where(new, draw(slots.logits, draws), slots.token), "batch")
+    token = constrain(jnp.where(new, draw(slots.logits, sampling), slots.token), "batch")
     return replace(slots, token=token), token
 
 
 @jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",), decodes=True)
-def run(
+def decode(
     params: Params,
     config: ModelConfig,
     method: Method,
     slots: Slots,
-    draws: Draws,
+    sampling: SamplingState,
     active: Bool[Array | np.ndarray, " B"],
     left: Int[Array | np.ndarray, " B"],
     limit: Int[Array | np.ndarray, ""],
@@ -232,7 +237,7 @@ def run(
     Args:
         params, config, method: as in `decode_step`.
         slots: donated.
-        draws: of the first step.
+        sampling: of the first step.
         active: slots that generate.
         left: tokens that each may still generate.
         limit: most steps.
@@ -252,7 +257,7 @@ def run(
     def one(carry):
         step, (cache, token), _, active, tokens = carry
         cache, logits = append_step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
-        new = jnp.where(active, draw(logits, draws, step), -1)
+        new = jnp.where(active, draw(logits, sampling, step), -1)
         tokens = jax.lax.dynamic_update_slice(tokens, new[:, None], (0, step))
         token = jnp.where(active, new, token)
         return step + 1, (cache, token), active, active & ~jnp.isin(new, ends) & (step + 1 < left), tokens
@@ -318,7 +323,7 @@ def _fit(part: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(part, [(0, 0), *((0, size - now) for size, now in zip(shape, part.shape[1:], strict=True))])
 
 
-def of_slot(cache: KVCache, slot: int) -> KVCache:
+def statistics_of_slot(cache: KVCache, slot: int) -> KVCache:
     """What statistics look at, of one slot: rows of keys and values stay where they are."""
     number = jnp.asarray([slot], jnp.int32)
     none = lambda x: jnp.zeros((1, *x.shape[1:2], 0, *x.shape[3:]), x.dtype)  # noqa: E731

@@ -1,4 +1,4 @@
-"""`Engine`: requests in, pieces of text and results out. Its programs are in `slots`, its rules in `board`."""
+"""`Engine`: requests in, pieces of text and results out. Its programs are in `runner`, its rules in `scheduler`."""
 
 import contextlib
 import os
@@ -13,28 +13,27 @@ import numpy as np
 from clusterkv_jax import saving
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.engine import slots as programs
-from clusterkv_jax.engine.board import (
-    Board,
-    Order,
-    Seat,
-    is_full,
-    joined,
-    longer,
-    next_draws,
-    next_orders,
-    place_of,
-    seated,
-    without,
-)
-from clusterkv_jax.engine.contexts import Context, Place, Shelf, check_own
+from clusterkv_jax.engine import runner
+from clusterkv_jax.engine.contexts import Context, ContextStore, Place, check_own
 from clusterkv_jax.engine.handle import Handle, State
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
-from clusterkv_jax.engine.orders import check_settings
-from clusterkv_jax.engine.outcomes import check_tokens, result_of
-from clusterkv_jax.engine.readings import Reader, is_file
-from clusterkv_jax.engine.tally import EngineStats, Tally, counted, shown_stats, with_first
+from clusterkv_jax.engine.metrics import Counters, EngineStats, add_counts, engine_stats, with_first_token
+from clusterkv_jax.engine.outputs import check_tokens, result_of
+from clusterkv_jax.engine.prefill import Prefiller, is_file
+from clusterkv_jax.engine.requests import Request, check_settings
+from clusterkv_jax.engine.scheduler import (
+    RunningSequence,
+    Schedule,
+    enqueue,
+    find,
+    is_full,
+    next_requests,
+    next_sampling,
+    place,
+    remove,
+    with_tokens,
+)
 from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
@@ -119,16 +118,16 @@ class Engine:
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
         with own_settings(), self._on_mesh():
             self._layout = make_layout(model, self.method, *sizes)
-            self._slots = programs.empty(self._layout.one, self._layout.logits, slots, self.method)
+            self._slots = runner.empty(self._layout.one, self._layout.logits, slots, self.method)
         self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
         places["disk"] = 0 if context_folder is None else context_disk_bytes
-        self._shelf = Shelf(model.config, self.method, places, context_folder)
-        self._board = Board((), (None,) * slots)
+        self._contexts = ContextStore(model.config, self.method, places, context_folder)
+        self._schedule = Schedule((), (None,) * slots)
         self._handles: dict[int, Handle] = {}
         self._listeners: list[deque[tuple[Handle, str]]] = []
-        self._reader = Reader(model, self.method, self._layout, self._shelf)
-        self._tally, self._added, self._read_count, self._questions_compiled = Tally(), 0, 0, False
+        self._prefiller = Prefiller(model, self.method, self._layout, self._contexts)
+        self._counters, self._added, self._read_count, self._questions_compiled = Counters(), 0, 0, False
         self._compiling = Compilation()
 
     @property
@@ -166,7 +165,7 @@ class Engine:
         seeds, handles = spread(seed, len(texts)), list[Handle]()
         try:
             for text, question, own_seed in zip(texts, asked, seeds, strict=True):
-                handles.append(self._join(text, question, seed=own_seed, read_seed=seeds[0], **options))
+                handles.append(self._enqueue(text, question, seed=own_seed, read_seed=seeds[0], **options))
             while not all(handle.done for handle in handles):
                 self.step()
                 on_stats(self.stats())
@@ -202,9 +201,9 @@ class Engine:
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
         sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids, **texts}
-        return self._join(prompt, question, sampling=sampling, seed=seed, read_seed=seed, **sizes)
+        return self._enqueue(prompt, question, sampling=sampling, seed=seed, read_seed=seed, **sizes)
 
-    def _join(
+    def _enqueue(
         self, prompt: Any, question: Any, *, sampling: Sampling | None = None, seed: int, read_seed: int, **sizes: Any
     ) -> Handle:
         """`add` of a request that is read by another seed than it draws by."""
@@ -212,16 +211,16 @@ class Engine:
         check_settings(sampling, seed)
         context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
         if context is not None:
-            check_own(context, self._shelf)
-        batch = self._reader.batch(prompt if context is None else context, question, **sizes)
+            check_own(context, self._contexts)
+        batch = self._prefiller.batch(prompt if context is None else context, question, **sizes)
         length = len(batch.texts[0]) if context is None else context.length
         at = self._now(), self._compiled_s
-        order = Order(self._added, batch, length, context, sampling, int(seed), int(read_seed), *at)
-        while is_full(self._board, order, self._max_waiting, self._max_waiting_bytes):
+        request = Request(self._added, batch, length, context, sampling, int(seed), int(read_seed), *at)
+        while is_full(self._schedule, request, self._max_waiting, self._max_waiting_bytes):
             self.step()
-        handle = Handle(self, order.number)
-        self._handles[order.number] = handle
-        self._board, self._added = joined(self._board, order), self._added + 1
+        handle = Handle(self, request.number)
+        self._handles[request.number] = handle
+        self._schedule, self._added = enqueue(self._schedule, request), self._added + 1
         return handle
 
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
@@ -239,28 +238,28 @@ class Engine:
         check_settings(Sampling(), seed)
         number, self._read_count = self._read_count, self._read_count + 1
         with self._at_work():
-            return self._reader.read(number, text, int(seed), max_new_tokens, **texts)
+            return self._prefiller.read(number, text, int(seed), max_new_tokens, **texts)
 
     def save(self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method.
 
         `origin` is as in `save_cache`.
         """
-        check_own(context, self._shelf)
+        check_own(context, self._contexts)
         with self._at_work():
-            cache = self._reader.of_context(context, context.max_new_tokens).cache
+            cache = self._prefiller.of_context(context, context.max_new_tokens).cache
             saving.save(path, cache, self.model.config, self.method, origin=origin)
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again. Raises ValueError as `save`."""
-        check_own(context, self._shelf)
-        self._shelf.drop(context.number)
+        check_own(context, self._contexts)
+        self._contexts.drop(context.number)
 
     def close(self) -> None:
         """Cancel all requests, forget all contexts and remove their files."""
         for handle in tuple(self._handles.values()):
             handle.cancel()
-        self._shelf.close()
+        self._contexts.close()
 
     def stream(self) -> Iterator[tuple[Handle, str]]:
         """Pieces of text as they come, with their handles, until all requests are done; more may be added meanwhile.
@@ -285,81 +284,82 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """How the engine does."""
-        sizes = len(self._board.seats), len(self._board.waiting), len(self._board.active)
-        return shown_stats(self._tally, sizes, self._shelf.counts(), self._shelf.nbytes(), self.memory)
+        sizes = len(self._schedule.running), len(self._schedule.waiting), len(self._schedule.active)
+        return engine_stats(self._counters, sizes, self._contexts.counts(), self._contexts.nbytes(), self.memory)
 
     def step(self) -> None:
         """Let requests enter, decode for all slots at most `SEGMENT` tokens, and let those that have ended leave."""
         with self._at_work():
-            self._enter()
-            if active := self._board.active:
+            self._admit_waiting()
+            if active := self._schedule.active:
                 self._decode(active)
 
     # --- stages of a step ---
 
-    def _enter(self) -> None:
+    def _admit_waiting(self) -> None:
         """Requests that wait enter free slots, with their questions and first tokens."""
         entered = 0
-        while orders := next_orders(self._board, self._entering - entered):
-            entered += len(orders)
-            new = [slot for order, slot in zip(orders, self._board.free, strict=False) if self._sit(order, slot)]
-            self._ask(new)
-            self._start(new)
+        while requests := next_requests(self._schedule, self._entering - entered):
+            entered += len(requests)
+            placed = zip(requests, self._schedule.free, strict=False)
+            new = [slot for request, slot in placed if self._admit(request, slot)]
+            self._append_questions(new)
+            self._sample_first(new)
 
-    def _sit(self, order: Order, slot: int) -> bool:
+    def _admit(self, request: Request, slot: int) -> bool:
         """Put a request's cache into a slot; False if its prompt cannot be read."""
         try:
-            if order.context is None:
-                reading = self._reader.of_prompt(order, self._board.waiting[1:2])
+            if request.context is None:
+                result = self._prefiller.of_prompt(request, self._schedule.waiting[1:2])
             else:
-                reading = self._reader.of_context(order.context, order.batch.max_new_tokens)
-            self._slots = programs.insert(
-                self.method, self._slots, reading.cache, reading.logits, np.asarray(slot, np.int32)
+                result = self._prefiller.of_context(request.context, request.batch.max_new_tokens)
+            self._slots = runner.insert(
+                self.method, self._slots, result.cache, result.logits, np.asarray(slot, np.int32)
             )
         except (ValueError, MemoryError) as error:
-            self._end(order.number, "failed", error)
+            self._finish(request.number, "failed", error)
             return False
-        self._board = seated(self._board, slot, Seat(order, seed_words(order.seed), reading.rows))
-        self._handles[order.number].state = "active"
+        self._schedule = place(self._schedule, slot, RunningSequence(request, seed_words(request.seed), result.rows))
+        self._handles[request.number].state = "active"
         return True
 
-    def _ask(self, new: list[int]) -> None:
+    def _append_questions(self, new: list[int]) -> None:
         """Feed the questions of new slots, as many tokens at a time as `generate` would."""
-        orders = {slot: self._board.seat(slot).order for slot in new}
-        asked = {slot: (order.question, order.batch.step_tokens) for slot, order in orders.items()}
+        requests = {slot: self._schedule.sequence(slot).request for slot in new}
+        asked = {slot: (request.question, request.batch.step_tokens) for slot, request in requests.items()}
         width = self._layout.limits.step_tokens
         if not self._questions_compiled and any(question for question, _ in asked.values()):
-            programs.compile_questions(self.model, self.method, self._slots, width)
+            runner.compile_questions(self.model, self.method, self._slots, width)
             self._questions_compiled = True
-        self._slots = programs.ask_all(self.model, self.method, self._slots, asked, width)
+        self._slots = runner.append_questions(self.model, self.method, self._slots, asked, width)
 
-    def _start(self, new: list[int]) -> None:
+    def _sample_first(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""
         if not new:
             return
-        mask = np.isin(np.arange(len(self._board.seats)), new)
-        self._slots, tokens = programs.start(
-            self._slots, next_draws(self._board.seats, self.model.config.vocab_size), mask
+        mask = np.isin(np.arange(len(self._schedule.running)), new)
+        self._slots, tokens = runner.sample_first(
+            self._slots, next_sampling(self._schedule.running, self.model.config.vocab_size), mask
         )
         tokens, now = fetch(tokens), self._now()
         for slot in new:
-            self._tally = with_first(self._tally, now - self._board.seat(slot).order.added_s)
-            self._say(slot, [int(tokens[slot])], now)
+            self._counters = with_first_token(self._counters, now - self._schedule.sequence(slot).request.added_s)
+            self._emit(slot, [int(tokens[slot])], now)
 
     def _decode(self, active: tuple[int, ...]) -> None:
         """One call of the decode program, which ends early where a slot ends for which somebody waits."""
-        seats, config = self._board.seats, self.model.config
-        left = np.asarray([0 if seat is None else seat.left for seat in seats], np.int32)
-        self._slots, tokens, steps = programs.run(
+        running, config = self._schedule.running, self.model.config
+        left = np.asarray([0 if sequence is None else sequence.left for sequence in running], np.int32)
+        self._slots, tokens, steps = runner.decode(
             self.model.params,
             config,
             self.method,
             self._slots,
-            next_draws(seats, config.vocab_size),
-            np.isin(np.arange(len(seats)), active),
+            next_sampling(running, config.vocab_size),
+            np.isin(np.arange(len(running)), active),
             left,
             np.asarray(min(SEGMENT, int(left.max())), np.int32),
-            np.asarray(len(active) if self._board.waiting else 1, np.int32),
+            np.asarray(len(active) if self._schedule.waiting else 1, np.int32),
             eos_ids=config.eos_ids,
             steps=SEGMENT,
         )
@@ -367,27 +367,27 @@ class Engine:
         self._count(steps=int(steps), active_steps=int((tokens != -1).sum()))
         now = self._now()
         for slot in active:
-            self._say(slot, tokens[slot].tolist(), now)
+            self._emit(slot, tokens[slot].tolist(), now)
 
-    def _say(self, slot: int, new: list[int], now: float) -> None:
+    def _emit(self, slot: int, new: list[int], now: float) -> None:
         """A slot's new tokens: what can be shown of them, and whether they are the last ones."""
-        model, before = self.model, self._board.seat(slot)
-        order, seat = before.order, longer(before, new, model.config.eos_ids, now)
-        tokens = list(seat.tokens)
+        model, before = self.model, self._schedule.sequence(slot)
+        request, sequence = before.request, with_tokens(before, new, model.config.eos_ids, now)
+        tokens = list(sequence.tokens)
         try:
-            check_tokens(model, self.method, order, tokens)
-            stopped = shorten(model.tokenizer, tokens, order.batch.stops)
-            seat = replace(seat, tokens=tuple(tokens), ended=seat.ended or stopped)
-            seat = replace(seat, shown=self._show(seat))
-            self._count(new_tokens=len(seat.tokens) - len(before.tokens))
-            self._board = seated(self._board, slot, seat)
-            if seat.ended:
-                self._end(order.number, "finished", self._outcome(slot, seat, now))
+            check_tokens(model, self.method, request, tokens)
+            stopped = shorten(model.tokenizer, tokens, request.batch.stops)
+            sequence = replace(sequence, tokens=tuple(tokens), ended=sequence.ended or stopped)
+            sequence = replace(sequence, shown=self._decode_text(sequence))
+            self._count(new_tokens=len(sequence.tokens) - len(before.tokens))
+            self._schedule = place(self._schedule, slot, sequence)
+            if sequence.ended:
+                self._finish(request.number, "finished", self._result(slot, sequence, now))
         except ValueError as error:
-            self._end(order.number, "failed", error)
+            self._finish(request.number, "failed", error)
 
-    def _show(self, seat: Seat) -> str:
-        handle, listeners = self._handles[seat.order.number], self._listeners
+    def _decode_text(self, sequence: RunningSequence) -> str:
+        handle, listeners = self._handles[sequence.request.number], self._listeners
 
         def pass_on(_: int, text: str) -> None:
             for listener in listeners:
@@ -395,15 +395,16 @@ class Engine:
 
         tokenizer = self.model.tokenizer
         heard = pass_on if listeners and tokenizer is not None else None
-        return show(tokenizer, 0, list(seat.tokens), seat.shown, seat.order.batch.stops, seat.ended, heard)
+        tokens, stops = list(sequence.tokens), sequence.request.batch.stops
+        return show(tokenizer, 0, tokens, sequence.shown, stops, sequence.ended, heard)
 
-    def _outcome(self, slot: int | None, seat: Seat, now: float) -> Result:
+    def _result(self, slot: int | None, sequence: RunningSequence, now: float) -> Result:
         """The result of a request; one that never had a slot has said nothing."""
         looked_at = None
         if slot is not None and not self.method.forgets:
             with self._on_mesh():
-                looked_at = programs.of_slot(self._slots.cache, slot)
-        return result_of(self.model, seat, self._layout, looked_at, now, self._compiled_s)
+                looked_at = runner.statistics_of_slot(self._slots.cache, slot)
+        return result_of(self.model, sequence, self._layout, looked_at, now, self._compiled_s)
 
     # --- small parts ---
 
@@ -413,7 +414,7 @@ class Engine:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         begin = time.perf_counter()
-        doing = f"serving {len(self._board.seats)} slots of {self._layout.limits.max_tokens:,} tokens"
+        doing = f"serving {len(self._schedule.running)} slots of {self._layout.limits.max_tokens:,} tokens"
         explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
         with own_settings(), compilation() as total, self._on_mesh(), explained:
             self._compiling = total
@@ -430,21 +431,21 @@ class Engine:
 
     @property
     def _compiled_s(self) -> float:
-        return self._tally.compile_s + self._compiling.seconds
+        return self._counters.compile_s + self._compiling.seconds
 
     def _cancel(self, handle: Handle) -> None:
         if handle.done:
             return
-        slot, seat = place_of(self._board, handle.number)
-        self._end(handle.number, "cancelled", self._outcome(slot, seat, self._now()))
+        slot, sequence = find(self._schedule, handle.number)
+        self._finish(handle.number, "cancelled", self._result(slot, sequence, self._now()))
 
-    def _end(self, number: int, state: State, outcome: Result | Exception) -> None:
+    def _finish(self, number: int, state: State, outcome: Result | Exception) -> None:
         """A request leaves, and its slot is free."""
-        self._board = without(self._board, number)
-        self._reader.hold_for(self._board.waiting[:1])
+        self._schedule = remove(self._schedule, number)
+        self._prefiller.hold_for(self._schedule.waiting[:1])
         handle = self._handles.pop(number)
-        handle.state, handle._outcome = state, outcome
+        handle.state, handle._result = state, outcome
         self._count(**{state: 1})
 
     def _count(self, **more: float) -> None:
-        self._tally = counted(self._tally, **more)
+        self._counters = add_counts(self._counters, **more)

@@ -8,7 +8,7 @@ from clusterkv_jax.engine.memory import MemoryPlan
 
 
 @dataclass(frozen=True)
-class Tally:
+class Counters:
     """Sums since the engine was made."""
 
     busy_s: float = 0.0
@@ -70,7 +70,7 @@ class EngineStats:
     memory: MemoryPlan
 
 
-def in_a_line(engines: Sequence[EngineStats]) -> str:
+def stats_line(engines: Sequence[EngineStats]) -> str:
     """How engines do together, as commands show it while they work."""
     slots, active, waiting = (sum(getattr(stats, name) for stats in engines) for name in ("slots", "active", "waiting"))
     first = max(stats.ttft_s for stats in engines)
@@ -78,43 +78,43 @@ def in_a_line(engines: Sequence[EngineStats]) -> str:
     return f"{written:,.0f} tokens/s written · {active} of {slots} slots · {waiting} wait · first token {first:.2f} s"
 
 
-def counted(tally: Tally, **more: float) -> Tally:
-    """The tally with more of these sums."""
-    return replace(tally, **{name: getattr(tally, name) + value for name, value in more.items()})
+def add_counts(counters: Counters, **more: float) -> Counters:
+    """The counters with more of these sums."""
+    return replace(counters, **{name: getattr(counters, name) + value for name, value in more.items()})
 
 
-def with_first(tally: Tally, waited_s: float) -> Tally:
-    """The tally with a request that has its first token after so long."""
-    longest = max(tally.longest_ttft_s, waited_s)
-    return replace(counted(tally, firsts=1, ttft_s=waited_s), longest_ttft_s=longest)
+def with_first_token(counters: Counters, waited_s: float) -> Counters:
+    """The counters with a request that has its first token after so long."""
+    longest = max(counters.longest_ttft_s, waited_s)
+    return replace(add_counts(counters, firsts=1, ttft_s=waited_s), longest_ttft_s=longest)
 
 
-def shown_stats(
-    tally: Tally,
+def engine_stats(
+    counters: Counters,
     sizes: tuple[int, int, int],
     contexts: Mapping[Any, int],
     context_bytes: Mapping[Any, int],
     memory: MemoryPlan,
 ) -> EngineStats:
-    """The tally as statistics; `sizes` are slots, requests that wait and those in slots."""
+    """The counters as statistics; `sizes` are slots, requests that wait and those in slots."""
     slots, waiting, active = sizes
-    seconds = tally.busy_s - tally.compile_s
+    seconds = counters.busy_s - counters.compile_s
     return EngineStats(
         slots=slots,
-        busy_s=tally.busy_s,
-        compile_s=tally.compile_s,
-        programs=tally.programs,
-        new_tokens=tally.new_tokens,
-        steps=tally.steps,
-        tokens_per_s=tally.new_tokens / seconds if seconds > 0 else 0.0,
-        occupancy=tally.active_steps / (tally.steps * slots) if tally.steps else 0.0,
-        ttft_s=tally.ttft_s / tally.firsts if tally.firsts else 0.0,
-        longest_ttft_s=tally.longest_ttft_s,
+        busy_s=counters.busy_s,
+        compile_s=counters.compile_s,
+        programs=counters.programs,
+        new_tokens=counters.new_tokens,
+        steps=counters.steps,
+        tokens_per_s=counters.new_tokens / seconds if seconds > 0 else 0.0,
+        occupancy=counters.active_steps / (counters.steps * slots) if counters.steps else 0.0,
+        ttft_s=counters.ttft_s / counters.firsts if counters.firsts else 0.0,
+        longest_ttft_s=counters.longest_ttft_s,
         waiting=waiting,
         active=active,
-        finished=tally.finished,
-        failed=tally.failed,
-        cancelled=tally.cancelled,
+        finished=counters.finished,
+        failed=counters.failed,
+        cancelled=counters.cancelled,
         contexts=dict(contexts),
         context_bytes=dict(context_bytes),
         memory=memory,

@@ -15,7 +15,7 @@ from clusterkv_jax.sharding import first_greatest
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Draws:
+class SamplingState:
     """`Sampling`, key and number of the next draw of each of B slots; filters that are off let everything pass."""
 
     temperature: Float[Array | np.ndarray, " B"]
@@ -26,16 +26,16 @@ class Draws:
     number: Int[Array | np.ndarray, " B"]
 
 
-def draws_of(
+def sampling_state(
     samplings: Sequence[Sampling], keys: Sequence[UInt32[np.ndarray, " words"]], numbers: Sequence[int], vocab_size: int
-) -> Draws:
-    """The draws of slots with these settings."""
+) -> SamplingState:
+    """The sampling state of slots with these settings."""
 
     def column(values: Sequence[float | None], off: float) -> np.ndarray:
         return np.asarray([off if value is None else value for value in values], np.float32)
 
     top_k = [vocab_size if s.top_k is None else min(s.top_k, vocab_size) for s in samplings]
-    return Draws(
+    return SamplingState(
         column([s.temperature for s in samplings], 0.0),
         np.asarray(top_k, np.int32),
         column([s.top_p for s in samplings], 2.0),
@@ -46,33 +46,33 @@ def draws_of(
 
 
 @jax.named_scope("sampling")
-def draw(logits: Float[Array, "B V"], draws: Draws, later: Int[Array, ""] | int = 0) -> Int[Array, " B"]:
+def draw(logits: Float[Array, "B V"], sampling: SamplingState, later: Int[Array, ""] | int = 0) -> Int[Array, " B"]:
     """The next token of each slot, `later` draws from now: that of `sample` for a batch of this sequence alone.
 
     `NOT_FINITE` in slots with a logit that is not finite.
     """
     greedy, finite = first_greatest(logits)
-    warm = draws.temperature > 0
+    warm = sampling.temperature > 0
 
     def sampled() -> Int[Array, " B"]:
-        scores = logits.astype(jnp.float32) / jnp.where(warm, draws.temperature, 1.0)[:, None]
-        filters = warm & ((draws.top_k < logits.shape[1]) | (draws.top_p <= 1) | (draws.min_p > 0))
-        scores = jax.lax.cond(jnp.any(filters), lambda: _filtered(scores, draws), lambda: scores)
-        tokens = jax.vmap(draw_one)(wrapped(jnp.asarray(draws.keys)), jnp.asarray(draws.number) + later, scores)
+        scores = logits.astype(jnp.float32) / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+        filters = warm & ((sampling.top_k < logits.shape[1]) | (sampling.top_p <= 1) | (sampling.min_p > 0))
+        scores = jax.lax.cond(jnp.any(filters), lambda: _filtered(scores, sampling), lambda: scores)
+        tokens = jax.vmap(draw_one)(wrapped(jnp.asarray(sampling.keys)), jnp.asarray(sampling.number) + later, scores)
         return jnp.where(warm, tokens, greedy)
 
     tokens = jax.lax.cond(jnp.any(warm), sampled, lambda: greedy)
     return jnp.where(finite, tokens, NOT_FINITE)
 
 
-def _filtered(scores: Float[Array, "B V"], draws: Draws) -> Float[Array, "B V"]:
+def _filtered(scores: Float[Array, "B V"], sampling: SamplingState) -> Float[Array, "B V"]:
     """What `sampling.filtered` makes of each row."""
     ranked = jnp.sort(scores, axis=-1, descending=True)
-    least = jnp.take_along_axis(ranked, draws.top_k[:, None] - 1, axis=-1)
+    least = jnp.take_along_axis(ranked, sampling.top_k[:, None] - 1, axis=-1)
     scores, ranked = (jnp.where(x >= least, x, -jnp.inf) for x in (scores, ranked))
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    least = jnp.min(jnp.where(before < draws.top_p[:, None], ranked, jnp.inf), axis=-1, keepdims=True)
+    least = jnp.min(jnp.where(before < sampling.top_p[:, None], ranked, jnp.inf), axis=-1, keepdims=True)
     scores = jnp.where(scores >= least, scores, -jnp.inf)
     best = jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.where(scores >= best + jnp.log(draws.min_p)[:, None], scores, -jnp.inf)
+    return jnp.where(scores >= best + jnp.log(sampling.min_p)[:, None], scores, -jnp.inf)

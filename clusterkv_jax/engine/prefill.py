@@ -1,4 +1,4 @@
-"""Reading: a prompt with the model, or a saved cache from its file, into what a slot takes."""
+"""Prefill: a prompt read with the model, or a saved cache from its file, into what a slot takes."""
 
 import os
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from clusterkv_jax.batch import Batch, padded
 from clusterkv_jax.cache import Group, KVCache, WindowCache, group_heads, groups, occupancy
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.decoding import prefill
-from clusterkv_jax.engine.board import Order
-from clusterkv_jax.engine.contexts import Context, Reading, Shelf
+from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
 from clusterkv_jax.engine.layout import Layout, Limits
-from clusterkv_jax.engine.orders import (
+from clusterkv_jax.engine.requests import (
+    Request,
     answer_tokens,
     check_chat,
     context_batch,
@@ -34,12 +34,12 @@ from clusterkv_jax.text.prompts import as_chat, encode_all
 from clusterkv_jax.text.tokenizer import Tokens
 
 
-class Reader:
-    """Reads prompts and contexts: what the shelf holds of them, or else with the model."""
+class Prefiller:
+    """Reads prompts and contexts: what the store holds of them, or else with the model."""
 
-    def __init__(self, model: Model, method: Method, layout: Layout, shelf: Shelf) -> None:
-        self.model, self.method, self.layout, self._shelf = model, method, layout, shelf
-        self._held: tuple[Order, Reading] | None = None
+    def __init__(self, model: Model, method: Method, layout: Layout, store: ContextStore) -> None:
+        self.model, self.method, self.layout, self._contexts = model, method, layout, store
+        self._held: tuple[Request, PrefillResult] | None = None
 
     def batch(self, prompt: Any, question: Any, **sizes: Any) -> Batch:
         """A request, encoded; `sizes` as in `make_batch`. Raises ValueError for what cannot be served."""
@@ -52,16 +52,16 @@ class Reader:
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
 
     def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None, **texts: Any) -> Context:
-        """A new context on the shelf: of a text, token ids, or a saved cache; `texts` as in `Engine.add`."""
+        """A new context in the store: of a text, token ids, or a saved cache; `texts` as in `Engine.add`."""
         limits = self.layout.limits
         chat = as_chat(texts.pop("chat", False), texts.pop("system", None), texts.pop("chat_template_kwargs", None))
         check_chat(self.model, self.method, chat)
         if chat is not None and not isinstance(text, str):
             raise ValueError(f"prompt 0 must be a text to be part of a chat, got {shown(text)}.")
         if is_file(text):
-            length, mark, reading = read_file(text, self.model, self.method, self.layout)
+            length, mark, result = read_file(text, self.model, self.method, self.layout)
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
-            context = Context(number, (), length, Path(text), mark, 0, new, self._shelf)
+            context = Context(number, (), length, Path(text), mark, 0, new, self._contexts)
         else:
             in_chat = None if chat is None else partial(self._in_chat, text, chat=chat, **texts)
             # The template before a question is the same for every one.
@@ -69,9 +69,9 @@ class Reader:
             tokens = encode_all(self.model, [text], question, chat=chat, **texts)[0][0]
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
             batch = self.batch(tokens, None, max_new_tokens=new)
-            context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._shelf, in_chat)
-            reading = read_batch(self.model, self.method, self.layout, batch, seed)
-        self._shelf.put(number, reading)
+            context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._contexts, in_chat)
+            result = prefill_batch(self.model, self.method, self.layout, batch, seed)
+        self._contexts.put(number, result)
         return context
 
     def _in_chat(self, text: str, question: str, **texts: Any) -> Tokens:
@@ -80,44 +80,44 @@ class Reader:
         assert questions is not None
         return questions[0]
 
-    def of_context(self, context: Context, max_new_tokens: int) -> Reading:
+    def of_context(self, context: Context, max_new_tokens: int) -> PrefillResult:
         """What was read of a context, wherever it is; read again where nothing is left of it, and for a request whose
         new tokens make another budget.
         """
         if not rows_alike(self.model, self.method, context, max_new_tokens):
             batch = self.batch(list(context.tokens), None, max_new_tokens=max_new_tokens)
-            return read_batch(self.model, self.method, self.layout, batch, context.seed)
-        if (reading := self._shelf.get(context.number)) is not None:
-            return reading
+            return prefill_batch(self.model, self.method, self.layout, batch, context.seed)
+        if (result := self._contexts.get(context.number)) is not None:
+            return result
         if context.file is not None:
-            _, mark, reading = read_file(context.file, self.model, self.method, self.layout)
+            _, mark, result = read_file(context.file, self.model, self.method, self.layout)
             if mark != context.fingerprint:
                 raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
         else:
             batch = self.batch(list(context.tokens), None, max_new_tokens=context.max_new_tokens)
-            reading = read_batch(self.model, self.method, self.layout, batch, context.seed)
-        self._shelf.put(context.number, reading)
-        return reading
+            result = prefill_batch(self.model, self.method, self.layout, batch, context.seed)
+        self._contexts.put(context.number, result)
+        return result
 
-    def of_prompt(self, order: Order, following: Sequence[Order]) -> Reading:
+    def of_prompt(self, request: Request, following: Sequence[Request]) -> PrefillResult:
         """What is read of a prompt; held for the next one in the queue, where that is the same."""
         held, self._held = self._held, None
-        if held is None or not order.reads_as(held[0]):
+        if held is None or not request.reads_as(held[0]):
             del held  # there is room for one prompt at a time
-            reading = read_batch(self.model, self.method, self.layout, order.batch, order.read_seed)
+            result = prefill_batch(self.model, self.method, self.layout, request.batch, request.read_seed)
         else:
-            reading = held[1]
-        if any(order.reads_as(other) for other in following):
-            self._held = order, reading
-        return reading
+            result = held[1]
+        if any(request.reads_as(other) for other in following):
+            self._held = request, result
+        return result
 
-    def hold_for(self, following: Sequence[Order]) -> None:
+    def hold_for(self, following: Sequence[Request]) -> None:
         """Let go of what is held, unless one of these asks the same."""
-        if self._held is not None and not any(order.reads_as(self._held[0]) for order in following):
+        if self._held is not None and not any(request.reads_as(self._held[0]) for request in following):
             self._held = None
 
 
-def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> Reading:
+def prefill_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> PrefillResult:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it."""
     request = request_of_batch(model, method, batch)
     cache, logits = prefill(
@@ -134,7 +134,7 @@ def read_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed:
         plans=layout.plans,
         key=seed_key(seed),
     )
-    return Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
+    return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 
 def is_file(prompt: Any) -> bool:
@@ -142,7 +142,7 @@ def is_file(prompt: Any) -> bool:
     return isinstance(prompt, os.PathLike)
 
 
-def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, str, Reading]:
+def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, str, PrefillResult]:
     """How many tokens a saved cache has read, its fingerprint, and the cache.
 
     Raises ValueError if it does not fit the slots.
@@ -161,7 +161,7 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
             "a reserve for which nothing is compressed later; save one with Engine.save."
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
-    return length, mark, Reading(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
+    return length, mark, PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 
 def _with_means(cache: KVCache, one: KVCache) -> KVCache:
