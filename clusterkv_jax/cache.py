@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
-from clusterkv_jax.models.config import Rope
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import constrain_batch, fetch, over_heads, over_slots
 

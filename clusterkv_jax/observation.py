@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache import groups
 from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
@@ -25,7 +26,6 @@ from clusterkv_jax.learned.fitting import Fit, add_products, check_rows, ridge
 from clusterkv_jax.learned.repetition import instruction, prompts
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.tensors import compress

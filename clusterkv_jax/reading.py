@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from clusterkv_jax.blocks.context_parallel import attention_over_tokens
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.context_parallel import attention_over_tokens
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.programs import jit
 from clusterkv_jax.sharding import constrain, constrain_cache, token_ways

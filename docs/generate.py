@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
+from clusterkv_jax.blocks.causal_attention import missing
 from clusterkv_jax.cli import app
-from clusterkv_jax.models.causal_attention import missing
 from clusterkv_jax.models.registry import FAMILIES, from_hf
 from clusterkv_jax.presets import Preset, list_presets
 from tests.support.families import HEAD_DIMS, PARITY, PUBLISHED, SAME_AS

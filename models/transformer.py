@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.models import experts as mixtures
+from clusterkv_jax.blocks import moe as mixtures
+from clusterkv_jax.blocks.causal_attention import causal_attention
+from clusterkv_jax.blocks.rope import cosines_and_sines, turn
 from clusterkv_jax.models import few_tokens
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.models.rope import cosines_and_sines, turn
 from clusterkv_jax.sharding import take_rows
 
 Params = dict[str, Any]

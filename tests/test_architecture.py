@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
 PAGE = (ROOT / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
 MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", PAGE, re.MULTILINE)}
-FOLDERS = ("", "methods/", "models/", "kernels/", "evaluation/", "cli/")
+FOLDERS = ("", "methods/", "models/", "blocks/", "kernels/", "evaluation/", "cli/")
 
 
 def files():

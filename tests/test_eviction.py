@@ -343,8 +343,8 @@ def test_a_model_answers_as_with_kvpress(tiny_llama, press):
 
 def test_rerotated_sinks_stay_near_while_decoding():
     """What a step of the moving window attends to is the paper's: keys at their places in the cache, the query last."""
+    from clusterkv_jax.blocks.rope import rotate
     from clusterkv_jax.models.config import Rope
-    from clusterkv_jax.models.rope import rotate
 
     rope, rng = Rope(1e4, 8), np.random.default_rng(5)
     plain = [jnp.asarray(rng.normal(size=(1, 40, h, 8)), jnp.float32) for h in (2, 1, 1)]

@@ -15,8 +15,8 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import checkpoints, gguf_files
+from clusterkv_jax.blocks.rope import cosines_and_sines
 from clusterkv_jax.checkpoints import CheckpointError
-from clusterkv_jax.models.rope import cosines_and_sines
 from tests.fuzz import rules
 from tests.support import checkpoint_files, gguf_writer
 from tests.support.fake_hub import fake_hub

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from clusterkv_jax.blocks import causal_attention as attention
+from clusterkv_jax.blocks import context_parallel
+from clusterkv_jax.blocks import tiled_attention as tiles
 from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu
-from clusterkv_jax.models import causal_attention as attention
-from clusterkv_jax.models import context_parallel
-from clusterkv_jax.models import tiled_attention as tiles
 from clusterkv_jax.models.registry import from_hf
 from clusterkv_jax.sharding import named_mesh
 from tests.support.families import HEAD_DIMS, PUBLISHED, SAME_AS

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clusterkv_jax.blocks.rope import cosines_and_sines, frequencies, rotate
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, Rope
-from clusterkv_jax.models.rope import cosines_and_sines, frequencies, rotate
 from tests.test_models import normal, relative
 
 

@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 
 import clusterkv_jax
 from clusterkv_jax import sampling
-from clusterkv_jax.models.causal_attention import causal_attention
+from clusterkv_jax.blocks.causal_attention import causal_attention
 
 
 @pytest.fixture(autouse=True)

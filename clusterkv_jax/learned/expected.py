@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.blocks.config import Rope
+from clusterkv_jax.blocks.rope import decode, frequencies, turn
 from clusterkv_jax.checks import check_counts, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import check_heads, clean, masked_softmax, protect, real_rows
-from clusterkv_jax.models.config import Rope
-from clusterkv_jax.models.rope import decode, frequencies, turn
 from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax import pages
 from clusterkv_jax.attention import join_heads, query_heads
+from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.cache import (
     Group,
     HeadGroups,
@@ -52,7 +53,6 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
-from clusterkv_jax.models.config import Rope
 from clusterkv_jax.sharding import constrain, constrain_cache
 from clusterkv_jax.windows import ring, step_window
 

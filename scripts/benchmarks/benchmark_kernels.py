@@ -28,6 +28,7 @@ from benchmark_common import LLAMA, environment, median_seconds, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
+from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache import from_tokens
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
@@ -49,7 +50,6 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.turned_heads import turned_heads
-from clusterkv_jax.models.causal_attention import causal_attention
 
 HEADS, GROUP, DIM = LLAMA.num_kv_heads, LLAMA.num_heads // LLAMA.num_kv_heads, LLAMA.head_dim
 # Llama-3.1-8B with random weights, batch 1, no compression: seconds of prefill on one H200 (docs/results/speed.md).

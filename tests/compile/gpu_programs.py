@@ -28,6 +28,7 @@ from described import array as on_mesh
 from jax.experimental import topologies
 
 import clusterkv_jax as ckv
+from clusterkv_jax.blocks.moe import mixture
 from clusterkv_jax.cache import groups, take_sequences
 from clusterkv_jax.decoding import DecodeState, _projected, decode_loop
 from clusterkv_jax.host_store import place
@@ -51,7 +52,6 @@ from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.compressing import Workspace, _compress_layers, put_into
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
-from clusterkv_jax.models.experts import mixture
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.programs import ON_ONE

@@ -99,7 +99,7 @@ _SPLASH = """
 from functools import partial
 import numpy as np, jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from clusterkv_jax.models import causal_attention as attention
+from clusterkv_jax.blocks import causal_attention as attention
 from clusterkv_jax.planning.devices import tpu_devices
 mesh = Mesh(np.array(tpu_devices("v5e:2x2")).reshape(2, 2), ("data", "model"))
 sharding = NamedSharding(mesh, P("data", None, "model", None))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax import learned
+from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
@@ -24,7 +25,6 @@ from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.models.rope import rotate
 from tests.support.golden_files import golden
 from tests.support.layers import compress as compress_layer
 from tests.support.learned_model import CASES, SINKS, close, model

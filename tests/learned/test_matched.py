@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
+from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache import from_tokens
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.learned.refitting import squared_errors
 from clusterkv_jax.methods import matched
 from clusterkv_jax.models.config import Rope
-from clusterkv_jax.models.rope import rotate
 from tests.support.methods import SHAPE, named
 from tests.support.tiny import prompt, taught, tiny
 

@@ -159,8 +159,8 @@ def test_rope_far_out(checkpoint):
     """Positions beyond 100k, where a float32 angle has few bits left: frequencies must round as the reference's do."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+    from clusterkv_jax.blocks.rope import rotate
     from clusterkv_jax.models.registry import from_hf
-    from clusterkv_jax.models.rope import rotate
 
     rope_parameters = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
 from clusterkv_jax.models import hf_weights, registry, transformer
-from clusterkv_jax.models.causal_attention import causal_attention
 from clusterkv_jax.models.config import ModelConfig, Rope
 from tests.support.golden_files import golden
 

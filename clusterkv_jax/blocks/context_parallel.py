@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from clusterkv_jax.models.causal_attention import causal_attention, last_queries_attention, last_queries_backend
+from clusterkv_jax.blocks.causal_attention import causal_attention, last_queries_attention, last_queries_backend
 from clusterkv_jax.sharding import SEQUENCE, ambient_mesh, partition, token_ways
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.blocks.tiled_attention import tiled_attention, visible
 from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.models.tiled_attention import tiled_attention, visible
 from clusterkv_jax.sharding import ambient_mesh, partition
 
 BACKENDS = ("cudnn", "splash", "tiles", "xla")  # the first that serves is taken
