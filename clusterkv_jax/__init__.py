@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clusterkv_jax import calibration, saving
     from clusterkv_jax import learned as learned
-    from clusterkv_jax.attention import attend as attend
     from clusterkv_jax.budget import Budget as Budget
     from clusterkv_jax.cache import HeadGroups as HeadGroups
     from clusterkv_jax.cache import KVCache as KVCache
     from clusterkv_jax.cache import LayerCache as LayerCache
     from clusterkv_jax.cache import PagedHeads as PagedHeads
     from clusterkv_jax.cache import WindowCache as WindowCache
+    from clusterkv_jax.cache.attention import attend as attend
     from clusterkv_jax.checkpoints import CheckpointError as CheckpointError
     from clusterkv_jax.checkpoints import Model as Model
     from clusterkv_jax.checkpoints import load as load
     from clusterkv_jax.decoding import decode_step as decode_step
     from clusterkv_jax.decoding import prefill as prefill
-    from clusterkv_jax.demo import demo_text as demo_text
     from clusterkv_jax.engine import Context as Context
     from clusterkv_jax.engine import Engine as Engine
     from clusterkv_jax.engine import EngineStats as EngineStats
     from clusterkv_jax.engine import Handle as Handle
     from clusterkv_jax.generation import generate as generate
+    from clusterkv_jax.generation.results import Result as Result
+    from clusterkv_jax.generation.results import Stats as Stats
     from clusterkv_jax.methods.registry import *
     from clusterkv_jax.presets import completed as completed
-    from clusterkv_jax.results import Result as Result
-    from clusterkv_jax.results import Stats as Stats
     from clusterkv_jax.sampling import Sampling as Sampling
     from clusterkv_jax.tensors import build_index as build_index
     from clusterkv_jax.tensors import compress as compress
     from clusterkv_jax.tensors import select as select
+    from clusterkv_jax.text.demo import demo_text as demo_text
 
     push_calibration = calibration.push
     load_cache = saving.load
@@ -54,16 +54,16 @@ _HOMES = {
     "LayerCache": "cache.LayerCache",
     "Model": "checkpoints.Model",
     "PagedHeads": "cache.PagedHeads",
-    "Result": "results.Result",
+    "Result": "generation.results.Result",
     "Sampling": "sampling.Sampling",
-    "Stats": "results.Stats",
+    "Stats": "generation.results.Stats",
     "WindowCache": "cache.WindowCache",
-    "attend": "attention.attend",
+    "attend": "cache.attention.attend",
     "build_index": "tensors.build_index",
     "completed": "presets.completed",
     "compress": "tensors.compress",
     "decode_step": "decoding.decode_step",
-    "demo_text": "demo.demo_text",
+    "demo_text": "text.demo.demo_text",
     "generate": "generation.generate",
     "load": "checkpoints.load",
     "load_cache": "saving.load",
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value = import_module("importlib.metadata").version("clusterkv-jax")
     elif name in _HOMES:
-        module, attribute = _HOMES[name].split(".")
+        module, _, attribute = _HOMES[name].rpartition(".")
         value = getattr(import_module(f"{__name__}.{module}"), attribute)
     elif name == "__all__":
         value = sorted({*_HOMES, *_methods(), "learned"})

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from clusterkv_jax.errors import check_fields, is_count, is_number, is_one_of, shown
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number, is_one_of, shown
 
 Base = Literal["prompt", "prompt+new"]
 # All numbers or all tuples, as `Budget` checks; the library that reads presets takes one tuple type in a union.

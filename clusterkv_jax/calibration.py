@@ -28,17 +28,17 @@ from jaxtyping import Array, Float
 from msgspec import Meta, Struct
 from safetensors.numpy import save_file
 
-from clusterkv_jax import hub, schema
-from clusterkv_jax.arrays import all_finite, digest
-from clusterkv_jax.buckets import place, there
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.errors import is_count
-from clusterkv_jax.files import replacing, write_whole
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.schema import AnyPath
-from clusterkv_jax.sharding import over_heads
-from clusterkv_jax.weight_files import header
+from clusterkv_jax.runtime.errors import is_count
+from clusterkv_jax.runtime.sharding import over_heads
+from clusterkv_jax.storage import hub, schema
+from clusterkv_jax.storage.buckets import place, there
+from clusterkv_jax.storage.digests import all_finite, digest
+from clusterkv_jax.storage.files import replacing, write_whole
+from clusterkv_jax.storage.schema import AnyPath
+from clusterkv_jax.storage.weight_files import header
 
 # Heads of equal shares stand together, so few different shares mean few arrays.
 SHARE_STEP = 0.25

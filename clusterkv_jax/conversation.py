@@ -24,11 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.batch import QUESTION_STEP, bucket, make_batch
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, nbytes, occupancy, take_sequences
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.checks import check_counts
+from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequences
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import (
     SEGMENT,
     DecodeState,
@@ -38,17 +36,19 @@ from clusterkv_jax.decoding import (
     next_token_jit,
     recompress_jit,
 )
-from clusterkv_jax.errors import out_of_memory_explained
-from clusterkv_jax.generation import append_questions, prefill_batch
+from clusterkv_jax.generation.batch import QUESTION_STEP, bucket, make_batch
+from clusterkv_jax.generation.generate import append_questions, prefill_batch
+from clusterkv_jax.generation.results import full_bytes
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.presets import completed, method_for
-from clusterkv_jax.prng import seed_key, seed_keys
-from clusterkv_jax.programs import Compilation, compilation, compiler
-from clusterkv_jax.results import full_bytes
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.errors import out_of_memory_explained
+from clusterkv_jax.runtime.prng import seed_key, seed_keys
+from clusterkv_jax.runtime.programs import Compilation, compilation, compiler
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import fetch, on_mesh
 from clusterkv_jax.sampling import NOT_FINITE, Sampling, check_seed
-from clusterkv_jax.schema import checked
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import fetch, on_mesh
+from clusterkv_jax.storage.schema import checked
 from clusterkv_jax.text.chat import Chat, has_template, next_turn
 from clusterkv_jax.text.prompts import as_chat, encode_all, gap
 from clusterkv_jax.text.stops import FinishReason, Stops, finish_reason, show, text_of

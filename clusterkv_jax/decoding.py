@@ -22,12 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from clusterkv_jax import reading
-from clusterkv_jax.cache import KVCache, Layer, NewTokens, State, overflowed
-from clusterkv_jax.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
-from clusterkv_jax.conditions import repeated, where_due
-from clusterkv_jax.errors import out_of_memory_explained, shown
-from clusterkv_jax.host_store import commit
+from clusterkv_jax.cache.host_store import commit
+from clusterkv_jax.cache.layers import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
@@ -52,14 +48,17 @@ from clusterkv_jax.methods.plan import (
     repetition_of,
 )
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.models import few_tokens, transformer
+from clusterkv_jax.models import few_tokens, prompt_forward, transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.prng import own_key
-from clusterkv_jax.programs import jit
+from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
+from clusterkv_jax.runtime.control_flow import repeated, where_due
+from clusterkv_jax.runtime.errors import out_of_memory_explained, shown
+from clusterkv_jax.runtime.prng import own_key
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 from clusterkv_jax.sampling import Sampling, next_token
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import constrain, constrain_cache
 
 # Most tokens of a call of `decode_loop`. A call costs the host 3 to 5 ms, two tokens' time on a fast device; while it
 # runs, the host sees nothing, no interrupt either.
@@ -135,7 +134,7 @@ def prefill(
     position = copied(lengths, np.int32)
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
-        hidden, position = run(reading.embed, params, config, tokens, position)
+        hidden, position = run(prompt_forward.embed, params, config, tokens, position)
         if in_host_memory:
             hidden, position = commit((hidden, position))
         rows, logits = None, None
@@ -171,7 +170,7 @@ def prefill(
                 waiting.clear()
             prompt = None  # a layer's rows go as soon as it is compressed
         workspace = None
-        logits = run(reading.last_logits, params, config, hidden, position) if logits is None else logits
+        logits = run(prompt_forward.last_logits, params, config, hidden, position) if logits is None else logits
         caches, state = zip(*done, strict=True)
         return KVCache(caches, state, position), logits
 
@@ -194,7 +193,7 @@ def _read_and_repeat(
         read.append(prompt)
         if on_layer is not None:
             on_layer(number, hidden)
-    logits = run(reading.last_logits, params, config, hidden, lengths)
+    logits = run(prompt_forward.last_logits, params, config, hidden, lengths)
     del hidden
     words, prefix = repetition.in_frame(how, tokens, lengths)
     asked = repetition.prompts(words, tokens[:, prefix:], how.chunk)
@@ -439,7 +438,7 @@ def _read_layer(
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
     entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
     project = partial(_projected, weights, config) if "scores" in parts else None
-    hidden, q, k, v, scores = reading.over_prompt(weights, config, chunk, hidden, project)
+    hidden, q, k, v, scores = prompt_forward.over_prompt(weights, config, chunk, hidden, project)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)

@@ -10,10 +10,10 @@ import numpy as np
 from jax import core
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.kmeans import assign, lloyd, prepared
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.runtime.dispatch import platform
 
 
 def cluster(

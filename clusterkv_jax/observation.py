@@ -17,10 +17,9 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.files import replacing
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.learned import reconstruction
 from clusterkv_jax.learned.fitting import Fit, add_products, check_rows, ridge
 from clusterkv_jax.learned.repetition import instruction, prompts
@@ -28,6 +27,7 @@ from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.storage.files import replacing
 from clusterkv_jax.tensors import compress
 
 # Rows at the start of a text that take attention whatever they say.

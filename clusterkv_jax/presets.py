@@ -30,19 +30,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from clusterkv_jax import methods, schema
-from clusterkv_jax.buckets import place
+from clusterkv_jax import methods
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.calibration import Calibration, fingerprint, with_shares
 from clusterkv_jax.calibration import read as read_calibration
-from clusterkv_jax.checkpoints import Model, check_model, open_checkpoint
-from clusterkv_jax.errors import shown
-from clusterkv_jax.folders import locate
-from clusterkv_jax.hub import CALIBRATION
+from clusterkv_jax.checkpoints.loading import Model, check_model, open_checkpoint
+from clusterkv_jax.checkpoints.model_dir import locate
+from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
 from clusterkv_jax.learned.repetition import instruction
 from clusterkv_jax.methods import outside
 from clusterkv_jax.methods.auto import settled
-from clusterkv_jax.packaged_calibrations import packaged_calibration
+from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.storage import schema
+from clusterkv_jax.storage.buckets import place
+from clusterkv_jax.storage.hub import CALIBRATION
 from clusterkv_jax.text.chat import Chat, frame_ids, has_template
 
 # Numbers of settings are rows or shares, that sums of in 32 bits hold; a budget of bytes is larger.

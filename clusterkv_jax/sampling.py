@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.errors import check_fields, is_count, is_number, shown
-from clusterkv_jax.prng import MOST_SEED
-from clusterkv_jax.sharding import first_greatest
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number, shown
+from clusterkv_jax.runtime.prng import MOST_SEED
+from clusterkv_jax.runtime.sharding import first_greatest
 
 # Logits of a model, divided by it, are finite in float32.
 LEAST_TEMPERATURE = 1e-30

@@ -21,8 +21,8 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from clusterkv_jax.arrays import all_finite, digest
-from clusterkv_jax.cache import (
+from clusterkv_jax.cache.host_store import commit, place
+from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
     KVCache,
@@ -33,15 +33,15 @@ from clusterkv_jax.cache import (
     group_heads,
     groups,
 )
-from clusterkv_jax.errors import out_of_memory_explained
-from clusterkv_jax.files import replacing
-from clusterkv_jax.host_store import commit, place
 from clusterkv_jax.kernels.quantised import CODES, SCALE_BYTES, Quantised, kind, row_bytes
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.schema import checked, from_json, shown
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.errors import out_of_memory_explained
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.storage.digests import all_finite, digest
+from clusterkv_jax.storage.files import replacing
+from clusterkv_jax.storage.schema import checked, from_json, shown
 
 FORMAT = "clusterkv_jax cache 2"
 T = TypeVar("T")

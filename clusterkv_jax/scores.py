@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.runtime.sharding import over_heads
 
 Pooling = Literal["max", "avg"]
 

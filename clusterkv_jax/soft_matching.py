@@ -19,12 +19,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache import LayerCache, key_numbers, moved_up, take_slots
+from clusterkv_jax.cache.layers import LayerCache, key_numbers, moved_up, take_slots
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import dequantised, row_squares
 from clusterkv_jax.kernels.row_merge import Squares, row_merge
+from clusterkv_jax.runtime.dispatch import platform
 
 # Rows whose keys are in float32 at once, where codes cannot be matched as they are.
 WHOLE_ROWS = 1024

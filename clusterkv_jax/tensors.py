@@ -11,8 +11,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import HeadGroups, LayerCache, PagedHeads, from_tokens
-from clusterkv_jax.checks import (
+from clusterkv_jax.cache.layers import HeadGroups, LayerCache, PagedHeads, from_tokens
+from clusterkv_jax.cache.pages import unpaged
+from clusterkv_jax.methods.base import Method, Rows, head_rows
+from clusterkv_jax.methods.chassis import Prompt, compress_layer
+from clusterkv_jax.methods.families.recall import Index, Recall
+from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
+from clusterkv_jax.presets import as_method
+from clusterkv_jax.runtime.checks import (
     check_array,
     check_counts,
     check_key,
@@ -23,17 +30,10 @@ from clusterkv_jax.checks import (
     refuse_unsound,
     sound,
 )
-from clusterkv_jax.errors import shown
-from clusterkv_jax.methods.base import Method, Rows, head_rows
-from clusterkv_jax.methods.chassis import Prompt, compress_layer
-from clusterkv_jax.methods.families.recall import Index, Recall
-from clusterkv_jax.methods.plan import plan_layer, rows_of_request
-from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
-from clusterkv_jax.pages import unpaged
-from clusterkv_jax.presets import as_method
-from clusterkv_jax.prng import own_key
-from clusterkv_jax.programs import jit
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.runtime.prng import own_key
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.settings import own_settings
 
 # As of models.
 MOST_LAYERS = 1024

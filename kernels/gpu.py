@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.dispatch import device_kind, platform
 from clusterkv_jax.kernels.quantised import Quantised, Rows, as_array, in_codes, is_packed, kind, numbers
+from clusterkv_jax.runtime.dispatch import device_kind, platform
 
 # What the kernels can read; other dtypes go to XLA.
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

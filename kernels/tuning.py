@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.runtime.dispatch import device_kind
 
 # Kinds of devices by a part of their names, and whose sizes they take.
 ALIKE = {"H100": "NVIDIA H200", "H800": "NVIDIA H200", "GH200": "NVIDIA H200"}

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.runtime.dispatch import platform
 
 # Two words in $1 become two numbers in $0; {shift} brings the part to the end of its word, {bytes} is what prmt picks.
 _PARTS = {

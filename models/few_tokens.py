@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.rope import cosines_and_sines
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
@@ -22,7 +21,8 @@ from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.sharding import ambient_mesh, apart, devices_along, on_one_device, ways
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import ambient_mesh, apart, devices_along, on_one_device, ways
 
 Params = dict[str, Any]
 # Sizes are multiples of the first, heads of the second: what fills no block is XLA's.

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from clusterkv_jax.models.hf_fields import ExpertCount, Heads, Layers, Positions, Size
-from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.storage.schema import checked, shown
 
 # general.architecture -> model_type. Mistral's models are `llama` there, as Mixtral's are, with experts.
 MODEL_TYPES = {

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.hf_fields import Decoder, Ids, Published, Sparse, refuse
 from clusterkv_jax.models.hf_rope import longest_text, scaling_to_hf
-from clusterkv_jax.schema import shown
+from clusterkv_jax.storage.schema import shown
 
 _ACTIVATION_NAMES = {
     "silu": "silu",

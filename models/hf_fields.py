@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.storage.schema import checked, shown
 
 # Counts far above those of any model, and low enough that nothing which is made of them takes time or memory.
 Layers = Annotated[int, Meta(ge=1, le=1024)]

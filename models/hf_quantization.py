@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 from msgspec import Meta, Struct
 
-from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.storage.schema import checked, shown
 
 _Count = Annotated[int, Meta(ge=1, le=2**24)]
 _ALLOWED = "'fp8', 'mxfp4', and 'compressed-tensors' of the format float-, int- or pack-quantized"
@@ -20,7 +20,7 @@ class Quantization:
     """How the weight W of a layer is stored.
 
     Attributes:
-        code: what a code stands for, a key of `clusterkv_jax.codes.TABLES`.
+        code: what a code stands for, a key of `clusterkv_jax.checkpoints.dequantize.TABLES`.
         type: what safetensors call the type of the tensor of codes.
         codes: that tensor is called W and this.
         scales: the tensor of scales is called W and one of these.

@@ -15,7 +15,7 @@ from clusterkv_jax.models.config import (
     YarnScaling,
 )
 from clusterkv_jax.models.hf_fields import MOST_POSITIONS, Decoder, RopeParameters, refuse
-from clusterkv_jax.schema import shown
+from clusterkv_jax.storage.schema import shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 _THETA = 10000.0

@@ -10,7 +10,7 @@ from clusterkv_jax.models import gemma, glm, gpt_oss, granite, llama, mistral, m
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_fields import Published
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
-from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.storage.schema import checked, shown
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.blocks.rope import cosines_and_sines, turn
 from clusterkv_jax.models import few_tokens
 from clusterkv_jax.models.config import Experts, ModelConfig
-from clusterkv_jax.sharding import take_rows
+from clusterkv_jax.runtime.sharding import take_rows
 
 Params = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 import clusterkv_jax as ckv
-from clusterkv_jax.checkpoints import save_huggingface
+from clusterkv_jax.checkpoints.loading import save_huggingface
+from clusterkv_jax.checkpoints.model_dir import files_beside, locate, nearby
 from clusterkv_jax.cli.options import MODEL, parse_budget
 from clusterkv_jax.cli.process import RESTART
 from clusterkv_jax.cli.terminal import one_sentence_errors
-from clusterkv_jax.folders import files_beside, locate, nearby
 from clusterkv_jax.models.registry import FAMILIES
 from clusterkv_jax.presets import completed, preset
 from clusterkv_jax.training.examples import read_examples, sizes_of

@@ -1,6 +1,7 @@
 """The map in docs/develop/architecture.md is the tree's: every module once, on the floor that its imports give it."""
 
 import ast
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
 PAGE = (ROOT / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
 MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", PAGE, re.MULTILINE)}
-FOLDERS = ("", "methods/", "models/", "blocks/", "kernels/", "evaluation/", "cli/")
+FOLDERS = (
+    "",
+    "runtime/",
+    "storage/",
+    "checkpoints/",
+    "cache/",
+    "generation/",
+    "methods/",
+    "models/",
+    "blocks/",
+    "kernels/",
+    "evaluation/",
+    "cli/",
+)
 
 
 def files():
@@ -96,3 +110,11 @@ def test_public_names_are_imported_from_where_the_types_say():
     assert clusterkv_jax.kmeans.cluster  # a module that nobody imported by name
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = clusterkv_jax.nothing_like_it
+
+
+@pytest.mark.parametrize("name", ["conversion.convert", "host_store.host_bytes", "host_store.traffic"])
+def test_earlier_paths_lead_to_the_same_functions(name):
+    module, function = name.split(".")
+    home = {"conversion": "checkpoints.convert", "host_store": "cache.host_store"}[module]
+    found = getattr(importlib.import_module(f"clusterkv_jax.{module}"), function)
+    assert found is getattr(importlib.import_module(f"clusterkv_jax.{home}"), function)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clusterkv_jax.attention import attend_cache, attend_new, combine
-from clusterkv_jax.cache import LayerCache
+from clusterkv_jax.cache.attention import attend_cache, attend_new, combine
+from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.kernels.biased_attention import biased_attention, reference
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.sharding import auto_mesh
+from clusterkv_jax.runtime.sharding import auto_mesh
 from tests.kernels.base import near, normal
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from clusterkv_jax import checkpoints, cli
+from clusterkv_jax import cli
 from clusterkv_jax.benchmark import records, serving, sides, summary, table
 from clusterkv_jax.benchmark import run as runs
 from clusterkv_jax.benchmark.cells import OURS, Asked, Cell, cells, parse_tokens, turns
 from clusterkv_jax.benchmark.ours import clustering_seconds
 from clusterkv_jax.benchmark.worker import answer, opened
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.benchmark import the_question
 from clusterkv_jax.models import llama
 from tests.support.byte_model import BYTES, byte_tokenizer
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = llama.from_hf(BYTES)
-    checkpoints.save_huggingface(
+    loading.save_huggingface(
         folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
     )
     return folder

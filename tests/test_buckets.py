@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from clusterkv_jax import conversion
-from clusterkv_jax.checkpoints import CheckpointError, load
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.checkpoints import convert
+from clusterkv_jax.checkpoints.loading import CheckpointError, load
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.checkpoint_files import INDEX, LLAMA, random_tensors, same, write
 
 pytest.importorskip("orbax.checkpoint")
@@ -22,7 +22,7 @@ def cloud(tmp_path_factory):
     """A bucket with the demo model in either format, and what was asked of it."""
     folder = tmp_path_factory.mktemp("cloud")
     shutil.copytree(DEMO, folder / "hf")
-    conversion.convert(DEMO, folder / "orbax")
+    convert.convert(DEMO, folder / "orbax")
     write(folder / "shards", LLAMA, random_tensors(LLAMA), shards=3)
     with bucket(folder, "my-bucket") as asked:
         yield folder, asked
@@ -57,7 +57,7 @@ def test_shards(cloud):
 
 def test_conversion_from_a_bucket(cloud, tmp_path):
     folder, _ = cloud
-    conversion.convert("gs://my-bucket/hf", tmp_path / "target")
+    convert.convert("gs://my-bucket/hf", tmp_path / "target")
     here, there = load(folder / "orbax"), load(tmp_path / "target")
     assert same(here.params, there.params)
     assert there.tokenizer is not None
@@ -67,7 +67,7 @@ def test_conversion_from_a_bucket(cloud, tmp_path):
 def test_conversion_into_a_bucket(cloud, tmp_path, monkeypatch):
     folder, _ = cloud
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path)
-    original = conversion.copied
+    original = convert.copied
 
     def without_tokenizer(source, target):
         if target.name == "tokenizer.json":
@@ -75,20 +75,20 @@ def test_conversion_into_a_bucket(cloud, tmp_path, monkeypatch):
         original(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "copied", without_tokenizer)
+        patch.setattr(convert, "copied", without_tokenizer)
         with pytest.raises(OSError, match="connection"):
-            conversion.convert("demo", "gs://my-bucket/new")
+            convert.convert("demo", "gs://my-bucket/new")
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         load("gs://my-bucket/new")
     with pytest.raises(ValueError, match="was begun with another model or type"):
-        conversion.convert("demo", "gs://my-bucket/new", dtype="float16")
-    assert conversion.convert("demo", "gs://my-bucket/new")
+        convert.convert("demo", "gs://my-bucket/new", dtype="float16")
+    assert convert.convert("demo", "gs://my-bucket/new")
     assert same(load("demo").params, load("gs://my-bucket/new").params)
-    assert not conversion.convert("demo", "gs://my-bucket/new")
+    assert not convert.convert("demo", "gs://my-bucket/new")
     assert {file.name for file in (folder / "new").iterdir()} == {file.name for file in (folder / "orbax").iterdir()}
     assert not list(tmp_path.rglob("*.safetensors"))
     with pytest.raises(ValueError, match=r"^gs://my-bucket/hf exists; a model is written to a free place\.$"):
-        conversion.convert("demo", "gs://my-bucket/hf")
+        convert.convert("demo", "gs://my-bucket/hf")
 
 
 @pytest.mark.parametrize(

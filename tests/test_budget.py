@@ -6,7 +6,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.budget import MOST_ROWS, rows_for, share_table
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
 from tests.support.methods import SHAPE, LargeValues

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, cli, observation
-from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.presets import described, preset
 from tests.support.tiny import prompt, tiny
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clusterkv_jax import cli
-from clusterkv_jax.demo import QUESTION, demo_text
+from clusterkv_jax.text.demo import QUESTION, demo_text
 
 PATIENCE_S = 120
 NUMBER = "4821057"

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from clusterkv_jax import checkpoints
-from clusterkv_jax.checkpoints import CheckpointError, load
-from clusterkv_jax.weight_files import ADAPTER
+from clusterkv_jax.checkpoints import loading
+from clusterkv_jax.checkpoints.loading import CheckpointError, load
+from clusterkv_jax.storage.weight_files import ADAPTER
 from tests.support.checkpoint_files import EMBED, INDEX, LLAMA, SINGLE, random_tensors, write
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
@@ -223,11 +223,11 @@ def test_numbers_that_the_type_does_not_hold(tmp_path):
 
 def test_the_order_that_other_devices_are_given_is_looked_at_too():
     view = np.arange(12, dtype=np.float32).reshape(3, 4).T
-    copy = checkpoints.host_copy(view, np.dtype(np.float32), "gpu", "x")
+    copy = loading.host_copy(view, np.dtype(np.float32), "gpu", "x")
     assert copy.strides == view.strides
     np.testing.assert_array_equal(copy, view)
     with pytest.raises(CheckpointError, match=r"x holds inf"):
-        checkpoints.host_copy(np.where(view == 5, np.inf, view), np.dtype(np.float32), "gpu", "x")
+        loading.host_copy(np.where(view == 5, np.inf, view), np.dtype(np.float32), "gpu", "x")
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from clusterkv_jax import checkpoints
-from clusterkv_jax.checkpoints import CheckpointError, load, load_config, save_huggingface
+from clusterkv_jax.checkpoints import loading
+from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config, save_huggingface
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import abstract, forward
 from clusterkv_jax.text.tokenizer import encode
@@ -304,7 +304,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "save_file", interrupted)
+    monkeypatch.setattr(loading, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_huggingface(tmp_path / "new", model.params, model.config)
     assert list((tmp_path / "new").iterdir()) == []

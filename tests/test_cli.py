@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import checkpoints, cli
+from clusterkv_jax import cli
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.terminal import progress_bar
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
@@ -29,7 +30,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = llama.from_hf(BYTES)
-    checkpoints.save_huggingface(
+    loading.save_huggingface(
         folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.attention import attend_cache
-from clusterkv_jax.cache import NewTokens, in_numbers
+from clusterkv_jax.cache.attention import attend_cache
+from clusterkv_jax.cache.layers import NewTokens, in_numbers
 from clusterkv_jax.methods import chassis
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.sharding import auto_mesh
+from clusterkv_jax.runtime.sharding import auto_mesh
 from tests.support.layers import compress
 
 LENGTHS, HEADS, DIM = np.asarray([96, 40]), 4, 8

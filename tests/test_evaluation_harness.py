@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from clusterkv_jax import checkpoints
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.models import llama, transformer
 from tests.support.byte_model import BYTES, byte_tokenizer
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = llama.from_hf(SETTINGS)
     params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, transformer.init(jax.random.key(0), config))
-    checkpoints.save_huggingface(folder, params, config, tokenizer_json=folder / "tokenizer.json", dtype="float32")
+    loading.save_huggingface(folder, params, config, tokenizer_json=folder / "tokenizer.json", dtype="float32")
     names = {"eos_token": "<end>", "bos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import NewTokens
+from clusterkv_jax.cache.layers import NewTokens
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.plan import plan_layer

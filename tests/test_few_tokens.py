@@ -11,7 +11,7 @@ import pytest
 from clusterkv_jax import decoding
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.models import few_tokens, registry, transformer
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
 
 

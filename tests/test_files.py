@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.files import append_whole, replacing, write_whole
+from clusterkv_jax.storage.files import append_whole, replacing, write_whole
 from tests.support.processes import python
 from tests.support.scripts import SCRIPTS
 from tests.support.tiny import prompt, tiny

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
-from clusterkv_jax.kept_programs import keep_programs
+from clusterkv_jax.storage.compilation_cache import keep_programs
 from tests.support.processes import python
 from tests.support.tiny import prompt, tiny
 

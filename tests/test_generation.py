@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.batch import bucket
 from clusterkv_jax.decoding import extend_step
-from clusterkv_jax.prng import spread
+from clusterkv_jax.generation.batch import bucket
+from clusterkv_jax.runtime.prng import spread
 from clusterkv_jax.sampling import filtered, sample
 from tests.support.tiny import prompt, tiny
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import clusterkv_jax as ckv
-from clusterkv_jax.conversion import convert
+from clusterkv_jax.checkpoints.convert import convert
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.text.chat import turn
 from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.soft_matching import merge_best, pick
 
 

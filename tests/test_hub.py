@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, cli
-from clusterkv_jax.checkpoints import CheckpointError, load, load_config
+from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.text import chat
 from tests.support.checkpoint_files import INDEX, LLAMA, SINGLE, random_tensors, same, write

@@ -5,7 +5,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.runtime.errors import out_of_memory_explained
 from tests.support.tiny import prompt, tiny
 
 HOST = ckv.ClusterKV(ckv.Budget(ratio=0.5), sinks=2, tokens_per_cluster=4, dense_layers=1, store="host")

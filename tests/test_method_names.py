@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import checkpoints, cli
+from clusterkv_jax import cli
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.methods import outside
 from clusterkv_jax.models import llama
 from clusterkv_jax.presets import as_method, find_preset, preset, read_preset
@@ -52,7 +53,7 @@ def model(tmp_path_factory):
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = llama.from_hf(BYTES)
     tokenizer = folder / "tokenizer.json"
-    checkpoints.save_huggingface(folder, random_params(config), config, tokenizer_json=tokenizer, dtype="float32")
+    loading.save_huggingface(folder, random_params(config), config, tokenizer_json=tokenizer, dtype="float32")
     return folder
 
 

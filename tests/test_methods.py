@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import append, group_heads, groups
+from clusterkv_jax.cache.layers import append, group_heads, groups
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.methods.plan import plan_layer

@@ -16,7 +16,7 @@ from clusterkv_jax.blocks import context_parallel
 from clusterkv_jax.blocks import tiled_attention as tiles
 from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu
 from clusterkv_jax.models.registry import from_hf
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.families import HEAD_DIMS, PUBLISHED, SAME_AS
 
 

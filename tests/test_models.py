@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from clusterkv_jax.checkpoints import load
+from clusterkv_jax.checkpoints.loading import load
 from clusterkv_jax.models import hf_weights as weights
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope

@@ -12,7 +12,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.calibration import PARTS, Calibration, read, write
-from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.checkpoints.loading import calibrated
 from tests.support.methods import named
 from tests.support.tiny import prompt, tiny, with_surrogate
 

@@ -7,11 +7,11 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from clusterkv_jax import buckets
 from clusterkv_jax.calibration import read
 from clusterkv_jax.cli.terminal import use_compilation_cache
 from clusterkv_jax.evaluation import outputs, runner
 from clusterkv_jax.presets import find_preset
+from clusterkv_jax.storage import buckets
 
 pytest.importorskip("etils.epath")
 from etils.epath import testing

@@ -22,7 +22,7 @@ from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
 from clusterkv_jax.planning.report import notes, plan, verdict
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import GIB, choose_mesh, model_ways, parse_topology
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 
 ROOT = Path(__file__).parent.parent
 ASKED = Question("llama-3.1-70b", "centroidkv", 0.2, 1024, 2, 64, "v5e:4x4", None)

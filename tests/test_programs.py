@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import programs
-from clusterkv_jax.generation import compile_ahead
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.generation.generate import compile_ahead
+from clusterkv_jax.runtime import programs
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.tiny import prompt, tiny
 
 pytestmark = pytest.mark.skipif(not programs.mappings(), reason="only Linux limits a process's memory mappings")
@@ -87,7 +87,7 @@ def test_a_shape_has_a_program_of_its_own():
 
 
 def test_requests_that_need_more_mappings_than_there_are_get_the_same_answers(few, caplog):
-    caplog.set_level(logging.INFO, "clusterkv_jax.programs")
+    caplog.set_level(logging.INFO, "clusterkv_jax.runtime.programs")
     first, again = answers(), answers()
     assert again == first
     dropped = [record.getMessage() for record in caplog.records]
@@ -98,7 +98,7 @@ def test_requests_that_need_more_mappings_than_there_are_get_the_same_answers(fe
 
 
 def test_nothing_is_dropped_while_there_is_room(caplog):
-    caplog.set_level(logging.INFO, "clusterkv_jax.programs")
+    caplog.set_level(logging.INFO, "clusterkv_jax.runtime.programs")
     answers()
     with programs.compilation() as total:
         answers()

@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from clusterkv_jax import codes, safetensors_files
-from clusterkv_jax.checkpoints import CheckpointError, load, load_config
+from clusterkv_jax.checkpoints import dequantize, safetensors
+from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_quantization import quantization
 from clusterkv_jax.models.transformer import forward
-from clusterkv_jax.weight_files import entries_of
+from clusterkv_jax.storage.weight_files import entries_of
 from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, same, write
 from tests.support.quantised_files import E2M1, FORMATS, mxfp4, quantised
 
@@ -96,21 +96,21 @@ def test_a_part_is_read_alone(tmp_path, monkeypatch):
     """Of a tensor that devices share, nobody computes more than his numbers."""
     folder, _ = pair(tmp_path, "pack-quantized int4")
     sizes = []
-    real = codes.dequantise
+    real = dequantize.dequantise
 
     def counting(*args: Any, **options: Any) -> np.ndarray:
         numbers = real(*args, **options)
         sizes.append(numbers.size)
         return numbers
 
-    monkeypatch.setattr(safetensors_files, "dequantise", counting)
+    monkeypatch.setattr(safetensors, "dequantise", counting)
     load(folder, mesh=jax.make_mesh((8,), ("model",)))
     assert max(sizes) == 64 * 96 // 8
 
 
 def test_what_is_converted_holds_the_numbers(tmp_path):
     pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
-    from clusterkv_jax.conversion import convert
+    from clusterkv_jax.checkpoints.convert import convert
 
     folder, plain = pair(tmp_path, "fp8 by blocks")
     convert(folder, tmp_path / "orbax")
@@ -127,21 +127,21 @@ def test_a_plan_reads_the_configuration_alone(tmp_path):
 
 @pytest.mark.parametrize("code", ["offset4", "e2m1"])
 def test_the_low_half_of_a_byte_is_the_first_number(code):
-    first, second = codes.decode(np.array([[0x2F]], np.uint8), code)[0]
+    first, second = dequantize.decode(np.array([[0x2F]], np.uint8), code)[0]
     assert (first, second) == {"offset4": (7, -6), "e2m1": (-6, 1)}[code]
 
 
 def test_every_code_of_a_byte():
     every = np.arange(256, dtype=np.uint8)
-    numbers = partial(codes.decode, every[:, None])
+    numbers = partial(dequantize.decode, every[:, None])
     np.testing.assert_array_equal(numbers("e4m3")[:, 0], every.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
     assert numbers("e4m3")[0x7E, 0] == 448
     np.testing.assert_array_equal(numbers("int8")[:, 0], [*range(128), *range(-128, 0)])
     np.testing.assert_array_equal(numbers("offset8")[:, 0], range(-128, 128))
     np.testing.assert_array_equal(numbers("e2m1")[:8, 0], E2M1)
     np.testing.assert_array_equal(numbers("e2m1")[8:16, 0], np.negative(E2M1))
-    assert (codes.POWERS[127], codes.POWERS[130], codes.POWERS[0]) == (1, 8, 2.0**-127)
-    assert np.isnan(codes.POWERS[255])
+    assert (dequantize.POWERS[127], dequantize.POWERS[130], dequantize.POWERS[0]) == (1, 8, 2.0**-127)
+    assert np.isnan(dequantize.POWERS[255])
 
 
 def test_the_blocks_of_experts(tmp_path):
@@ -153,7 +153,7 @@ def test_the_blocks_of_experts(tmp_path):
         "gate_up_proj_scales": parts["gate_up_proj_scales"].reshape(2, 3, 2),
     }
     how = quantization({"quant_method": "mxfp4"}, "config.json")
-    (tensor,) = safetensors_files.without_codes(entries_of(write(tmp_path / "m", {}, stacked)), how).values()
+    (tensor,) = safetensors.without_codes(entries_of(write(tmp_path / "m", {}, stacked)), how).values()
     np.testing.assert_array_equal(tensor.map(), numbers)
     rows, columns = np.array([1, 4]), np.array([3, 32, 50])
     np.testing.assert_array_equal(tensor.read(rows, columns), numbers[np.ix_(rows, columns)])

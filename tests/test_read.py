@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax import checkpoints, cli, saving
+from clusterkv_jax import cli, saving
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.read import listed
 from clusterkv_jax.models import llama
 from tests.support.byte_model import BYTES, byte_tokenizer
@@ -29,7 +30,7 @@ def model(tmp_path_factory):
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     config = llama.from_hf(BYTES)
     tokenizer = {"tokenizer_json": folder / "tokenizer.json", "dtype": "float32"}
-    checkpoints.save_huggingface(folder, random_params(config), config, **tokenizer)
+    loading.save_huggingface(folder, random_params(config), config, **tokenizer)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
-from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache, groups
+from clusterkv_jax.cache.layers import HeadGroups, KVCache, LayerCache, groups
 from clusterkv_jax.decoding import extend_step
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
 from tests.support.tiny import prompt, tiny

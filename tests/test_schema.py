@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from clusterkv_jax import schema
+from clusterkv_jax.storage import schema
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import Request

@@ -16,24 +16,24 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from clusterkv_jax.batch import Batch, make_batch
 from clusterkv_jax.benchmark.cells import Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, occupancy, take_sequences
-from clusterkv_jax.checkpoints import Model, load
+from clusterkv_jax.cache.layers import KVCache, occupancy, take_sequences
+from clusterkv_jax.checkpoints.loading import Model, load
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
-from clusterkv_jax.extras import versions
-from clusterkv_jax.generation import completed, generate, prefill_batch
+from clusterkv_jax.generation.batch import Batch, make_batch
+from clusterkv_jax.generation.generate import completed, generate, prefill_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
 from clusterkv_jax.presets import preset
-from clusterkv_jax.prng import seed_key
+from clusterkv_jax.runtime.extras import versions
+from clusterkv_jax.runtime.prng import seed_key
+from clusterkv_jax.runtime.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings, replicated
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings, replicated
 
 VERSIONS = ("clusterkv-jax", "jax")
 # Bytes that are read at a time to find the bandwidth, and how often; elsewhere a GiB 32 times.

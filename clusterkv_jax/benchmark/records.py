@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
-from clusterkv_jax import schema
 from clusterkv_jax.benchmark.cells import Asked, Cell
-from clusterkv_jax.files import append_whole, write_whole
+from clusterkv_jax.storage import schema
+from clusterkv_jax.storage.files import append_whole, write_whole
 
 RESULTS, RUN = "results.jsonl", "run.json"
 MOST_RUN, MOST_LINE = schema.MIB, 2**16

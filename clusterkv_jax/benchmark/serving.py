@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.batch import bucket
 from clusterkv_jax.benchmark.cells import Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.ours import peak_bytes, the_method
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import Engine
 from clusterkv_jax.engine.engine import SEGMENT
+from clusterkv_jax.generation.batch import bucket
 
 # Fewest new tokens of a request, and tokens in whose time a full step's is found.
 FEWEST, FULL_STEPS = 16, 3 * SEGMENT

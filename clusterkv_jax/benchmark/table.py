@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterkv_jax.benchmark.cells import OURS, Cell
 from clusterkv_jax.benchmark.summary import Row, Spread
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.storage.files import write_whole
 
 GIB = 2**30
 HEAD = (

@@ -21,9 +21,9 @@ from transformers.utils import logging
 
 from clusterkv_jax.benchmark.cells import PEERS, Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
-from clusterkv_jax.extras import versions
-from clusterkv_jax.folders import locate
+from clusterkv_jax.checkpoints.model_dir import locate
 from clusterkv_jax.planning.shapes import packaged_shapes
+from clusterkv_jax.runtime.extras import versions
 
 WINDOW = 64  # of kvpress's SnapKV
 WARM_UP_STEPS = 4  # of a compiled step, which is recorded in the first ones

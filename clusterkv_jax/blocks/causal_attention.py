@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.tiled_attention import tiled_attention, visible
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.sharding import ambient_mesh, partition
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
 BACKENDS = ("cudnn", "splash", "tiles", "xla")  # the first that serves is taken
 SCORES_AT_ONCE = 2**26  # in plain XLA, in elements (f32): 256 MiB

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
 ACTIVATIONS = ("silu", "relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "mish")
 NORMS = ("rms", "layer")

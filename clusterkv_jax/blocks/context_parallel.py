@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.causal_attention import causal_attention, last_queries_attention, last_queries_backend
-from clusterkv_jax.sharding import SEQUENCE, ambient_mesh, partition, token_ways
+from clusterkv_jax.runtime.sharding import SEQUENCE, ambient_mesh, partition, token_ways
 
 
 def attention_over_tokens(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
-from clusterkv_jax.kernels.dispatch import matmul_precision, platform
-from clusterkv_jax.sharding import ambient_mesh, partition
+from clusterkv_jax.runtime.dispatch import matmul_precision, platform
+from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
 Weights = dict[str, Array]
 Gated = Callable[[Array, Array], Array]

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
-from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.sharding import ambient_mesh
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import ambient_mesh
 
 ANGLES_AT_ONCE = 256  # positions
 

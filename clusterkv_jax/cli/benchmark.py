@@ -124,7 +124,7 @@ def the_question(
     from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
     from clusterkv_jax.planning.shapes import model_config, packaged_shapes
     from clusterkv_jax.presets import is_file, written
-    from clusterkv_jax.sharding import mesh_sizes
+    from clusterkv_jax.runtime.sharding import mesh_sizes
 
     stored = parse_dtypes(dtypes)
     # Every type is tried with every method, so that one which a method cannot store is told before anything is timed.
@@ -168,7 +168,7 @@ def as_object(results: Any) -> dict[str, Any]:
 def _write(output: Path, results: Any, text: str, found: dict[str, Any]) -> list[str]:
     """table.md, results.json and pictures; a sentence where there are no pictures."""
     from clusterkv_jax.cli import benchmark_picture
-    from clusterkv_jax.files import write_whole
+    from clusterkv_jax.storage.files import write_whole
 
     output.mkdir(parents=True, exist_ok=True)
     write_whole(output / "table.md", f"{text}\n")

@@ -7,7 +7,7 @@ from clusterkv_jax.benchmark.summary import Row
 from clusterkv_jax.benchmark.table import label
 from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.storage.files import write_whole
 
 PICTURES = {"ttft": ("seconds to the first token", 1.0), "tpot": ("ms per token", 1e3)}
 

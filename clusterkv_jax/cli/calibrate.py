@@ -190,7 +190,7 @@ def _check_push(push: str | None) -> None:
     """What would be noticed only after minutes of work."""
     if push is None:
         return
-    from clusterkv_jax import hub
+    from clusterkv_jax.storage import hub
 
     if hub.parse(push) is None:
         raise ValueError(f"--push must be a hub id such as owner/name, got {push!r}.")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.evaluation.report.plots import new_panels
-from clusterkv_jax.files import replacing
+from clusterkv_jax.storage.files import replacing
 
 RATIO = 1 / 8
 

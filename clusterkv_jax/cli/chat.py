@@ -87,8 +87,8 @@ def chat(
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax import conversation
-        from clusterkv_jax.demo import QUESTION
         from clusterkv_jax.sampling import check_seed
+        from clusterkv_jax.text.demo import QUESTION
 
         check_seed(seed, "--seed")
         check_drawing(sampling, temperature, top_k, top_p, min_p)
@@ -123,7 +123,7 @@ def _check(files: list[str], load: Path | None, *of_text: str | None) -> None:
 
 def _text(files: list[str]) -> str:
     """All files as one text, or the chapter."""
-    from clusterkv_jax.demo import demo_text
+    from clusterkv_jax.text.demo import demo_text
 
     text = "\n\n".join(read_text(file) for file in listed(files)) if files else demo_text()
     if not text.strip():
@@ -137,7 +137,7 @@ def _model(
     """The model, and the method with its budget."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
-    from clusterkv_jax.checkpoints import calibrated
+    from clusterkv_jax.checkpoints.loading import calibrated
     from clusterkv_jax.presets import check_calibrated, find_preset
 
     read = None if measured is None else calibration.read(measured)

@@ -40,11 +40,11 @@ def convert(
     with one_sentence_errors(debug):
         import jax
 
-        from clusterkv_jax import conversion
+        from clusterkv_jax.checkpoints import convert
 
         jax.config.update("jax_platforms", "cpu")  # accelerators are left to whoever computes
         with progress_bar(100, "percent") as on_percent:
-            wrote = conversion.convert(
+            wrote = convert.convert(
                 source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
             )
         text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."

@@ -14,7 +14,7 @@ def demo(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Ask a chapter of Moby-Dick for a hidden number: the full cache, and an eighth of it by two methods."""
-    from clusterkv_jax.demo import FILE, QUESTION
+    from clusterkv_jax.text.demo import FILE, QUESTION
 
     with resources.as_file(FILE) as chapter:
         generate(

@@ -93,7 +93,7 @@ def evaluate(
             _list_suites()
             return
         from clusterkv_jax.calibration import read
-        from clusterkv_jax.checkpoints import calibrated
+        from clusterkv_jax.checkpoints.loading import calibrated
         from clusterkv_jax.cli import together
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
@@ -176,7 +176,7 @@ def join(
     """Make one table and report of runs that shared a suite's methods among them, on several devices say."""
     with one_sentence_errors(debug):
         from clusterkv_jax.evaluation import runner
-        from clusterkv_jax.files import replacing, write_whole
+        from clusterkv_jax.storage.files import replacing, write_whole
 
         run, lines = runner.join(folders)
         peers = _peers(run["config"]["suite"], run["config"]["model"], published)
@@ -236,7 +236,7 @@ def _peers(suite: str, model: str, published: str | None) -> list[Any]:
 def _write(folder: Path, run: Any, lines: Sequence[Any], peers: Sequence[Any]) -> Any:
     """table.md and report.html from the lines; returns the table."""
     from clusterkv_jax.evaluation.report import report, table
-    from clusterkv_jax.files import write_whole
+    from clusterkv_jax.storage.files import write_whole
 
     summary = table.beside(table.summarize(lines, run["sessions"]), peers)
     write_whole(folder / "table.md", table.markdown(summary))

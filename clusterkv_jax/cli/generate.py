@@ -127,8 +127,8 @@ def generate(
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
-        from clusterkv_jax.checkpoints import calibrated
-        from clusterkv_jax.generation import compile_ahead
+        from clusterkv_jax.checkpoints.loading import calibrated
+        from clusterkv_jax.generation.generate import compile_ahead
         from clusterkv_jax.presets import check_calibrated
         from clusterkv_jax.sampling import check_seed
 
@@ -207,8 +207,8 @@ def _served(
 ) -> Run:
     """Answers about several texts, by an engine that is as large as they need; a line says how it does."""
     import clusterkv_jax as ckv
-    from clusterkv_jax.batch import make_batch
     from clusterkv_jax.engine.metrics import stats_line
+    from clusterkv_jax.generation.batch import make_batch
     from clusterkv_jax.presets import completed
 
     how = {name: sizes[name] for name in ("max_new_tokens", "stop", "stop_ids", "sampling")} | {"seed": seed}

@@ -61,8 +61,8 @@ def inspect_keys(
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation.inspection import page as inspection_page
         from clusterkv_jax.evaluation.tasks import sources
-        from clusterkv_jax.files import write_whole
         from clusterkv_jax.presets import AUTO, UNLEARNED
+        from clusterkv_jax.storage.files import write_whole
 
         entries = parse_entries(split(methods), (budget or BUDGET,), meant={AUTO: UNLEARNED})
         by_name = {entry.name: entry.method for entry in by_class(entries)}
@@ -98,7 +98,7 @@ def inspect_recall(
         import clusterkv_jax as ckv
         from clusterkv_jax.evaluation.inspection import observations, recall_rates
         from clusterkv_jax.evaluation.tasks import sources
-        from clusterkv_jax.files import write_whole
+        from clusterkv_jax.storage.files import write_whole
 
         entries = parse_entries(split(methods), tuple(str(parse_count(part, "--budgets")) for part in split(budgets)))
         for entry in entries:

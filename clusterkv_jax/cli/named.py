@@ -42,9 +42,9 @@ def check_prompts(
     """Raise ValueError for a method that cannot read these prompts; `sizes` are the arguments of `generate`."""
     import numpy as np
 
-    from clusterkv_jax.batch import make_batch
     from clusterkv_jax.engine.requests import request_of_batch
-    from clusterkv_jax.generation import kept_whole
+    from clusterkv_jax.generation.batch import make_batch
+    from clusterkv_jax.generation.generate import kept_whole
     from clusterkv_jax.methods.plan import check_prompts, is_endless
     from clusterkv_jax.presets import completed
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from clusterkv_jax.evaluation.report.plots import COLOURS, new_figure
-from clusterkv_jax.files import replacing
 from clusterkv_jax.planning.arithmetic import memory
 from clusterkv_jax.planning.measures import Measures
 from clusterkv_jax.planning.topology import GIB, Topology
+from clusterkv_jax.storage.files import replacing
 
 
 def check(file: Path) -> None:

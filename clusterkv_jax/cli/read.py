@@ -139,7 +139,7 @@ def ask_saved(
     `options` are those of `Engine.add`; without a sampling the model's own.
     """
     from clusterkv_jax import saving
-    from clusterkv_jax.schema import checked
+    from clusterkv_jax.storage.schema import checked
 
     if not questions:
         raise ValueError("--cache needs a --question.")
@@ -183,7 +183,7 @@ def _opened(how: Reading) -> tuple[Any, str, Any, dict[str, Any]]:
     """The model, the method with its name, and how texts are read."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
-    from clusterkv_jax.checkpoints import calibrated
+    from clusterkv_jax.checkpoints.loading import calibrated
     from clusterkv_jax.presets import check_calibrated, completed
     from clusterkv_jax.text.prompts import as_chat
 

@@ -60,7 +60,7 @@ def sentence(error: Exception) -> str:
 
 def can_draw(what: str) -> bool:
     """Whether matplotlib is there; where it is missing, a line says that the picture is left out."""
-    from clusterkv_jax.extras import library
+    from clusterkv_jax.runtime.extras import library
 
     try:
         library("matplotlib", f"Drawing {what}", "plots")
@@ -151,7 +151,7 @@ def use_compilation_cache(on: bool, folder: str | None = None) -> None:
     """Keep compiled programs in a folder or bucket, the user's folder by default, or nowhere."""
     import jax
 
-    from clusterkv_jax.kept_programs import keep_programs
+    from clusterkv_jax.storage.compilation_cache import keep_programs
 
     if on:
         keep_programs(folder)
@@ -162,7 +162,7 @@ def use_compilation_cache(on: bool, folder: str | None = None) -> None:
 @contextmanager
 def compiling(name: str, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A spinner while programs are compiled, then one line that says what that took; called with each one's name."""
-    from clusterkv_jax.programs import compilation
+    from clusterkv_jax.runtime.programs import compilation
 
     console = plain_console(stderr=True, quiet=quiet, highlight=False)
     with console.status(Text(f"Compiling {name} ...")) as spinner, compilation() as total:

@@ -53,7 +53,7 @@ def how_to_read(
     tokenizer: Any, raw: bool, chat: bool, system: str | None, arguments: str | None, special_tokens: bool
 ) -> dict[str, Any]:
     """What `generate` is told of texts: the chat template where the model has one, unless they are `raw`."""
-    from clusterkv_jax.schema import from_json
+    from clusterkv_jax.storage.schema import from_json
     from clusterkv_jax.text.chat import has_template
 
     if raw and (chat or system is not None or arguments is not None):

@@ -12,11 +12,11 @@ import jax
 from clusterkv_jax.cli.peers import Peers, join
 from clusterkv_jax.cli.process import ERROR, INTERRUPTED, RESTART
 from clusterkv_jax.cli.terminal import sentence
-from clusterkv_jax.errors import shown
 from clusterkv_jax.evaluation import replicas, runner
 from clusterkv_jax.evaluation.batching import Batch
 from clusterkv_jax.evaluation.outputs import Lost, Output
 from clusterkv_jax.evaluation.replicas import Replica, Team
+from clusterkv_jax.runtime.errors import shown
 
 _log = logging.getLogger(__name__)
 

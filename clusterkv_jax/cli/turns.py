@@ -39,7 +39,7 @@ def talk(console: Console, conversation: Any, saved: Saved) -> None:
 
 def opened(doing: str, begin: Callable[..., Any]) -> Any:
     """A conversation, with a spinner that says what is being done, and a line that says what it took."""
-    from clusterkv_jax.programs import compilation
+    from clusterkv_jax.runtime.programs import compilation
 
     console, begun = plain_console(stderr=True, highlight=False), time.perf_counter()
     with console.status(Text(f"{doing} ...")) as spinner, compilation() as compiled:

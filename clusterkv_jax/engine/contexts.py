@@ -18,9 +18,9 @@ import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.engine.runner import placed_on_host
-from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.runtime.errors import shown
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")

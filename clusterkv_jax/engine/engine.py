@@ -12,7 +12,7 @@ import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import runner
 from clusterkv_jax.engine.contexts import Context, ContextStore, Place, check_own
 from clusterkv_jax.engine.handle import Handle, State
@@ -34,15 +34,15 @@ from clusterkv_jax.engine.scheduler import (
     remove,
     with_tokens,
 )
-from clusterkv_jax.errors import out_of_memory_explained
+from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
-from clusterkv_jax.prng import seed_words, spread
-from clusterkv_jax.programs import Compilation, compilation
-from clusterkv_jax.results import Result
+from clusterkv_jax.runtime.errors import out_of_memory_explained
+from clusterkv_jax.runtime.prng import seed_words, spread
+from clusterkv_jax.runtime.programs import Compilation, compilation
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import fetch, on_mesh
 from clusterkv_jax.sampling import Sampling, check_seeds
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.text.prompts import Texts, listed
 from clusterkv_jax.text.stops import shorten, show
 

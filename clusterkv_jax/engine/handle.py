@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from clusterkv_jax.results import Result
+from clusterkv_jax.generation.results import Result
 
 State = Literal["waiting", "active", "finished", "failed", "cancelled"]
 

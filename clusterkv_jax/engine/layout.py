@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.batch import QUESTION_STEP, bucket
-from clusterkv_jax.cache import KVCache
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.checks import check_counts, check_flag
+from clusterkv_jax.cache.layers import KVCache
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
 from clusterkv_jax.engine.runner import slot_plans, template
-from clusterkv_jax.errors import shown
+from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import check_prompts, longest_short
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
+from clusterkv_jax.runtime.checks import check_counts, check_flag
+from clusterkv_jax.runtime.errors import shown
 
 # Contexts that the device has room for where nobody says how many bytes.
 DEVICE_CONTEXTS = 2

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.reading import tokens_at_once
-from clusterkv_jax.sharding import HEAD_AXES, ambient_mesh, partition
+from clusterkv_jax.models.prompt_forward import tokens_at_once
+from clusterkv_jax.runtime.sharding import HEAD_AXES, ambient_mesh, partition
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """What a request comes to: the result that `generate` has, or a slot's logits that are no numbers."""
 
-from clusterkv_jax.cache import KVCache, nbytes
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.diagnosis import check_finite
+from clusterkv_jax.cache.host_store import host_bytes, traffic
+from clusterkv_jax.cache.layers import KVCache, nbytes
+from clusterkv_jax.cache.sliding_window import window_bytes
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.scheduler import RunningSequence
-from clusterkv_jax.host_store import host_bytes, traffic
+from clusterkv_jax.generation.diagnosis import check_finite
+from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.results import Result, Stats, full_bytes
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.text.stops import finish_reason, text_of
 from clusterkv_jax.text.tokenizer import Tokens
-from clusterkv_jax.windows import window_bytes
 
 
 def result_of(

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.batch import Batch, padded
-from clusterkv_jax.cache import Group, KVCache, WindowCache, group_heads, groups, occupancy
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.cache.layers import Group, KVCache, WindowCache, group_heads, groups, occupancy
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
 from clusterkv_jax.engine.layout import Layout, Limits
@@ -27,9 +26,10 @@ from clusterkv_jax.engine.requests import (
     request_of_batch,
     rows_alike,
 )
-from clusterkv_jax.errors import shown
+from clusterkv_jax.generation.batch import Batch, padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.prng import seed_key
+from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.text.prompts import as_chat, encode_all
 from clusterkv_jax.text.tokenizer import Tokens
 

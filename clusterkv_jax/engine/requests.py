@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.batch import Batch, make_batch
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
-from clusterkv_jax.errors import counted, shown
+from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import repeats
 from clusterkv_jax.methods.request import Request as SizeRequest
 from clusterkv_jax.methods.request import request_of_model
+from clusterkv_jax.runtime.errors import counted, shown
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.text.chat import Chat
 from clusterkv_jax.text.tokenizer import Tokens

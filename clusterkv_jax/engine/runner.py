@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.batch import padded
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.cache import KVCache, State, copy_sequences, groups
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.conditions import repeated, where_due
+from clusterkv_jax.cache.host_store import commit, place
+from clusterkv_jax.cache.layers import KVCache, State, copy_sequences, groups
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.engine.sampling import SamplingState, draw
-from clusterkv_jax.host_store import commit, place
+from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, steps_until_due, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
@@ -35,9 +34,10 @@ from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.programs import compiler, jit
+from clusterkv_jax.runtime.control_flow import repeated, where_due
+from clusterkv_jax.runtime.programs import compiler, jit
+from clusterkv_jax.runtime.sharding import constrain
 from clusterkv_jax.sampling import NOT_FINITE
-from clusterkv_jax.sharding import constrain
 from clusterkv_jax.text.tokenizer import Tokens
 
 NO_QUESTION: tuple[Tokens, int] = ([], 1)

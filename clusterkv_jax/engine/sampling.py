@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from clusterkv_jax.prng import wrapped
+from clusterkv_jax.runtime.prng import wrapped
+from clusterkv_jax.runtime.sharding import first_greatest
 from clusterkv_jax.sampling import NOT_FINITE, Sampling, draw_one
-from clusterkv_jax.sharding import first_greatest
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.sampling import SamplingState, sampling_state
-from clusterkv_jax.prng import seed_words
+from clusterkv_jax.runtime.prng import seed_words
 from clusterkv_jax.sampling import Sampling
 
 

@@ -6,8 +6,8 @@ jobs x entries -> batches of similar length -> their shares among replicas of th
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from clusterkv_jax.batch import QUESTION_STEP, bucket
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
 Key = tuple[str, str, str]  # method, budget, example

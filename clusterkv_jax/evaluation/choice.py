@@ -8,7 +8,7 @@ import numpy as np
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.calibration import AutoChoice, Calibration
-from clusterkv_jax.checkpoints import Model, calibrated
+from clusterkv_jax.checkpoints.loading import Model, calibrated
 from clusterkv_jax.evaluation.responses import likelihoods, possible
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.methods import Auto, Full, Method

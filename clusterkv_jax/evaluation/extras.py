@@ -2,6 +2,6 @@
 
 from functools import partial
 
-from clusterkv_jax.extras import library as of_extra
+from clusterkv_jax.runtime.extras import library as of_extra
 
 library = partial(of_extra, extra="eval")

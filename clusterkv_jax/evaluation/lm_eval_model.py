@@ -25,18 +25,19 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from msgspec import Meta
 
-import clusterkv_jax as ckv
-from clusterkv_jax import schema
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.checkpoints.model_dir import locate
 from clusterkv_jax.evaluation import responses, rounds
 from clusterkv_jax.evaluation.batching import Batch, Entry, Job, batches
 from clusterkv_jax.evaluation.replicas import Post, Replica, Team, replicas
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.rounds import Rounds
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
-from clusterkv_jax.folders import locate
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import AUTO, as_method, check_calibrated, is_calibrated
+from clusterkv_jax.sampling import Sampling
+from clusterkv_jax.storage import schema
 from clusterkv_jax.text.chat import render
 from clusterkv_jax.text.tokenizer import encode
 
@@ -263,20 +264,20 @@ def _entry(asked: Arguments) -> Entry:
     rows, ratio = asked.cache_tokens, asked.cache_ratio
     if ratio is not None and rows is not None:
         raise ValueError(f"Give cache_ratio or cache_tokens, not both (got {ratio} and {rows}).")
-    budget = None if ratio is None and rows is None else ckv.Budget(ratio=ratio, tokens=rows)
+    budget = None if ratio is None and rows is None else Budget(ratio=ratio, tokens=rows)
     learned = asked.method != AUTO or is_calibrated(asked.model)
     method = as_method(asked.method, budget=budget, learned=learned, model=asked.model)
     check_calibrated(asked.model, None, {asked.method: method})
     return Entry(asked.method, str(ratio or rows or "1.0"), method)
 
 
-def _sampling(settings: dict[str, Any]) -> ckv.Sampling:
+def _sampling(settings: dict[str, Any]) -> Sampling:
     """How a task wants its answers: greedy unless it says do_sample, as transformers does."""
     if not settings.get("do_sample"):
-        return ckv.Sampling()
+        return Sampling()
     filters = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
     temperature = settings.get("temperature")
-    return ckv.Sampling(temperature=1.0 if temperature is None else float(temperature), **filters)
+    return Sampling(temperature=1.0 if temperature is None else float(temperature), **filters)
 
 
 def _likelihood(answer: Answer) -> tuple[float, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from clusterkv_jax.extras import versions
+from clusterkv_jax.runtime.extras import versions
 
 _PACKAGES = ("clusterkv-jax", "jax", "jaxlib", "numpy", "transformers", "tokenizers")
 

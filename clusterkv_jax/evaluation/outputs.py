@@ -20,11 +20,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from clusterkv_jax.buckets import answering, copied, place, there, working_folder
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.records import PACKED, RESULTS, RUN
-from clusterkv_jax.files import alone
-from clusterkv_jax.schema import AnyPath
+from clusterkv_jax.storage.buckets import answering, copied, place, there, working_folder
+from clusterkv_jax.storage.files import alone
+from clusterkv_jax.storage.schema import AnyPath
 
 # The longest that a process waits for its log to be in the bucket when it ends.
 LOG_SECONDS = 2

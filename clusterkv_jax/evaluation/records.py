@@ -10,9 +10,9 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.scoring import METRICS
-from clusterkv_jax.files import replacing
+from clusterkv_jax.storage import schema
+from clusterkv_jax.storage.files import replacing
 
 RESULTS, RUN = "results.jsonl", "run.json"
 PACKED = f"{RESULTS}.gz"

@@ -20,10 +20,10 @@ import jax
 import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from clusterkv_jax.checkpoints import Model, load
+from clusterkv_jax.checkpoints.loading import Model, load
 from clusterkv_jax.evaluation.batching import Batch, Key, shares
 from clusterkv_jax.evaluation.responses import Answer, Answers, responder
-from clusterkv_jax.sharding import fitted_mesh, mesh_sizes, named_mesh
+from clusterkv_jax.runtime.sharding import fitted_mesh, mesh_sizes, named_mesh
 
 # Between two looks at what other processes have sent.
 POLL_SECONDS = 0.2

@@ -12,24 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.batch import QUESTION_STEP, bucket, padded
-from clusterkv_jax.cache import KVCache, nbytes, occupancy, take_sequences
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequences
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.engine import Engine, EngineStats, Handle
-from clusterkv_jax.errors import out_of_memory_explained
 from clusterkv_jax.evaluation.batching import Batch
 from clusterkv_jax.evaluation.tasks.cases import Prompt, Tokens
+from clusterkv_jax.generation.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.presets import completed
-from clusterkv_jax.prng import seed_key
-from clusterkv_jax.programs import compilation, jit
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import fetch, on_mesh
+from clusterkv_jax.runtime.errors import out_of_memory_explained
+from clusterkv_jax.runtime.prng import seed_key
+from clusterkv_jax.runtime.programs import compilation, jit
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import fetch, on_mesh
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256

@@ -21,7 +21,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.batching import Batch, Entry, Job, Key, plan
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
@@ -29,8 +28,9 @@ from clusterkv_jax.evaluation.responses import Answer, Answers
 from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.settings import brief, close_run, open_run, settings
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
-from clusterkv_jax.files import append_whole, write_whole
 from clusterkv_jax.methods import Method
+from clusterkv_jax.storage import schema
+from clusterkv_jax.storage.files import append_whole, write_whole
 
 # A batch's answers, by its method, prompts, most new tokens and stop strings.
 Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], Sequence[Answer]]

@@ -13,7 +13,7 @@ from typing import Any
 from clusterkv_jax.evaluation import records
 from clusterkv_jax.evaluation.batching import Entry, Job
 from clusterkv_jax.evaluation.records import PACKED, RESULTS, RUN, Record
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.storage.files import write_whole
 
 
 def settings(

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import decode, frequencies, turn
-from clusterkv_jax.checks import check_counts, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import check_heads, clean, masked_softmax, protect, real_rows
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.checks import check_counts, concrete
+from clusterkv_jax.runtime.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Number of queries, their mean, and the sum of the outer products of their distances from it.

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import Lengths, check_heads, clean, protect, real_rows
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.scores import pooled
-from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SKETCH = 48

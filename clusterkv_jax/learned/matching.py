@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.checks import check_counts, concrete
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.checks import check_counts, concrete
+from clusterkv_jax.runtime.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Mass that exists at once, in elements (f32): 256 MiB.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.learned.fitting import Fit, check_rows
 from clusterkv_jax.learned.surrogates import predicted_scores
-from clusterkv_jax.prng import seed_key
+from clusterkv_jax.runtime.prng import seed_key
 
 # KVzap's recipe; the inner layer has inputs / 8 units.
 RATE, DECAY, EPOCHS, BATCH, HELD_OUT = 5e-3, 1e-2, 15, 512, 0.05

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.cache import LayerCache, from_tokens
-from clusterkv_jax.checks import check_counts
+from clusterkv_jax.cache.layers import LayerCache, from_tokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.learned.padding import Lengths, check_heads, clean, real_rows
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.scores import last_queries, pooled, probabilities
-from clusterkv_jax.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # Projected values of one head that exist at once, in rows.

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.checks import concrete
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.runtime.checks import concrete
 
 Lengths = Int[Array | np.ndarray, "B #K"] | Int[Array | np.ndarray, " B"] | None
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from clusterkv_jax.checks import check_counts
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.settings import own_settings
 
 HIGHEST = jax.lax.Precision.HIGHEST
 # A weight changes by no more than this factor, e^3 as in the paper.

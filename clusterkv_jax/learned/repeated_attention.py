@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.causal_attention import LARGEST_BLOCK, attention_with_lse, segment_edges
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.sharding import ambient_mesh
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision, platform
+from clusterkv_jax.runtime.sharding import ambient_mesh
 
 # Logits of one block of queries, in elements (f32): 128 MiB on accelerators, what a CPU's last cache may hold there.
 LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**25, "tpu": 2**25}

@@ -19,16 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax import reading
-from clusterkv_jax.checks import check_array, check_counts, check_ids, check_lengths, concrete
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.learned.repeated_attention import Sight, attend
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import prompt_forward, transformer
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.programs import jit
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import constrain, constrain_cache
+from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_lengths, concrete
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 from clusterkv_jax.text.tokenizer import encode
 
 Params = dict[str, Any]
@@ -158,10 +157,10 @@ def reconstruction(
     _check(count, chunk, prompts, sinks, prefix)
     _check_known(tokens, lengths, prompts, config.vocab_size)
     counts = jnp.full(batch, count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    hidden, counts = reading.embed(params, config, tokens, counts)
+    hidden, counts = prompt_forward.embed(params, config, tokens, counts)
     rows = []
     for layer in params["layers"]:
-        hidden, *keys_and_values = reading.read_layer(layer, config.of_layer(len(rows)), None, hidden)
+        hidden, *keys_and_values = prompt_forward.read_layer(layer, config.of_layer(len(rows)), None, hidden)
         rows.append(keys_and_values)
     options = {"chunk": chunk, "prompts": prompts, "sinks": sinks, "normalize": normalize, "prefix": prefix}
     return repeated(params, config, rows, tokens, counts, **options, run=run)

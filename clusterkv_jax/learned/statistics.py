@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from clusterkv_jax.checks import check_counts
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.padding import Lengths, clean, real_rows
-from clusterkv_jax.settings import own_settings
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.settings import own_settings
 
 # Below it a range of values is none: a constant channel would divide by 0.
 SMALLEST_RANGE = 1e-6

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from clusterkv_jax.checks import check_array
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.few_tokens import few
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import on_one_device
+from clusterkv_jax.runtime.checks import check_array
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import on_one_device
 
 HIGHEST = jax.lax.Precision.HIGHEST
 IN_FLOAT32 = 3  # bfloat16 numbers whose sum is a float32 number

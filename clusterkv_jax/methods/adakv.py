@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_number, is_one_of
 from clusterkv_jax.methods.base import Holding, Schedule, every
 from clusterkv_jax.methods.families.eviction import (
     best_of_layer,
@@ -20,6 +19,7 @@ from clusterkv_jax.methods.families.eviction import (
     unprotected,
 )
 from clusterkv_jax.methods.snapkv import SnapKV
+from clusterkv_jax.runtime.errors import check_fields, is_number, is_one_of
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax import pages
-from clusterkv_jax.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.budget import Budget, rows_for, share_table
-from clusterkv_jax.cache import Group, LayerCache, NewTokens, PagedHeads, append, append_scored, moved_up
-from clusterkv_jax.errors import counted
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
+from clusterkv_jax.cache.layers import Group, LayerCache, NewTokens, PagedHeads, append, append_scored, moved_up
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.errors import counted
+from clusterkv_jax.runtime.sharding import over_heads
 
 # What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
 Memory = dict[str, Array]

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from clusterkv_jax.attention import join_heads, with_mean, with_sinks
-from clusterkv_jax.cache import (
+from clusterkv_jax.cache.attention import join_heads, with_mean, with_sinks
+from clusterkv_jax.cache.layers import (
     HeadGroups,
     LayerCache,
     NewTokens,
@@ -33,13 +33,13 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import power_of_two
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Memory, Method
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.sharding import on_one_device, over_heads, slot_ways
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import on_one_device, over_heads, slot_ways
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
 BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding

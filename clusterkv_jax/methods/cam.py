@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax import prng
-from clusterkv_jax.attention import attend_with_probabilities, with_sinks
-from clusterkv_jax.cache import LayerCache, NewTokens, rows_at, take_rows
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
+from clusterkv_jax.cache.layers import LayerCache, NewTokens, rows_at, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored, dequantised
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming, replace_row
+from clusterkv_jax.runtime import prng
+from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.scores import group_mean, over_query_blocks
 
 

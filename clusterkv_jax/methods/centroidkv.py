@@ -5,8 +5,8 @@ from typing import Literal
 
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.families.clustering import Clustering
+from clusterkv_jax.runtime.errors import check_fields, is_number
 
 
 @dataclass(frozen=True)

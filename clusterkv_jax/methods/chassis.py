@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax import pages
-from clusterkv_jax.attention import join_heads, query_heads
 from clusterkv_jax.blocks.config import Rope
-from clusterkv_jax.cache import (
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.attention import join_heads, query_heads
+from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
     KVCache,
@@ -39,7 +39,7 @@ from clusterkv_jax.cache import (
     resize,
     select_heads,
 )
-from clusterkv_jax.conditions import in_order
+from clusterkv_jax.cache.sliding_window import ring, step_window
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -53,8 +53,8 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
-from clusterkv_jax.sharding import constrain, constrain_cache
-from clusterkv_jax.windows import ring, step_window
+from clusterkv_jax.runtime.control_flow import in_order
+from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 
 
 @jax.tree_util.register_dataclass

@@ -7,10 +7,10 @@ import numpy as np
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.errors import check_fields, counted, is_count, is_number
 from clusterkv_jax.methods.base import Schedule, every, head_rows
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.methods.request import Request
+from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_number
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 from typing_extensions import override
 
-from clusterkv_jax import host_store, prng
-from clusterkv_jax.cache import LayerCache, NewTokens, resize
-from clusterkv_jax.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.cache import host_store
+from clusterkv_jax.cache.layers import LayerCache, NewTokens, resize
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -22,7 +21,9 @@ from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Protected, Rows, Schedule, every, one_by_one
 from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime import prng
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.runtime.sharding import over_heads
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ClusterKV(Recall):
     the largest of their scores.
 
     `store="host"` keeps the rows of the layers that are not dense in host memory, and on the device those that the last
-    `cached_steps` steps recalled; a step moves the others (see `clusterkv_jax.host_store`).
+    `cached_steps` steps recalled; a step moves the others (see `clusterkv_jax.cache.host_store`).
     """
 
     sinks: int = 16

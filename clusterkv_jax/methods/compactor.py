@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count, is_number
 from clusterkv_jax.learned import compactor, draw_sketch
 from clusterkv_jax.learned.expected import before_rotation
 from clusterkv_jax.methods.base import Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
 
 @dataclass(frozen=True)

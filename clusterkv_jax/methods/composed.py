@@ -7,9 +7,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax import pages
-from clusterkv_jax.cache import NewTokens, resize
-from clusterkv_jax.errors import check_fields, counted
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.layers import NewTokens, resize
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -26,6 +25,7 @@ from clusterkv_jax.methods.base import (
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.methods.streamingllm import moved_back
+from clusterkv_jax.runtime.errors import check_fields, counted
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache import Layer, LayerCache, State, from_real_tokens, resize
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.cache.layers import Layer, LayerCache, State, from_real_tokens, resize
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.place_rows import place_rows
 from clusterkv_jax.methods.base import Compressed, Method
@@ -37,8 +36,9 @@ from clusterkv_jax.methods.chassis import (
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import on_one_device
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import on_one_device
 
 # Layers that are compressed at once at most, and the bytes of their rows: eight layers of 32,768 tokens in bf16 of 8 KV
 # heads of 128, their scores and squares.

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.learned.output import drop_scores
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Scoped, Windowed, window_of
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.cache import NewTokens
-from clusterkv_jax.errors import check_fields, is_count, is_number
+from clusterkv_jax.cache.layers import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.expected import (
     Moments,
@@ -21,6 +20,7 @@ from clusterkv_jax.learned.expected import (
 )
 from clusterkv_jax.methods.base import Memory, Need, Protected, Rows, append_and_attend
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, NewTokens, take_rows
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
+from clusterkv_jax.cache.layers import LayerCache, NewTokens, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -27,6 +26,7 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.families.eviction import best_rows
 from clusterkv_jax.methods.families.streaming import replace_row
+from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.scores import accumulated_scores
 
 

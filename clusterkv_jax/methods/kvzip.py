@@ -8,11 +8,11 @@ from typing import Any, Literal
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import Need
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.families.scored import Scored
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count
 from clusterkv_jax.learned import lagkv
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache import LayerCache, NewTokens
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.layers import LayerCache, NewTokens
 from clusterkv_jax.learned.refitting import refit, squared_errors
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, in_front
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.errors import check_fields, is_count
+from clusterkv_jax.runtime.sharding import over_heads
 
 # One in so many reference queries is kept out of the fit, and judges it.
 JUDGES = 4

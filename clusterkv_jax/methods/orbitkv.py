@@ -18,9 +18,7 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, kept_slots
-from clusterkv_jax.errors import check_fields, is_count, is_number
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.cache.layers import LayerCache, kept_slots
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
@@ -37,7 +35,9 @@ from clusterkv_jax.methods.families.eviction import protected_rows, share_of, un
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
+from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
 # GravityKV's defaults.

@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
 from pathlib import Path
 
-from clusterkv_jax.errors import shown
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.runtime.errors import shown
 
 # What a package names its methods under: [project.entry-points."clusterkv_jax.methods"] mine = "package.module:Class".
 GROUP = "clusterkv_jax.methods"

@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
-from clusterkv_jax.checks import concrete
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_apart
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request, request_of_model
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.sharding import ambient_mesh, slot_ways
+from clusterkv_jax.runtime.checks import concrete
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import ambient_mesh, slot_ways
 
 Plans = Callable[[int], LayerPlan]
 

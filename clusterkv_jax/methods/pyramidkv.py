@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.budget import rows_for
-from clusterkv_jax.errors import check_fields, counted, is_number, is_one_of
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.methods.snapkv import check_pooling, snap_scores
+from clusterkv_jax.runtime.errors import check_fields, counted, is_number, is_one_of
 from clusterkv_jax.scores import Pooling
 
 

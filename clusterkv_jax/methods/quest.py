@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.cache import LayerCache, NewTokens
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.layers import LayerCache, NewTokens
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.errors import check_fields, is_count
+from clusterkv_jax.runtime.sharding import over_heads
 
 
 @dataclass(frozen=True)

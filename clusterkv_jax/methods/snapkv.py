@@ -8,9 +8,9 @@ from typing import Any
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Windowed, window_of
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.scores import Pooling, as_ranked, group_mean, pooled, window_scores
 
 

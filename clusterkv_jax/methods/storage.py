@@ -7,8 +7,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from clusterkv_jax.errors import check_fields, is_one_of
 from clusterkv_jax.kernels.quantised import CacheDtype
+from clusterkv_jax.runtime.errors import check_fields, is_one_of
 
 _NAMES = typing.get_args(CacheDtype)
 

@@ -11,16 +11,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import attend_cache, with_sinks
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache import LayerCache, NewTokens, put_row, take_rows
-from clusterkv_jax.errors import check_fields
+from clusterkv_jax.cache.attention import attend_cache, with_sinks
+from clusterkv_jax.cache.layers import LayerCache, NewTokens, put_row, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Rows, Schedule, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming
 from clusterkv_jax.methods.request import Request
+from clusterkv_jax.runtime.errors import check_fields
 
 
 @dataclass(frozen=True)

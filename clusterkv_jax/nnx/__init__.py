@@ -5,7 +5,7 @@ keys and values, once it puts the output where the attention would. What neither
 drops. So all that reads and decodes with the library's own models does so with these.
 """
 
-from clusterkv_jax.extras import library
+from clusterkv_jax.runtime.extras import library
 
 library("flax.nnx", "clusterkv_jax.nnx", "flax")
 

@@ -14,13 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax import decoding, generation
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache
+from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.calibration import with_shares
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.checks import check_ids, on_host
-from clusterkv_jax.errors import shown
-from clusterkv_jax.generation import Result
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.generation.generate import Result
 from clusterkv_jax.methods.auto import settled
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
@@ -28,8 +26,10 @@ from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
 from clusterkv_jax.nnx.layouts import Layout, attentions, layers_of, layout_of
 from clusterkv_jax.presets import as_method
-from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import auto_mesh
+from clusterkv_jax.runtime.checks import check_ids, on_host
+from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import auto_mesh
 from clusterkv_jax.text.prompts import Texts, is_list
 
 # Positions of a model that says nothing of them.

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from clusterkv_jax.cache import KVCache, LayerCache, WindowCache
+from clusterkv_jax.cache.layers import KVCache, LayerCache, WindowCache
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import apart
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, abstract
-from clusterkv_jax.prng import seed_key
+from clusterkv_jax.runtime.prng import seed_key
+from clusterkv_jax.runtime.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
 
 WHOLE = PartitionSpec()
 HIDDEN = ("batch", "tokens", None)

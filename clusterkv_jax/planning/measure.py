@@ -13,12 +13,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, groups
+from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.chassis import Prompt
 from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.prompt_forward import TOKENS_AT_ONCE
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
@@ -28,8 +29,7 @@ from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
 from clusterkv_jax.presets import preset
-from clusterkv_jax.reading import TOKENS_AT_ONCE
-from clusterkv_jax.sharding import (
+from clusterkv_jax.runtime.sharding import (
     check_divides,
     fitted_mesh,
     mesh_axes,

@@ -5,12 +5,12 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from clusterkv_jax import hub
-from clusterkv_jax.checkpoints import CheckpointError, load_config
+from clusterkv_jax.checkpoints.loading import CheckpointError, load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.schema import shown
-from clusterkv_jax.weight_files import is_gguf
+from clusterkv_jax.storage import hub
+from clusterkv_jax.storage.schema import shown
+from clusterkv_jax.storage.weight_files import is_gguf
 
 
 def packaged_shapes() -> dict[str, Path]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.sharding import mesh_sizes
+from clusterkv_jax.runtime.sharding import mesh_sizes
 
 GIB, GB = 2**30, 10**9
 

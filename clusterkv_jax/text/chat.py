@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from clusterkv_jax.schema import shown
+from clusterkv_jax.storage.schema import shown
 from clusterkv_jax.text import guard
 from clusterkv_jax.text.tokenizer import encode
 

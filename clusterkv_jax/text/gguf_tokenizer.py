@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.schema import checked, shown
+from clusterkv_jax.storage.schema import checked, shown
 from clusterkv_jax.text.guard import advice_silenced, panics_caught
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

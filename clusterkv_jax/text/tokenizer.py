@@ -12,7 +12,7 @@ from typing import Any
 
 import platformdirs
 
-from clusterkv_jax.schema import MIB, from_json, read_text, shown, size
+from clusterkv_jax.storage.schema import MIB, from_json, read_text, shown, size
 from clusterkv_jax.text import guard
 
 Tokens = list[int]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import KVCache, groups
+from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.decoding import append_step
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
-from clusterkv_jax.batch import bucket, padded
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.schema import MIB, as_text, checked, from_json, read_lines, read_text, shown
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.generation.batch import bucket, padded
+from clusterkv_jax.storage.schema import MIB, as_text, checked, from_json, read_lines, read_text, shown
 from clusterkv_jax.text.tokenizer import Tokens, encode
 from clusterkv_jax.training.objective import Batch
 

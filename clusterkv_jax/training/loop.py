@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clusterkv_jax.extras import library
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.runtime.extras import library
+from clusterkv_jax.storage.files import write_whole
 
 optax = library("optax", "Training", "train")
 ocp = library("orbax.checkpoint", "Training", "train")

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax import pages, reading
-from clusterkv_jax.cache import KVCache, Layer, PagedHeads, WindowCache, group_heads, groups
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.layers import KVCache, Layer, PagedHeads, WindowCache, group_heads, groups
+from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.models import prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.windows import ring
 
 
 @jax.tree_util.register_dataclass
@@ -82,17 +83,17 @@ def read(
     if not through_rows:
         return cache, first
     tokens, lengths = jnp.asarray(batch.contexts), jnp.asarray(batch.lengths)
-    hidden, _ = reading.embed(params, config, tokens, lengths)
+    hidden, _ = prompt_forward.embed(params, config, tokens, lengths)
     layers = []
     for number, (weights, layer) in enumerate(zip(params["layers"], cache.layers, strict=True)):
         one_layer = jax.checkpoint(_read_layer, static_argnums=1)
         hidden, keys, values = one_layer(weights, config.of_layer(number), hidden)
         layers.append(in_place_of(layer, keys, values, lengths))
-    return replace(cache, layers=tuple(layers)), reading.last_logits(params, config, hidden, lengths)
+    return replace(cache, layers=tuple(layers)), prompt_forward.last_logits(params, config, hidden, lengths)
 
 
 def _read_layer(weights: Params, config: ModelConfig, hidden: Float[Array, "B N M"]) -> tuple[Array, Array, Array]:
-    hidden, _, keys, values, _ = reading.over_prompt(weights, config, None, hidden)
+    hidden, _, keys, values, _ = prompt_forward.over_prompt(weights, config, None, hidden)
     return hidden, keys, values
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.extras import library
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.runtime.extras import library
 
 
 @dataclass(frozen=True)

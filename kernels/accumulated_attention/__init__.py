@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.accumulated_attention import pallas_gpu, pallas_tpu, reference
-from clusterkv_jax.kernels.dispatch import dispatch
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {
     "gpu": pallas_gpu.accumulated_attention,

@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.tpu import vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
+from clusterkv_jax.runtime.dispatch import matmul_precision
 
 LANES = 128
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
 
 # Probabilities of one block of queries, in elements (f32): 256 MiB.
 PROBABILITIES_AT_ONCE = 2**26

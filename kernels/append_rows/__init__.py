@@ -5,8 +5,8 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.append_rows, "xla": reference.append_rows}
 

@@ -4,8 +4,8 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.biased_attention import pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Quantised
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {
     "gpu": differentiable(pallas_gpu.biased_attention),

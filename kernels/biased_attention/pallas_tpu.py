@@ -18,11 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from clusterkv_jax.kernels.biased_attention.reference import log_degree
-from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.quantised import Quantised, halves, in_basis_of_codes, is_packed, numbers
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
+from clusterkv_jax.runtime.dispatch import matmul_precision
 
 LANES = 128
 

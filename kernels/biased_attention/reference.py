@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import Quantised, Rows, halves, in_basis_of_codes, numbers, weight_dtype
 from clusterkv_jax.kernels.soft_cap import capped
+from clusterkv_jax.runtime.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 
 
 def log_degree(degree: Float[Array, "B K C"], length: Int[Array, "B K"] | None) -> Float[Array, "B K C"]:

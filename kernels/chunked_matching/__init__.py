@@ -3,8 +3,8 @@
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.chunked_matching import pallas_gpu, pallas_tpu, reference
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Rows
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {
     "gpu": pallas_gpu.chunked_matching,

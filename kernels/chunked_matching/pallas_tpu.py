@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from clusterkv_jax.kernels.chunked_matching.reference import as_product, listed_rows, rows_from
-from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.quantised import dequantised
 from clusterkv_jax.kernels.tpu import step_bytes, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
+from clusterkv_jax.runtime.dispatch import matmul_precision
 
 # Rows of a group: at least one side of the matrix unit in A rows, at most what keeps its scores small.
 SMALLEST_GROUP, LARGEST_GROUP = 256, 1024

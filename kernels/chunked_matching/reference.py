@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import head_after_head, matmul_operands, matmul_precision
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import dequantised
+from clusterkv_jax.runtime.dispatch import head_after_head, matmul_operands, matmul_precision
 
 
 def chunked_matching(

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.expert_products import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.expert_products, "xla": reference.expert_products}
 

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Int, Shaped
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.gather_rows import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.gather_rows, "xla": reference.gather_rows}
 

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.group_rows import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.group_rows, "xla": reference.group_rows}
 

@@ -5,8 +5,8 @@ A surrogate's scores come with them: it reads the same norm.
 
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.head_products import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.head_products, "xla": reference.head_products}
 

@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.index_scores import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.index_scores, "xla": reference.index_scores}
 

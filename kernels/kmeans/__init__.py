@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.kmeans import pallas_gpu, pallas_tpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.kmeans, "tpu": pallas_tpu.kmeans, "xla": reference.kmeans}
 

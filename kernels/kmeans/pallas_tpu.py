@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.dispatch import matmul_precision
 from clusterkv_jax.kernels.kmeans.reference import kept, means_of, unit_rows
 from clusterkv_jax.kernels.tpu import step_flops, vmem_budget
 from clusterkv_jax.kernels.tuning import blocks
+from clusterkv_jax.runtime.dispatch import matmul_precision
 
 LANES = 128
 

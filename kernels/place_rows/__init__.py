@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.place_rows import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.place_rows, "xla": reference.place_rows}
 

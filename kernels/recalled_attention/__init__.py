@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.recalled_attention import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.recalled_attention, "xla": reference.recalled_attention}
 

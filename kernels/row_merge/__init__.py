@@ -10,9 +10,9 @@ slot of its b row and takes its a row off the list, so that a round moves the ro
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Rows
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 Squares = tuple[Float[Array, "B K C"] | None, Float[Array, "B K C"] | None]
 

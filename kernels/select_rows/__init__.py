@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.select_rows import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.select_rows, "xla": reference.select_rows}
 

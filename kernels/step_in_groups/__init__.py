@@ -4,9 +4,9 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.kernels.step_in_groups import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.step_in_groups, "xla": reference.step_in_groups}
 Buffers = tuple[Any, Any, Array, Array | None, Array | None]

@@ -24,11 +24,11 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     combine_splits,
     split_sizes,
 )
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, is_packed, kind, rotated
 from clusterkv_jax.kernels.step_in_groups import reference
 from clusterkv_jax.kernels.tuning import blocks
+from clusterkv_jax.runtime.dispatch import platform
 
 MOST_QUERIES = 64  # query heads of a KV head
 

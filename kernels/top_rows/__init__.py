@@ -3,8 +3,8 @@
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.kernels.dispatch import dispatch
 from clusterkv_jax.kernels.top_rows import pallas_gpu, reference
+from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {"gpu": pallas_gpu.top_rows, "xla": reference.top_rows}
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from clusterkv_jax.benchmark.cells import OURS
 from clusterkv_jax.benchmark.table import put_into
-from clusterkv_jax.files import write_whole
+from clusterkv_jax.storage.files import write_whole
 
 Row = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[2]

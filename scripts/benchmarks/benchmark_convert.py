@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from clusterkv_jax.checkpoints import open_checkpoint
+from clusterkv_jax.checkpoints.loading import open_checkpoint
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_weights import file_shapes, layout
 
@@ -37,10 +37,10 @@ PUBLISHED = {
 # Random numbers at the beginning of each tensor; the rest are zeros.
 _RANDOM = 2**19
 
-CONVERT = "import sys; from clusterkv_jax.conversion import convert; convert(sys.argv[1], sys.argv[2])"
+CONVERT = "import sys; from clusterkv_jax.checkpoints.convert import convert; convert(sys.argv[1], sys.argv[2])"
 READ = """
 import sys, jax
-from clusterkv_jax.checkpoints import open_checkpoint
+from clusterkv_jax.checkpoints.loading import open_checkpoint
 for parameter in jax.tree.leaves(open_checkpoint(sys.argv[1]).parameters):
     parameter.view()[tuple(slice(0, n) for n in parameter.about.shape)]
 """

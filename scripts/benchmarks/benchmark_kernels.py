@@ -29,7 +29,7 @@ from benchmark_common import LLAMA, environment, median_seconds, timed
 import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
 from clusterkv_jax.blocks.causal_attention import causal_attention
-from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention

@@ -30,14 +30,14 @@ from benchmark_common import environment, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import random_params
-from clusterkv_jax.cache import take_sequences
+from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import list_presets, preset
-from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
 CALLS = 4  # of the decode program; the first is not counted
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"

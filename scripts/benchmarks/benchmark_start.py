@@ -31,7 +31,7 @@ def child(options: argparse.Namespace) -> None:
     import clusterkv_jax as ckv
     from clusterkv_jax.cli.terminal import use_compilation_cache
     from clusterkv_jax.presets import preset
-    from clusterkv_jax.programs import compilation
+    from clusterkv_jax.runtime.programs import compilation
 
     use_compilation_cache(True, options.cache)
     jax.devices()

@@ -22,7 +22,7 @@ from benchmark_common import environment, kernel_times, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.ours import device_bytes, random_params, read_bandwidth
-from clusterkv_jax.cache import take_sequences
+from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig

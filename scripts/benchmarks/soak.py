@@ -33,12 +33,13 @@ from rich.console import Console
 from rich.progress import track
 
 import clusterkv_jax as ckv
-from clusterkv_jax import cli, programs
-from clusterkv_jax.checkpoints import save_huggingface
+from clusterkv_jax import cli
+from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_panels
-from clusterkv_jax.files import write_whole
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.presets import list_presets, preset
+from clusterkv_jax.runtime import programs
+from clusterkv_jax.storage.files import write_whole
 
 WIDTHS = (192, 256, 320, 384, 512, 640)  # most tokens of a prompt, as `batch.bucket` makes them
 LENGTHS, BUDGETS = "384,512,640,768,896,1024", "0.75,0.5,0.375,0.25"
@@ -228,5 +229,5 @@ if __name__ == "__main__":
     # What is measured is what programs take, not how fast they are.
     jax.config.update("jax_disable_most_optimizations", True)
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("clusterkv_jax.programs").setLevel(logging.INFO)
+    logging.getLogger("clusterkv_jax.runtime.programs").setLevel(logging.INFO)
     app()

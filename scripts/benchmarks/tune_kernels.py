@@ -17,7 +17,7 @@ import jax
 from benchmark_common import environment
 
 from clusterkv_jax.kernels import tuning
-from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.runtime.dispatch import device_kind
 
 Sizes = dict[str, int]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from clusterkv_jax import Budget, CentroidKV, generate
-from clusterkv_jax.checkpoints import load
+from clusterkv_jax.checkpoints.loading import load
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.haystack import Book
 from clusterkv_jax.models.config import ModelConfig

@@ -20,7 +20,7 @@ from demo_recipes import RECIPES, Recipe, flops_per_token, tiny
 from jaxtyping import Array, Float, Int, UInt8, UInt16
 from rich.console import Console
 
-from clusterkv_jax.checkpoints import save_huggingface
+from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params, forward_hidden, init, unembed
 from clusterkv_jax.training import loop

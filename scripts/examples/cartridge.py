@@ -23,11 +23,11 @@ import typer
 from jaxtyping import Array, Bool, Float, Int
 
 import clusterkv_jax as ckv
-from clusterkv_jax.batch import padded
-from clusterkv_jax.cache import KVCache, take_sequences
+from clusterkv_jax.cache.layers import KVCache, take_sequences
 from clusterkv_jax.cli.terminal import one_sentence_errors
 from clusterkv_jax.decoding import DecodeState, append_step_jit, decode_loop
 from clusterkv_jax.evaluation.tasks import haystack, sources, synthetic
+from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.presets import preset
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.text.tokenizer import decode

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import copy_sequences
+from clusterkv_jax.cache.layers import copy_sequences
 from clusterkv_jax.training.objective import Batch, logits_of, logprobs, read
 
 CLASSES = 4

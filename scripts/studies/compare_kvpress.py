@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import clusterkv_jax as ckv
-from clusterkv_jax.batch import bucket
-from clusterkv_jax.cache import LayerCache
-from clusterkv_jax.generation import completed
-from clusterkv_jax.pages import unpaged
+from clusterkv_jax.cache.layers import LayerCache
+from clusterkv_jax.cache.pages import unpaged
+from clusterkv_jax.generation.batch import bucket
+from clusterkv_jax.generation.generate import completed
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 NEW_TOKENS = 24

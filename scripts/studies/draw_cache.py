@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache.layers import groups
 
 ROOT = Path(__file__).parents[2]
 NEEDLE = "amber-lantern"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import clusterkv_jax as ckv
-from clusterkv_jax import cache
+from clusterkv_jax.cache import layers
 from clusterkv_jax.methods import by_head, chassis
 from clusterkv_jax.presets import preset
 
@@ -42,7 +42,7 @@ def biased(model: ckv.Model, norm: float) -> ckv.Model:
 
 
 def _quantised(layer: Any, name: Any, *, less_mean: bool, whole: bool) -> Any:
-    return cache.quantised(layer, name, less_mean=less_mean and not whole)
+    return layers.quantised(layer, name, less_mean=less_mean and not whole)
 
 
 def main(

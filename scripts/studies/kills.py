@@ -34,7 +34,8 @@ from rich.progress import track
 from rich.table import Table
 
 import clusterkv_jax as ckv
-from clusterkv_jax import checkpoints, cli, saving
+from clusterkv_jax import cli, saving
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.terminal import use_compilation_cache
 from clusterkv_jax.evaluation import runner
 from clusterkv_jax.evaluation.batching import Entry, Job
@@ -277,9 +278,7 @@ def make_model(inputs: Path) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     config = registry.from_hf(published | small)
     params = transformer.init(jax.random.key(0), config)
-    checkpoints.save_huggingface(
-        inputs / "model", params, config, tokenizer_json=DEMO / "tokenizer.json", dtype="float32"
-    )
+    loading.save_huggingface(inputs / "model", params, config, tokenizer_json=DEMO / "tokenizer.json", dtype="float32")
     shutil.copy(DEMO.parents[1] / "configs" / "demo" / "mast_head.txt", inputs / "text.txt")
 
 

@@ -20,13 +20,13 @@ from jaxtyping import Float
 
 import clusterkv_jax as ckv
 from clusterkv_jax.calibration import Calibration, as_table, read
-from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.cli.terminal import one_sentence_errors, pace, plain_console
 from clusterkv_jax.evaluation import batching, manifest, responses, runner
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.tasks import cases, suites
-from clusterkv_jax.files import write_whole
 from clusterkv_jax.presets import described
+from clusterkv_jax.storage.files import write_whole
 
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3"),

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from clusterkv_jax import schema
+from clusterkv_jax.storage import schema
 
 PLAN = Path(__file__).with_suffix(".yaml")
 MOST_KEPT = 3 * schema.MIB

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from clusterkv_jax.attention import attend_cache
-from clusterkv_jax.cache import LayerCache, from_tokens, quantised
+from clusterkv_jax.cache.attention import attend_cache
+from clusterkv_jax.cache.layers import LayerCache, from_tokens, quantised
 from clusterkv_jax.kernels.quantised import CODES
 
 QUERIES, HEADS, DIM = 32, 8, 128

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clusterkv_jax.checkpoints import load
+from clusterkv_jax.checkpoints.loading import load
 from tests.support.checkpoint_files import LLAMA, same
 from tests.support.scripts import script
 

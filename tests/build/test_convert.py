@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from clusterkv_jax import cli, conversion, orbax_files
-from clusterkv_jax.checkpoints import CheckpointError, load
+from clusterkv_jax import cli
+from clusterkv_jax.checkpoints import convert
+from clusterkv_jax.checkpoints import orbax as orbax_files
+from clusterkv_jax.checkpoints.loading import CheckpointError, load
 from clusterkv_jax.models.transformer import forward
 from tests.support.checkpoint_files import EMBED, FAMILIES, HEAD, LLAMA, SINGLE, random_tensors, same, write
 
@@ -25,8 +27,8 @@ MODELS = {"llama": LLAMA, **FAMILIES}
 @pytest.fixture
 def small(monkeypatch):
     """Parts, pieces and chunks so small that a tiny model has many."""
-    monkeypatch.setattr(conversion, "PART", 30_000)
-    monkeypatch.setattr(conversion, "_CHUNK", 1024)
+    monkeypatch.setattr(convert, "PART", 30_000)
+    monkeypatch.setattr(convert, "_CHUNK", 1024)
     monkeypatch.setattr(orbax_files, "_LEAST_PIECE", 256)
 
 
@@ -37,9 +39,9 @@ def whole(tmp_path_factory):
     source = write(folder / "source", LLAMA, random_tensors(LLAMA), shards=2)
     (source / "generation_config.json").write_text('{"eos_token_id": 5}')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "PART", 30_000)
+        patch.setattr(convert, "PART", 30_000)
         patch.setattr(orbax_files, "_LEAST_PIECE", 256)
-        assert conversion.convert(source, folder / "target")
+        assert convert.convert(source, folder / "target")
     return folder
 
 
@@ -55,7 +57,7 @@ def logits(model):
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_safetensors(tmp_path, small, family, dtype):
     source = write(tmp_path / "source", MODELS[family], random_tensors(MODELS[family]), shards=2)
-    conversion.convert(source, tmp_path / "target", dtype=dtype)
+    convert.convert(source, tmp_path / "target", dtype=dtype)
     there, here = load(source, dtype=dtype), load(tmp_path / "target", dtype=dtype)
     assert same(there.params, here.params)
     assert here.config == there.config
@@ -65,7 +67,7 @@ def test_logits_are_those_of_safetensors(tmp_path, small, family, dtype):
 
 def test_the_type_of_the_embeddings_is_kept(tmp_path, small):
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA, jnp.bfloat16))
-    conversion.convert(source, tmp_path / "target")
+    convert.convert(source, tmp_path / "target")
     assert {x.dtype for x in orbax_files.read_manifest(tmp_path / "target").tensors.values()} == {"bfloat16"}
     for dtype in (None, "float32", "bfloat16", "float16"):
         there, here = load(source, dtype=dtype), load(tmp_path / "target", dtype=dtype)
@@ -80,7 +82,7 @@ def test_tied_embeddings(tmp_path, small, both, tied):
     if not both:
         del tensors[HEAD]
     source = write(tmp_path / "source", {**LLAMA, "tie_word_embeddings": True}, tensors)
-    conversion.convert(source, tmp_path / "target")
+    convert.convert(source, tmp_path / "target")
     model = load(tmp_path / "target")
     assert model.config.tie_embeddings == tied
     assert same(model.params, load(source).params)
@@ -88,7 +90,7 @@ def test_tied_embeddings(tmp_path, small, both, tied):
 
 def test_the_demo_model_with_tokenizer_and_calibration(tmp_path):
     progress = []
-    conversion.convert("demo", tmp_path / "demo", progress=lambda *numbers: progress.append(numbers))
+    convert.convert("demo", tmp_path / "demo", progress=lambda *numbers: progress.append(numbers))
     there, here = load("demo"), load(tmp_path / "demo")
     assert same(there.params, here.params)
     assert here.tokenizer.encode("Call me Ishmael.") == there.tokenizer.encode("Call me Ishmael.")
@@ -133,7 +135,7 @@ def test_large_parameters_are_cut_along_what_a_mesh_splits(whole):
 
 def test_a_whole_target_is_recognised(whole):
     before = {path: path.stat().st_mtime_ns for path in (whole / "target").rglob("*")}
-    assert not conversion.convert(whole / "source", whole / "target")
+    assert not convert.convert(whole / "source", whole / "target")
     assert {path: path.stat().st_mtime_ns for path in (whole / "target").rglob("*")} == before
 
 
@@ -148,12 +150,12 @@ def test_a_whole_target_is_recognised(whole):
 def test_a_target_that_is_something_else(tmp_path, whole, make, message):
     make(whole, tmp_path / "target")
     with pytest.raises(ValueError, match=message):
-        conversion.convert(whole / "source", tmp_path / "target", dtype="bfloat16")
+        convert.convert(whole / "source", tmp_path / "target", dtype="bfloat16")
 
 
 def interrupted(monkeypatch, source, target, name, calls):
     """A conversion that ends with an exception at a call of conversion's function `name`."""
-    function, count = getattr(conversion, name), 0
+    function, count = getattr(convert, name), 0
 
     def failing(*arguments):
         nonlocal count
@@ -163,9 +165,9 @@ def interrupted(monkeypatch, source, target, name, calls):
         return function(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, name, failing)
+        patch.setattr(convert, name, failing)
         with pytest.raises(RuntimeError, match="killed"):
-            conversion.convert(source, target)
+            convert.convert(source, target)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +179,9 @@ def test_an_interrupted_conversion_goes_on(tmp_path, small, monkeypatch, whole, 
     target = tmp_path / "target"
     interrupted(monkeypatch, whole / "source", target, name, calls)
     assert not target.exists()
-    saved, save = [], conversion._save_part
-    monkeypatch.setattr(conversion, "_save_part", lambda *arguments: saved.append(save(*arguments)))
-    conversion.convert(whole / "source", target)
+    saved, save = [], convert._save_part
+    monkeypatch.setattr(convert, "_save_part", lambda *arguments: saved.append(save(*arguments)))
+    convert.convert(whole / "source", target)
     assert len(saved) == 3 - parts
     assert same(load(target).params, load(whole / "source").params)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
@@ -188,15 +190,15 @@ def test_an_interrupted_conversion_goes_on(tmp_path, small, monkeypatch, whole, 
 def test_a_conversion_goes_on_with_the_same_model_only(tmp_path, small, monkeypatch, whole):
     interrupted(monkeypatch, whole / "source", tmp_path / "target", "_save_part", 3)
     with pytest.raises(ValueError, match="was begun with another model or type; remove it, or choose another name"):
-        conversion.convert(whole / "source", tmp_path / "target", dtype="bfloat16")
+        convert.convert(whole / "source", tmp_path / "target", dtype="bfloat16")
 
 
 def test_two_at_a_time(tmp_path, small, whole):
     def second(done, _):
         with pytest.raises(ValueError, match="Another process is writing"):
-            conversion.convert(whole / "source", tmp_path / "target")
+            convert.convert(whole / "source", tmp_path / "target")
 
-    conversion.convert(whole / "source", tmp_path / "target", progress=second)
+    convert.convert(whole / "source", tmp_path / "target", progress=second)
 
 
 # --- damage ---
@@ -360,7 +362,7 @@ def test_numbers_that_are_not_finite(tmp_path, small):
     tensors[EMBED][3, 4] = np.nan
     source = write(tmp_path / "source", LLAMA, tensors)
     with pytest.raises(CheckpointError, match=f"{EMBED} in .*{SINGLE} holds nan"):
-        conversion.convert(source, tmp_path / "target")
+        convert.convert(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -368,7 +370,7 @@ def test_a_disk_that_is_too_small(tmp_path, whole, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(OSError, match=r"target.started needs room for \d\S* GB, and the disk has 1e-06 GB left\."):
-        conversion.convert(whole / "source", tmp_path / "target")
+        convert.convert(whole / "source", tmp_path / "target")
 
 
 def test_a_disk_that_fills(tmp_path, whole, monkeypatch):
@@ -377,11 +379,11 @@ def test_a_disk_that_fills(tmp_path, whole, monkeypatch):
     def full(_):
         raise ValueError("RESOURCE_EXHAUSTED: ... to file 50: No space left on device [os_error_code='28']")
 
-    monkeypatch.setattr(conversion, "_settings", full)
+    monkeypatch.setattr(convert, "_settings", full)
     with pytest.raises(OSError, match=r"target.started/00000 could not be written: the disk is full\."):
-        conversion.convert(whole / "source", tmp_path / "target")
+        convert.convert(whole / "source", tmp_path / "target")
     monkeypatch.undo()
-    conversion.convert(whole / "source", tmp_path / "target")
+    convert.convert(whole / "source", tmp_path / "target")
 
 
 def test_without_orbax(tmp_path, whole, monkeypatch):
@@ -389,6 +391,6 @@ def test_without_orbax(tmp_path, whole, monkeypatch):
     for name in ("orbax.checkpoint.experimental.v1", "tensorstore"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"needs the package 'orbax\S*': pip install 'clusterkv-jax\[pods\]'\."):
-        conversion.convert(whole / "source", tmp_path / "target")
+        convert.convert(whole / "source", tmp_path / "target")
     with pytest.raises(ValueError, match=r"needs the package 'tensorstore': pip install 'clusterkv-jax\[pods\]'\."):
         load(whole / "target")

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from clusterkv_jax import conversion, orbax_files
+from clusterkv_jax.checkpoints import convert
+from clusterkv_jax.checkpoints import orbax as orbax_files
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
 
 pytest.importorskip("orbax.checkpoint")
@@ -19,9 +20,9 @@ import numpy as np
 source, target, port, number = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number))
-from clusterkv_jax import orbax_files
-from clusterkv_jax.checkpoints import load, open_checkpoint
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.checkpoints import orbax as orbax_files
+from clusterkv_jax.checkpoints.loading import load, open_checkpoint
+from clusterkv_jax.runtime.sharding import named_mesh
 reads, read = [], orbax_files.Pieces._whole_pieces
 def counted(self, first, last, rows):
     reads.append([self.where.split()[0], first * rows, last * rows])
@@ -39,7 +40,7 @@ print(json.dumps({"weights": model.config.weights, "reads": reads}))
 def test_each_process_reads_its_own_part(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_files, "_LEAST_PIECE", 128)
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA), shards=2)
-    conversion.convert(source, tmp_path / "target")
+    convert.convert(source, tmp_path / "target")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from clusterkv_jax.checkpoints import load
+from clusterkv_jax.checkpoints.loading import load
 from tests.support.checkpoint_files import LLAMA, random_tensors, same, write
 from tests.support.processes import python
 
@@ -16,14 +16,15 @@ pytest.importorskip("orbax.checkpoint")
 # Ends itself so many seconds after all is imported; a negative number never.
 CONVERT = """
 import os, signal, sys, threading, time
-from clusterkv_jax import conversion, orbax_files
-conversion.PART, orbax_files._LEAST_PIECE = 20_000, 256
-conversion._orbax()
+from clusterkv_jax.checkpoints import convert
+from clusterkv_jax.checkpoints import orbax as orbax_files
+convert.PART, orbax_files._LEAST_PIECE = 20_000, 256
+convert._orbax()
 source, target, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 begin = time.perf_counter()
 if seconds >= 0:
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-conversion.convert(source, target)
+convert.convert(source, target)
 print(time.perf_counter() - begin, flush=True)
 os._exit(0)
 """
@@ -60,14 +61,14 @@ def test_killed_while_parts_are_joined(tmp_path):
         "from pathlib import Path; from orbax.checkpoint._src.path import async_path\n"
         "moves, rename = [], async_path.rename\n"
         "async def counted(*paths):\n"
-        "    if conversion._joining and len(moves) == int(sys.argv[4]):\n"
+        "    if convert._joining and len(moves) == int(sys.argv[4]):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    moves.append(paths) if conversion._joining else None\n"
+        "    moves.append(paths) if convert._joining else None\n"
         "    return await rename(*paths)\n"
         "async_path.rename = counted\n"
-        "conversion._joining, finish = False, conversion._finish\n"
+        "conversion._joining, finish = False, convert._finish\n"
         "def joining(*arguments):\n"
-        "    conversion._joining = True\n"
+        "    convert._joining = True\n"
         "    finish(*arguments)\n"
         "conversion._finish = joining\n"
         "begin = ",

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import conditions
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.kernels.quantised import as_array
 from clusterkv_jax.methods import base, by_head, chassis, compressing
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
-from clusterkv_jax.programs import compilation
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime import control_flow
+from clusterkv_jax.runtime.programs import compilation
+from clusterkv_jax.runtime.sharding import named_mesh
 
 LAYERS, HEADS, GROUP, DIM, PROMPT = 3, 3, 2, 8, 100
 SHARES = ((3.0, 0.5, 0.5), (0.2, 1.0, 1.5), (0.4, 0.6, 0.3))  # heads alike; around the mean; a layer of little
@@ -144,7 +144,7 @@ def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch)
     cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
     recompressed = lambda: jax.jit(lambda cache: chassis.recompress(method, cache, None))(cache)  # noqa: E731
     elsewhere = recompressed()
-    monkeypatch.setattr(conditions, "platform", lambda: "gpu")
+    monkeypatch.setattr(control_flow, "platform", lambda: "gpu")
     got = recompressed()
     same(got, elsewhere)
     same((got.layers[1], got.state[1]), (cache.layers[1], cache.state[1]))

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax import host_store
-from clusterkv_jax.cache import take_sequences
+from clusterkv_jax.cache import host_store
+from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation import batching, responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
-from clusterkv_jax.sharding import auto_mesh, param_shardings
+from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 

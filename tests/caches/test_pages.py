@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax import cache, pages
-from clusterkv_jax.attention import attend_cache
+from clusterkv_jax.cache import layers, pages
+from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.plan import plan_layer
@@ -31,7 +31,7 @@ def normal(rng, *shape):
 def spread(rng, batch=2):
     """Prompts, and HEADS * MEAN rows to keep of each: some heads hold almost all, some next to nothing."""
     lengths = jnp.asarray(rng.integers(TOKENS // 2, TOKENS + 1, batch))
-    prompt = cache.from_tokens(*(normal(rng, batch, HEADS, TOKENS, DIM) for _ in range(2)), lengths)
+    prompt = layers.from_tokens(*(normal(rng, batch, HEADS, TOKENS, DIM) for _ in range(2)), lengths)
     score = rng.random((batch, HEADS, TOKENS)) + rng.choice([0, 0.1, 0.5, 5], (batch, HEADS, 1))
     score = np.where(prompt.degree > 0, score, -1.0).reshape(batch, -1)
     keep = score >= np.sort(score)[:, -HEADS * MEAN, None]
@@ -56,7 +56,7 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     rng = np.random.default_rng(seed)
     prompt, keep = spread(rng)
     paged = pages.paged(prompt, keep, MEAN + ROOM, PAGE)
-    padded = cache.resize(cache.take_rows(prompt, keep, TOKENS)[0], TOKENS + ROOM)
+    padded = layers.resize(layers.take_rows(prompt, keep, TOKENS)[0], TOKENS + ROOM)
     assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
     # The memory of the rows, less than a page more for each head, and nothing beside them.
     slots = math.prod(paged.degree.shape[1:])
@@ -69,7 +69,7 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
     # Every head has room for what will be appended, however the rows are spread, and each token for itself.
     tokens = tokens_to_append(rng, prompt.length[:, 0])
-    paged, padded = pages.append(paged, *tokens), cache.append(padded, *tokens)
+    paged, padded = pages.append(paged, *tokens), layers.append(padded, *tokens)
     assert bool(jnp.all(paged.length <= paged.capacity))
     assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
     assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
@@ -78,7 +78,7 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     every = ordinals(slots, 3) < paged.length[..., None]
     assert_same(pages.chosen(paged, every), paged)
     fewer = every & jnp.asarray(rng.random(every.shape) < rng.random((2, HEADS, 1)))
-    again = cache.take_rows(padded, fewer[:, :, : TOKENS + ROOM], TOKENS + ROOM)[0]
+    again = layers.take_rows(padded, fewer[:, :, : TOKENS + ROOM], TOKENS + ROOM)[0]
     paged = pages.chosen(paged, fewer)
     assert_same(pages.unpaged(paged, TOKENS + ROOM), again)
     assert_same(attend_cache(paged, query), attend_cache(again, query), 1e-5)
@@ -107,8 +107,8 @@ def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
     full = pages.append(paged, new, new, jnp.zeros((2, more), jnp.int32), jnp.ones((2, more), bool))
     np.testing.assert_array_equal(full.length, paged.length + more)
     assert int(full.degree.sum()) == full.degree.size
-    assert bool(cache.overflowed(ckv.KVCache((full,), (None,), prompt.length[:, 0])))
-    assert not bool(cache.overflowed(ckv.KVCache((paged,), (None,), prompt.length[:, 0])))
+    assert bool(layers.overflowed(ckv.KVCache((full,), (None,), prompt.length[:, 0])))
+    assert not bool(layers.overflowed(ckv.KVCache((paged,), (None,), prompt.length[:, 0])))
     # Nobody else's row was written over.
     for b, head in np.ndindex(*paged.length.shape):
         count = int(paged.length[b, head])
@@ -141,9 +141,9 @@ def test_bytes_are_those_of_the_budget(mode):
         method = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=ratio), mode=mode)
         kv = read(method, prompt(1, tokens), new=reserve, width=tokens)
         rows, layers, heads = int(ratio * tokens), len(kv.layers), 2
-        least = (rows + reserve) * cache.slot_bytes(kv) * layers * heads
-        assert least <= cache.nbytes(kv) <= least + 128 * cache.slot_bytes(kv) * layers * heads
-        for layer in cache.occupancy(kv):
+        least = (rows + reserve) * layers.slot_bytes(kv) * layers * heads
+        assert least <= layers.nbytes(kv) <= least + 128 * layers.slot_bytes(kv) * layers * heads
+        for layer in layers.occupancy(kv):
             over = sum(layer[0]) - heads * rows
             assert over == 0 if mode == "kvpress" else -1.5 * heads <= over <= heads / 2
 
@@ -153,7 +153,7 @@ def test_bytes_of_a_large_model():
     request = Request(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)
     method = ckv.AdaKV(ckv.Budget(ratio=0.2))
     (capacity,) = plan_layer(method, 0, request).capacities
-    prompt = jax.eval_shape(cache.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))
+    prompt = jax.eval_shape(layers.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))
     layer = jax.eval_shape(lambda p: pages.paged(p, p.degree > 0, capacity), prompt)
     assert 6553 + 128 <= math.prod(layer.degree.shape) / 8 <= 6553 + 128 + 128
 
@@ -186,7 +186,7 @@ def test_pages_take_over_what_another_method_read(first):
     result = ckv.generate(tiny(), [prompt(1, 60)], method=method, max_new_tokens=30)
     assert len(result.tokens[0]) == 30
     kv = read(method, prompt(1, 60))
-    assert all(isinstance(layer, cache.PagedHeads) for layer in kv.layers)
+    assert all(isinstance(layer, layers.PagedHeads) for layer in kv.layers)
     kv, _ = extend_step(tiny().params, tiny().config, method, kv, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in kv.layers)
 
@@ -207,7 +207,7 @@ def test_decoding_with_pages_is_decoding_head_by_head(method):
         kv, logits = STEP(tiny().params, tiny().config, method, kv, tokens)
         whole, expected = STEP(tiny().params, tiny().config, method, whole, tokens)
         np.testing.assert_allclose(logits, expected, atol=2e-4)
-        assert cache.occupancy(kv) == cache.occupancy(whole)
+        assert layers.occupancy(kv) == layers.occupancy(whole)
 
 
 @pytest.mark.parametrize("method", [METHOD, AGAIN], ids=["appends", "chooses again"])
@@ -221,7 +221,7 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
         if i == 2:
             np.testing.assert_allclose(logits[1], expected[1], atol=2e-4)
     np.testing.assert_allclose(logits[0], expected[0], atol=2e-4)
-    assert [rows[0] for rows in cache.occupancy(once)] == [rows[0] for rows in cache.occupancy(kv)]
+    assert [rows[0] for rows in layers.occupancy(once)] == [rows[0] for rows in layers.occupancy(kv)]
     assert bool(jnp.all(jnp.stack([jnp.all(layer.length <= layer.capacity) for layer in once.layers])))
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.attention import attend_cache
-from clusterkv_jax.cache import LayerCache, NewTokens, groups, in_numbers, nbytes
+from clusterkv_jax.cache.attention import attend_cache
+from clusterkv_jax.cache.layers import LayerCache, NewTokens, groups, in_numbers, nbytes
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, row_bytes
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.chassis import step_layer

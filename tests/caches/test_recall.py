@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import NewTokens
+from clusterkv_jax.cache.layers import NewTokens
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
@@ -19,7 +19,7 @@ from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.transformer import abstract
-from clusterkv_jax.sharding import auto_mesh, param_shardings
+from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.golden_files import golden, names
 from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny

@@ -11,16 +11,16 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
 from clusterkv_jax.blocks.causal_attention import causal_attention
-from clusterkv_jax.cache import WindowCache, groups, occupancy, overflowed
-from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.cache.layers import WindowCache, groups, occupancy, overflowed
+from clusterkv_jax.cache.sliding_window import ring
+from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.decoding import append_step_jit, decode_step, prefill
 from clusterkv_jax.learned.repeated_attention import Sight, attend
 from clusterkv_jax.models.transformer import forward
 from clusterkv_jax.observation import calibrate
 from clusterkv_jax.planning.described import Job
 from clusterkv_jax.planning.measure import few_and_more
-from clusterkv_jax.sharding import named_mesh
-from clusterkv_jax.windows import ring
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.tiny import calmed, prompt, sliding, tiny
 
 WINDOW = 12

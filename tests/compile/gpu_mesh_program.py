@@ -21,7 +21,7 @@ from jax.experimental import topologies
 import clusterkv_jax as ckv
 from clusterkv_jax.planning.collectives import per_step
 from clusterkv_jax.planning.described import Job
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 
 LAYERS = 2
 

@@ -29,9 +29,9 @@ from jax.experimental import topologies
 
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.moe import mixture
-from clusterkv_jax.cache import groups, take_sequences
+from clusterkv_jax.cache.host_store import place
+from clusterkv_jax.cache.layers import groups, take_sequences
 from clusterkv_jax.decoding import DecodeState, _projected, decode_loop
-from clusterkv_jax.host_store import place
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
@@ -54,7 +54,7 @@ from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.shapes import model_config
-from clusterkv_jax.programs import ON_ONE
+from clusterkv_jax.runtime.programs import ON_ONE
 
 BATCH, HEADS, QUERY_HEADS, DIM = 1, LLAMA.num_kv_heads, LLAMA.num_heads, LLAMA.head_dim
 SLOTS, PROMPT, CENTROIDS, RECALLED = 13312, 65536, 400, 1024

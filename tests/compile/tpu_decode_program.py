@@ -17,7 +17,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import preset
-from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
 NEW_TOKENS = 512  # several times the interval after which clustering methods compress again
 

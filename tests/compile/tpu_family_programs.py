@@ -14,7 +14,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.models import registry
 from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
-from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
 # Heads as wide as a tile of a TPU, and as a published model's.
 WIDE = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}

@@ -18,7 +18,7 @@ from clusterkv_jax.planning.devices import devices_of
 from clusterkv_jax.planning.measures import Question
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import choose_mesh, parse_topology
-from clusterkv_jax.sharding import fitted_mesh, named_mesh
+from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
 
 def whole_programs(question: Question) -> dict[str, float]:

@@ -13,12 +13,12 @@ from typing import Any
 import described
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import groups
+from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import list_presets, preset
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 
 CONFIG = replace(described.LLAMA, num_layers=2)
 SHARE = ckv.Budget(ratio=0.2, base="prompt")

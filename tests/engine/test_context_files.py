@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import in_numbers, quantised
+from clusterkv_jax.cache.layers import in_numbers, quantised
 from tests.engine.test_engine import EIGHT, alone, engine
 from tests.support.tiny import prompt, tiny
 

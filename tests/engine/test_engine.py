@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from typing_extensions import override
 
 import clusterkv_jax as ckv
-from clusterkv_jax import programs
 from clusterkv_jax.calibration import PARTS, Calibration
 from clusterkv_jax.engine import prefill
+from clusterkv_jax.runtime import programs
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import prompt, random_params, tiny, with_surrogate
 

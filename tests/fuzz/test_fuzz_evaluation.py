@@ -17,13 +17,13 @@ from transformers import AutoTokenizer
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration
-from clusterkv_jax.arrays import digest
 from clusterkv_jax.evaluation import records, runner
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.tasks import documents, sources, suites
 from clusterkv_jax.evaluation.tasks.cases import build_prompt
 from clusterkv_jax.evaluation.tasks.suites import Options
 from clusterkv_jax.presets import preset
+from clusterkv_jax.storage.digests import digest
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import one_sentence
 from tests.test_evaluation_runner import ENTRIES, jobs, part

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models
 
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
-from clusterkv_jax.arrays import digest
-from clusterkv_jax.cache import HeadGroups, KVCache, LayerCache
-from clusterkv_jax.checkpoints import load_config
+from clusterkv_jax.cache.layers import HeadGroups, KVCache, LayerCache
+from clusterkv_jax.checkpoints.loading import load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_weights import file_shapes, layout
+from clusterkv_jax.storage.digests import digest
 from clusterkv_jax.text.chat import cut_turn
 from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated

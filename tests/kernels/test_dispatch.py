@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from clusterkv_jax.kernels import dispatch, gpu
+from clusterkv_jax.kernels import gpu
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.quantised import quantise
+from clusterkv_jax.runtime import dispatch
 
 GPU = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu"))
 

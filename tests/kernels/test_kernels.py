@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from clusterkv_jax.kernels import dispatch
+from clusterkv_jax.runtime import dispatch
 from tests.kernels.collect import CHECKS, OPS, VARIANTS
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from clusterkv_jax.kernels import tuning
-from clusterkv_jax.kernels.dispatch import device_kind
+from clusterkv_jax.runtime.dispatch import device_kind
 
 
 @pytest.fixture

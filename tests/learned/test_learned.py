@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax import learned
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache import NewTokens
+from clusterkv_jax.cache.layers import NewTokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
 from clusterkv_jax.learned.leverage import leverage

@@ -10,15 +10,15 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding, learned
-from clusterkv_jax.batch import make_batch
+from clusterkv_jax.cache.pages import unpaged
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.generation import compile_ahead
+from clusterkv_jax.generation.batch import make_batch
+from clusterkv_jax.generation.generate import compile_ahead
 from clusterkv_jax.learned import surrogates as surrogates_room
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
 from clusterkv_jax.models import transformer
-from clusterkv_jax.pages import unpaged
 from clusterkv_jax.text.chat import frame_ids
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate

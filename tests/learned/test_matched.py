@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache import from_tokens
+from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.learned.refitting import squared_errors
 from clusterkv_jax.methods import matched

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import groups, take_slots
+from clusterkv_jax.cache.layers import groups, take_slots
 from clusterkv_jax.decoding import extend_step
 from tests.support.tiny import prompt, taught, tiny
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clusterkv_jax import learned, programs
+from clusterkv_jax import learned
 from clusterkv_jax.learned import repeated_attention, surrogates
 from clusterkv_jax.learned.surrogates import affine, in_one_launch, in_parts, keys_and_scores
+from clusterkv_jax.runtime import programs
 from tests.support.golden_files import golden
 from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
 from tests.support.tiny import prompt, tiny

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, observation
 from clusterkv_jax.calibration import PARTS, Calibration
-from clusterkv_jax.checkpoints import calibrated
+from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.learned.fitting import products, ridge
 from clusterkv_jax.learned.network import network
 from clusterkv_jax.learned.surrogates import predicted_scores

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clusterkv_jax import conversion, orbax_files
-from clusterkv_jax.checkpoints import load
+from clusterkv_jax.checkpoints import convert
+from clusterkv_jax.checkpoints import orbax as orbax_files
+from clusterkv_jax.checkpoints.loading import load
 from clusterkv_jax.models.transformer import abstract, forward
-from clusterkv_jax.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
+from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
 from tests.support.families import PUBLISHED
 
@@ -20,7 +21,7 @@ QWEN = {**FAMILIES["qwen2"], "num_key_value_heads": 2}  # two KV heads stay whol
 @pytest.fixture
 def small(monkeypatch):
     """Pieces and chunks so small that a tiny model has many."""
-    monkeypatch.setattr(conversion, "_CHUNK", 1024)
+    monkeypatch.setattr(convert, "_CHUNK", 1024)
     monkeypatch.setattr(orbax_files, "_LEAST_PIECE", 128)
 
 
@@ -29,7 +30,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("published", [LLAMA, QWEN], ids=["llama", "qwen2"])
 def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
     source = write(tmp_path / "source", published, random_tensors(published), shards=2)
-    conversion.convert(source, tmp_path / "target", dtype=dtype)
+    convert.convert(source, tmp_path / "target", dtype=dtype)
     alone, many = load(source, dtype=dtype), load(tmp_path / "target", mesh=named_mesh(text), dtype=dtype)
     assert same(alone.params, many.params)
     assert many.config == alone.config
@@ -42,7 +43,7 @@ def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
 @pytest.mark.parametrize("text", ["data=2,model=4", "model=8"])
 def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))
-    conversion.convert(source, tmp_path / "target")
+    convert.convert(source, tmp_path / "target")
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
     logits = []
     for folder in (source, tmp_path / "target"):
@@ -69,7 +70,7 @@ def test_families_compute_the_same_on_a_mesh(tmp_path, family):
 def test_each_device_reads_its_own_pieces_once(tmp_path, small, monkeypatch):
     """Of what is split over `model`, an eighth each; replicas over `data` share what was read."""
     source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))
-    conversion.convert(source, tmp_path / "target")
+    convert.convert(source, tmp_path / "target")
     reads = []
     read = orbax_files.Pieces._whole_pieces
 

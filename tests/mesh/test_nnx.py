@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import clusterkv_jax as ckv
-from clusterkv_jax.sharding import named_mesh
+from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.methods import every_method, named
 from tests.support.tiny import prompt
 

@@ -251,7 +251,7 @@ def test_stories260k():
 
 def test_our_folders_load_in_transformers(checkpoint, tmp_path):
     """Save with ours, load with theirs: the way the demo model is published."""
-    from clusterkv_jax.checkpoints import save_huggingface
+    from clusterkv_jax.checkpoints.loading import save_huggingface
 
     for name in ("llama3.1", "llama-biases", "smollm2", "qwen3"):
         reference, folder = checkpoint(name)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clusterkv_jax.checkpoints.safetensors import without_codes
 from clusterkv_jax.models.hf_quantization import quantization
-from clusterkv_jax.safetensors_files import without_codes
-from clusterkv_jax.weight_files import entries_of
+from clusterkv_jax.storage.weight_files import entries_of
 
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 from safetensors.torch import save_file  # noqa: E402

@@ -97,7 +97,7 @@ def small_model(folder: Path) -> Path:
     """A model of one layer in a folder, with random weights and the demo model's tokenizer."""
     import jax
 
-    from clusterkv_jax import checkpoints
+    from clusterkv_jax.checkpoints import loading
     from clusterkv_jax.models import registry, transformer
 
     demo = ROOT / "models" / "demo"
@@ -105,7 +105,7 @@ def small_model(folder: Path) -> Path:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     config = registry.from_hf(published | small)
     params = transformer.init(jax.random.key(0), config)
-    checkpoints.save_huggingface(folder, params, config, tokenizer_json=demo / "tokenizer.json", dtype="float32")
+    loading.save_huggingface(folder, params, config, tokenizer_json=demo / "tokenizer.json", dtype="float32")
     return folder
 
 

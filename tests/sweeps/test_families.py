@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.batch import make_batch
-from clusterkv_jax.generation import prefill_batch
+from clusterkv_jax.generation.batch import make_batch
+from clusterkv_jax.generation.generate import prefill_batch
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.transformer import forward

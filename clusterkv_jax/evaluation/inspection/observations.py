@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from clusterkv_jax.attention import attend_cache, with_sinks
-from clusterkv_jax.cache import group_heads, groups
+from clusterkv_jax.cache.attention import attend_cache, with_sinks
+from clusterkv_jax.cache.layers import group_heads, groups
 from clusterkv_jax.calibration import outlier_share
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods import Full, Method, Recall
 from clusterkv_jax.observation import Observed, observe_layers

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.evaluation.inspection import observations
 from clusterkv_jax.evaluation.inspection.observations import Observed
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.evaluation.inspection.observations import Observed, seen_by
 from clusterkv_jax.evaluation.inspection.page import by_layer
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
 from clusterkv_jax.evaluation.templates import render
 from clusterkv_jax.methods import Recall
-from clusterkv_jax.programs import jit
+from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.tensors import build_index, select
 
 Rates = Float[np.ndarray, "L H S"]

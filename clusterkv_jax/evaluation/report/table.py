@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks import longbench, ruler, state, turns
+from clusterkv_jax.storage import schema
 
 Z95 = 1.959964
 Line = Mapping[str, Any]

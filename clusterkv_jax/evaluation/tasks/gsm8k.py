@@ -5,10 +5,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TypedDict
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.sources import read_rows, rows
+from clusterkv_jax.storage import schema
 
 MAX_NEW_TOKENS = 256
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks.cases import Case, middle_cut
+from clusterkv_jax.storage import schema
 from clusterkv_jax.text.tokenizer import encode
 
 ENGLISH = (

@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from msgspec import Meta
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.tasks import documents, synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.haystack import Book, Count
 from clusterkv_jax.evaluation.tasks.synthetic import Example
+from clusterkv_jax.storage import schema
 
 QUESTIONS = ("qa_1", "qa_2")
 TASKS = (*synthetic.TASKS, *QUESTIONS)

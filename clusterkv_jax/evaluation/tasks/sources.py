@@ -6,8 +6,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from clusterkv_jax import schema
 from clusterkv_jax.evaluation.extras import library
+from clusterkv_jax.storage import schema
 
 HUB = "hub"
 # Books have some megabytes, HotpotQA's file 46, rows of RULER at 131,072 tokens less than one.

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from clusterkv_jax.batch import bucket
 from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.evaluation.tasks.haystack import Count
+from clusterkv_jax.generation.batch import bucket
 
 # What is given, and the steps of the solution.
 Problem = tuple[str, list[str]]

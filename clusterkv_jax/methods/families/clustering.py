@@ -11,15 +11,15 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import LayerCache, head_by_head
-from clusterkv_jax.errors import check_fields, is_count, is_one_of
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.cache.layers import LayerCache, head_by_head
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows, Schedule, every
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import Request, all_heads
-from clusterkv_jax.sharding import over_heads
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
 
 

@@ -15,10 +15,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax import pages
 from clusterkv_jax.budget import Budget, look_up
-from clusterkv_jax.cache import LayerCache, NewTokens, head_by_head, in_numbers, kept_slots, take_rows, take_slots
-from clusterkv_jax.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.layers import (
+    LayerCache,
+    NewTokens,
+    head_by_head,
+    in_numbers,
+    kept_slots,
+    take_rows,
+    take_slots,
+)
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
@@ -34,8 +41,9 @@ from clusterkv_jax.methods.base import (
     every,
     rows_held,
 )
+from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.scores import last_queries
-from clusterkv_jax.sharding import over_heads
 
 
 @dataclass(frozen=True)

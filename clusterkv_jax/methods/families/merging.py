@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clusterkv_jax.errors import check_fields, is_number
 from clusterkv_jax.methods.base import Holding, Method
+from clusterkv_jax.runtime.errors import check_fields, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

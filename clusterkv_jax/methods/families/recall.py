@@ -21,10 +21,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.attention import with_sinks
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, State, groups
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.attention import with_sinks
+from clusterkv_jax.cache.layers import KVCache, LayerCache, NewTokens, State, groups
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -38,7 +37,8 @@ from clusterkv_jax.methods.base import (
     one_by_one,
 )
 from clusterkv_jax.methods.request import Request, all_heads
-from clusterkv_jax.sharding import fetch, over_heads
+from clusterkv_jax.runtime.errors import check_fields, is_count
+from clusterkv_jax.runtime.sharding import fetch, over_heads
 
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.
 SHORT_ANSWER = 320

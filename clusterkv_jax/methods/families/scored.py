@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.cache import kept_slots
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.layers import kept_slots
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 class Scored(Scoped):

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import LayerCache, put_row, row_at
-from clusterkv_jax.errors import check_fields, is_count
+from clusterkv_jax.cache.layers import LayerCache, put_row, row_at
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 @dataclass(frozen=True)

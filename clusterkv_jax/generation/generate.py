@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import annotate_function
 
-from clusterkv_jax.batch import Batch, make_batch, padded
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache import KVCache, copy_sequences, nbytes, occupancy, take_sequences
-from clusterkv_jax.checkpoints import Model, check_model
-from clusterkv_jax.checks import check_flag
+from clusterkv_jax.cache.host_store import host_bytes, traffic
+from clusterkv_jax.cache.layers import KVCache, copy_sequences, nbytes, occupancy, take_sequences
+from clusterkv_jax.cache.sliding_window import window_bytes
+from clusterkv_jax.checkpoints.loading import Model, check_model
 from clusterkv_jax.decoding import (
     SEGMENT,
     DecodeState,
@@ -30,25 +30,25 @@ from clusterkv_jax.decoding import (
     prefill,
     recompress_jit,
 )
-from clusterkv_jax.diagnosis import check_finite
-from clusterkv_jax.diagnosis import first_not_finite as _first_not_finite
-from clusterkv_jax.errors import out_of_memory_explained, shown
-from clusterkv_jax.host_store import host_bytes, traffic
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.generation.batch import Batch, make_batch, padded
+from clusterkv_jax.generation.diagnosis import check_finite
+from clusterkv_jax.generation.diagnosis import first_not_finite as _first_not_finite
+from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.plan import is_endless, longest_short
 from clusterkv_jax.presets import completed, method_for
-from clusterkv_jax.prng import seed_key, seed_keys, spread
-from clusterkv_jax.programs import Compilation, compilation, compiler
-from clusterkv_jax.results import Result, Stats, full_bytes
+from clusterkv_jax.runtime.checks import check_flag
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.errors import out_of_memory_explained, shown
+from clusterkv_jax.runtime.prng import seed_key, seed_keys, spread
+from clusterkv_jax.runtime.programs import Compilation, compilation, compiler
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import fetch, on_mesh
 from clusterkv_jax.sampling import Sampling, check_seeds
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import fetch, on_mesh
 from clusterkv_jax.text.prompts import Text, Texts, listed
 from clusterkv_jax.text.stops import OnText, finish_reason, shorten, show, text_of
 from clusterkv_jax.text.tokenizer import Tokens
-from clusterkv_jax.windows import window_bytes
 
 Progress = Callable[[str, int, int], None]
 

@@ -13,13 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-from clusterkv_jax.arrays import whole
-from clusterkv_jax.codes import POWERS, decode, dequantise
+from clusterkv_jax.checkpoints.dequantize import POWERS, decode, dequantise
+from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.models.hf_quantization import Quantization
 from clusterkv_jax.models.hf_weights import Stored, StoredStack
-from clusterkv_jax.schema import AnyPath
-from clusterkv_jax.stacks import Stack
-from clusterkv_jax.weight_files import FILE_TYPES, CheckpointError, Entry
+from clusterkv_jax.storage.digests import whole
+from clusterkv_jax.storage.schema import AnyPath
+from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, Entry
 
 # Scales of what is no weight: activations and caches are not quantised here.
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")

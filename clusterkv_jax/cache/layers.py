@@ -28,8 +28,8 @@ from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
-from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import constrain_batch, fetch, over_heads, over_slots
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import constrain_batch, fetch, over_heads, over_slots
 
 
 @jax.tree_util.register_dataclass

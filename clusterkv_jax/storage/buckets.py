@@ -16,8 +16,8 @@ from pathlib import Path
 
 import platformdirs
 
-from clusterkv_jax.extras import library
-from clusterkv_jax.schema import MIB, AnyPath, shown
+from clusterkv_jax.runtime.extras import library
+from clusterkv_jax.storage.schema import MIB, AnyPath, shown
 
 SCHEME = "gs://"
 # The longest that a bucket may take to say something at all; its client would try for a minute.

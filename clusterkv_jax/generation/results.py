@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.methods.request import row_bytes
 from clusterkv_jax.text.stops import FinishReason
 from clusterkv_jax.text.tokenizer import Tokens

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from clusterkv_jax.blocks.context_parallel import attention_over_tokens
-from clusterkv_jax.kernels.dispatch import platform
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models import transformer
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.transformer import Params
-from clusterkv_jax.programs import jit
-from clusterkv_jax.sharding import constrain, constrain_cache, token_ways
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import constrain, constrain_cache, token_ways
 
 # Queries, keys, values, and scores or None, of hidden states at positions.
 Projected = tuple[

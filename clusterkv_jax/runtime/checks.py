@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.errors import shown
-from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.runtime.errors import shown
 
 # Squares of numbers up to this size, summed over all entries of any text, are finite in float32.
 LARGEST = 1e14
@@ -132,7 +131,7 @@ def largest(name: str) -> float:
 
 def sound(x: Float[Array, "B _ N _"], lengths: Int[Array, " B"], most: float = LARGEST) -> Bool[Array, ""]:
     """Whether the numbers of all tokens before `lengths` are finite and no larger than `most`; for use in a jit."""
-    padding = (ordinals(x.shape[2], 2) >= lengths[:, None])[:, None, :, None]
+    padding = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] >= lengths[:, None])[:, None, :, None]
     return jnp.all((jnp.abs(x.astype(jnp.float32)) <= most) | padding)
 
 

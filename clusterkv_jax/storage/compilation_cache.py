@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import platformdirs
 
-from clusterkv_jax.buckets import place
-from clusterkv_jax.schema import AnyPath
+from clusterkv_jax.storage.buckets import place
+from clusterkv_jax.storage.schema import AnyPath
 
 
 def keep_programs(folder: str | os.PathLike[str] | None = None) -> None:

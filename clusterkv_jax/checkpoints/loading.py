@@ -20,30 +20,29 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from clusterkv_jax.arrays import CHUNK, all_finite, few, fingerprint, whole
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
-from clusterkv_jax.errors import shown
-from clusterkv_jax.files import replacing, write_whole
-from clusterkv_jax.folders import locate, nearby, tokenizer_in
-from clusterkv_jax.gguf_files import Gguf, read_gguf
-from clusterkv_jax.hub import CALIBRATION
-from clusterkv_jax.kept_programs import keep_programs
+from clusterkv_jax.checkpoints.expert_stacks import Stack
+from clusterkv_jax.checkpoints.gguf import Gguf, read_gguf
+from clusterkv_jax.checkpoints.model_dir import locate, nearby, tokenizer_in
+from clusterkv_jax.checkpoints.orbax import InOrbax, Manifest, index_cache, is_converted, read_manifest
+from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
+from clusterkv_jax.checkpoints.safetensors import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.models import gguf, registry
 from clusterkv_jax.models.config import ModelConfig, limited
 from clusterkv_jax.models.hf_config import end_ids
 from clusterkv_jax.models.hf_fields import Generation
 from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
-from clusterkv_jax.orbax_files import InOrbax, Manifest, index_cache, is_converted, read_manifest
-from clusterkv_jax.packaged_calibrations import packaged_calibration
-from clusterkv_jax.safetensors_files import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
+from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.runtime.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.schema import AnyPath, checked
-from clusterkv_jax.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
-from clusterkv_jax.stacks import Stack
-from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
-from clusterkv_jax.weight_files import (
+from clusterkv_jax.storage.compilation_cache import keep_programs
+from clusterkv_jax.storage.digests import CHUNK, all_finite, few, fingerprint, whole
+from clusterkv_jax.storage.files import replacing, write_whole
+from clusterkv_jax.storage.hub import CALIBRATION
+from clusterkv_jax.storage.schema import AnyPath, checked
+from clusterkv_jax.storage.weight_files import (
     FILE_TYPES,
     IGNORED,
     SINGLE,
@@ -55,7 +54,8 @@ from clusterkv_jax.weight_files import (
     read_config,
     read_json,
 )
-from clusterkv_jax.weight_files import CheckpointError as CheckpointError
+from clusterkv_jax.storage.weight_files import CheckpointError as CheckpointError
+from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
 
 GENERATION = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from clusterkv_jax import reading
-from clusterkv_jax.batch import Batch, bucket, padded
-from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.generation.batch import Batch, bucket, padded
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.models import prompt_forward
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.text.tokenizer import Tokens
 
@@ -46,10 +46,10 @@ def first_not_finite(model: Model, text: Tokens) -> str | None:
         if not jnp.isfinite(numbers[:, :count]).all():
             places.append(place)
 
-    hidden, lengths = reading.embed(params, config, tokens, jnp.asarray([count], jnp.int32))
+    hidden, lengths = prompt_forward.embed(params, config, tokens, jnp.asarray([count], jnp.int32))
     look("the embeddings", hidden)
     for number, weights in enumerate(params["layers"]):
-        hidden = reading.read_layer(weights, config.of_layer(number), None, hidden)[0]
+        hidden = prompt_forward.read_layer(weights, config.of_layer(number), None, hidden)[0]
         look(f"layer {number} (of 0 to {config.num_layers - 1})", hidden)
-    look("the output head", reading.last_logits(params, config, hidden, lengths)[:, None])
+    look("the output head", prompt_forward.last_logits(params, config, hidden, lengths)[:, None])
     return places[0] if places else None

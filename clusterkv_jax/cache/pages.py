@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import LayerCache, PagedHeads, key_mean, take_slots, where_held
+from clusterkv_jax.cache.layers import LayerCache, PagedHeads, key_mean, take_slots, where_held
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, quantise
-from clusterkv_jax.sharding import ways
+from clusterkv_jax.runtime.sharding import ways
 
 # The lanes of a TPU: numbers per row, [B,P,S], take no more memory there than they have.
 PAGE = 128

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.checkpoints import Model, check_model
-from clusterkv_jax.errors import counted, is_count, shown
-from clusterkv_jax.sharding import SEQUENCE
+from clusterkv_jax.checkpoints.loading import Model, check_model
+from clusterkv_jax.runtime.errors import counted, is_count, shown
+from clusterkv_jax.runtime.sharding import SEQUENCE
 from clusterkv_jax.text.chat import Chat
 from clusterkv_jax.text.prompts import Texts, as_chat, encode_all
 from clusterkv_jax.text.stops import Stops, make_stops

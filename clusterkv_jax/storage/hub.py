@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusterkv_jax.schema import shown
+from clusterkv_jax.storage.schema import shown
 
 CALIBRATION = "calibration.safetensors"
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./+-]+))?")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusterkv_jax import conditions
-from clusterkv_jax.conditions import repeated
+from clusterkv_jax.runtime import control_flow
+from clusterkv_jax.runtime.control_flow import repeated
 
 MOST = 12
 
@@ -54,7 +54,7 @@ def same(state, expected):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_is_late_is_mended_after_the_step_that_made_it_so(platform, monkeypatch):
     """At the last step too, at the one after which nothing runs, and where there is more room than one is told of."""
-    monkeypatch.setattr(conditions, "platform", lambda: platform)
+    monkeypatch.setattr(control_flow, "platform", lambda: platform)
     run = jax.jit(looped)
 
     @settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from clusterkv_jax.kernels.dispatch import platform
+from clusterkv_jax.runtime.dispatch import platform
 
 
 def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:

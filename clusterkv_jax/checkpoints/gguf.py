@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from clusterkv_jax.extras import library
 from clusterkv_jax.models import gguf
-from clusterkv_jax.schema import AnyPath, as_text, shown
-from clusterkv_jax.weight_files import FILE_TYPES, CheckpointError, gguf_parts, naming
+from clusterkv_jax.runtime.extras import library
+from clusterkv_jax.storage.schema import AnyPath, as_text, shown
+from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, gguf_parts, naming
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Types of metadata by their number: numbers as struct names them; 8 is a text, 9 a list.

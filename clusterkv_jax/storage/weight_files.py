@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
-from clusterkv_jax.schema import MIB, AnyPath, as_text, checked, from_json, read_text, shown, size
+from clusterkv_jax.storage.schema import MIB, AnyPath, as_text, checked, from_json, read_text, shown, size
 
 ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from clusterkv_jax.kernels.dispatch import platform
-from clusterkv_jax.sharding import ambient_mesh, on_one_device
+from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.sharding import ambient_mesh, on_one_device
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)

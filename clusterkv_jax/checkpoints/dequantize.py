@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from clusterkv_jax.arrays import CHUNK
+from clusterkv_jax.storage.digests import CHUNK
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _NIBBLES = np.stack([_BYTES & 15, _BYTES >> 4], axis=1)  # the low one is the first

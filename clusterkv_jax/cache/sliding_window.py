@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.attention import attend_cache, attend_where, with_sinks
-from clusterkv_jax.cache import KVCache, LayerCache, NewTokens, WindowCache, append, nbytes
+from clusterkv_jax.cache.attention import attend_cache, attend_where, with_sinks
+from clusterkv_jax.cache.layers import KVCache, LayerCache, NewTokens, WindowCache, append, nbytes
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.sharding import constrain_cache
+from clusterkv_jax.runtime.sharding import constrain_cache
 
 
 @jax.named_scope("window")

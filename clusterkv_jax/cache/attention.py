@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from clusterkv_jax import pages
-from clusterkv_jax.cache import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
-from clusterkv_jax.checks import check_queries
-from clusterkv_jax.errors import is_number, shown
+from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.layers import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.kernels.biased_attention import biased_attention
-from clusterkv_jax.kernels.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.settings import own_settings
-from clusterkv_jax.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
+from clusterkv_jax.runtime.checks import check_queries
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.runtime.errors import is_number, shown
+from clusterkv_jax.runtime.settings import own_settings
+from clusterkv_jax.runtime.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
 
 
 @own_settings()

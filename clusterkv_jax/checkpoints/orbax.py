@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from clusterkv_jax.arrays import digest
-from clusterkv_jax.extras import library
-from clusterkv_jax.files import write_whole
-from clusterkv_jax.schema import MIB, AnyPath, checked, shown
-from clusterkv_jax.weight_files import CheckpointError, naming, read_json
+from clusterkv_jax.runtime.extras import library
+from clusterkv_jax.storage.digests import digest
+from clusterkv_jax.storage.files import write_whole
+from clusterkv_jax.storage.schema import MIB, AnyPath, checked, shown
+from clusterkv_jax.storage.weight_files import CheckpointError, naming, read_json
 
 MANIFEST, WEIGHTS, FORMAT = "manifest.json", "weights", "clusterkv_jax weights 1"
 # So many devices can share a parameter before two of them read the same piece; fewer where a piece gets small.

@@ -1,0 +1,1 @@
+"""What every room stands on: devices, compiled programs, control flow, checks of arguments."""
