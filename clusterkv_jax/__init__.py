@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from clusterkv_jax.checkpoints import load as load
     from clusterkv_jax.decoding import decode_step as decode_step
     from clusterkv_jax.decoding import prefill as prefill
+    from clusterkv_jax.engine import AsyncEngine as AsyncEngine
     from clusterkv_jax.engine import Context as Context
     from clusterkv_jax.engine import Engine as Engine
+    from clusterkv_jax.engine import EngineFull as EngineFull
     from clusterkv_jax.engine import EngineStats as EngineStats
     from clusterkv_jax.engine import Handle as Handle
+    from clusterkv_jax.engine import RequestOutput as RequestOutput
+    from clusterkv_jax.engine import SamplingParams as SamplingParams
     from clusterkv_jax.generation import generate as generate
     from clusterkv_jax.generation.results import Result as Result
     from clusterkv_jax.generation.results import Stats as Stats
@@ -43,10 +47,12 @@ if TYPE_CHECKING:
 
 # Where public names are, but for the methods, which their registry lists.
 _HOMES = {
+    "AsyncEngine": "engine.AsyncEngine",
     "Budget": "budget.Budget",
     "CheckpointError": "checkpoints.CheckpointError",
     "Context": "engine.Context",
     "Engine": "engine.Engine",
+    "EngineFull": "engine.EngineFull",
     "EngineStats": "engine.EngineStats",
     "Handle": "engine.Handle",
     "HeadGroups": "cache.HeadGroups",
@@ -54,8 +60,10 @@ _HOMES = {
     "LayerCache": "cache.LayerCache",
     "Model": "checkpoints.Model",
     "PagedHeads": "cache.PagedHeads",
+    "RequestOutput": "engine.RequestOutput",
     "Result": "generation.results.Result",
     "Sampling": "sampling.Sampling",
+    "SamplingParams": "engine.SamplingParams",
     "Stats": "generation.results.Stats",
     "WindowCache": "cache.WindowCache",
     "attend": "cache.attention.attend",

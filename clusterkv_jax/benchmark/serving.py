@@ -18,11 +18,11 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.ours import peak_bytes, the_method
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import Engine
-from clusterkv_jax.engine.engine import SEGMENT
+from clusterkv_jax.engine.runner import MOST_STEPS
 from clusterkv_jax.generation.batch import bucket
 
 # Fewest new tokens of a request, and tokens in whose time a full step's is found.
-FEWEST, FULL_STEPS = 16, 3 * SEGMENT
+FEWEST, FULL_STEPS = 16, 3 * MOST_STEPS
 # Questions to one context, and the tokens of each and of its answer.
 QUESTIONS, ASKED, ANSWER = 64, 16, 16
 # Requests arrive in this share of the time that they would take in full batches: slots then rarely wait for one.

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.engine.runner import placed_on_host
+from clusterkv_jax.engine.slot_programs import placed_on_host
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.errors import shown
@@ -120,7 +120,7 @@ class ContextStore:
 
     def nbytes(self) -> dict[Place, int]:
         """Bytes by place."""
-        return {place: sum(result.nbytes for result in held.values()) for place, held in self._held.items()}
+        return {place: sum(result.nbytes for result in tuple(held.values())) for place, held in self._held.items()}
 
     def _make_room(self) -> None:
         for place, below in zip(PLACES, (*PLACES[1:], None), strict=True):

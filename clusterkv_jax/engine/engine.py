@@ -1,53 +1,32 @@
-"""`Engine`: requests in, pieces of text and results out. Its programs are in `runner`, its rules in `scheduler`."""
+"""`Engine`: requests in, pieces of text and results out. `core` is its loop, `runner` its programs on the device."""
 
-import contextlib
+import itertools
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from clusterkv_jax import saving
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.engine import runner
 from clusterkv_jax.engine.contexts import Context, ContextStore, Place, check_own
-from clusterkv_jax.engine.handle import Handle, State
+from clusterkv_jax.engine.core import EngineCore
+from clusterkv_jax.engine.handle import Handle, OnOutput
 from clusterkv_jax.engine.layout import check_arguments, make_layout
 from clusterkv_jax.engine.memory import MemoryPlan
-from clusterkv_jax.engine.metrics import Counters, EngineStats, add_counts, engine_stats, with_first_token
-from clusterkv_jax.engine.outputs import check_tokens, result_of
-from clusterkv_jax.engine.prefill import Prefiller, is_file
+from clusterkv_jax.engine.metrics import EngineStats
+from clusterkv_jax.engine.params import SamplingParams, params_of
+from clusterkv_jax.engine.prefill import is_file
 from clusterkv_jax.engine.requests import Request, check_settings
-from clusterkv_jax.engine.scheduler import (
-    RunningSequence,
-    Schedule,
-    enqueue,
-    find,
-    is_full,
-    next_requests,
-    next_sampling,
-    place,
-    remove,
-    with_tokens,
-)
 from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
-from clusterkv_jax.runtime.errors import out_of_memory_explained
-from clusterkv_jax.runtime.prng import seed_words, spread
-from clusterkv_jax.runtime.programs import Compilation, compilation
+from clusterkv_jax.runtime.prng import spread
 from clusterkv_jax.runtime.settings import own_settings
-from clusterkv_jax.runtime.sharding import fetch, on_mesh
+from clusterkv_jax.runtime.sharding import on_mesh
 from clusterkv_jax.sampling import Sampling, check_seeds
 from clusterkv_jax.text.prompts import Texts, listed
-from clusterkv_jax.text.stops import shorten, show
 
-# Steps of one call of the decode program; between two, requests enter and leave.
-SEGMENT = 32
 # Most bytes of contexts where nobody says how many.
 HOST_BYTES, DISK_BYTES = 8 * 2**30, 2**62
 
@@ -116,19 +95,14 @@ class Engine:
         check_arguments(named, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, named)
         sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
-        with own_settings(), self._on_mesh():
+        with own_settings(), on_mesh(model.mesh, model.config.num_kv_heads):
             self._layout = make_layout(model, self.method, *sizes)
-            self._slots = runner.empty(self._layout.one, self._layout.logits, slots, self.method)
-        self._entering, self._max_waiting, self._max_waiting_bytes = entering, max_waiting, max_waiting_bytes
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
         places["disk"] = 0 if context_folder is None else context_disk_bytes
         self._contexts = ContextStore(model.config, self.method, places, context_folder)
-        self._schedule = Schedule((), (None,) * slots)
-        self._handles: dict[int, Handle] = {}
-        self._listeners: list[deque[tuple[Handle, str]]] = []
-        self._prefiller = Prefiller(model, self.method, self._layout, self._contexts)
-        self._counters, self._added, self._read_count, self._questions_compiled = Counters(), 0, 0, False
-        self._compiling = Compilation()
+        limits = {"entering": entering, "most_waiting": (max_waiting, max_waiting_bytes)}
+        self._core = EngineCore(model, self.method, self._layout, self._contexts, **limits)
+        self._request_ids, self._context_numbers = itertools.count(), itertools.count()
 
     @property
     def memory(self) -> MemoryPlan:
@@ -165,7 +139,7 @@ class Engine:
         seeds, handles = spread(seed, len(texts)), list[Handle]()
         try:
             for text, question, own_seed in zip(texts, asked, seeds, strict=True):
-                handles.append(self._enqueue(text, question, seed=own_seed, read_seed=seeds[0], **options))
+                handles.append(self._add(text, question, seed=own_seed, read_seed=seeds[0], **options))
             while not all(handle.done for handle in handles):
                 self.step()
                 on_stats(self.stats())
@@ -173,6 +147,49 @@ class Engine:
         finally:
             for handle in handles:
                 handle.cancel()
+
+    def request(
+        self,
+        prompt: Any,
+        question: Any = None,
+        *,
+        params: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+        stream: bool = False,
+        **texts: Any,
+    ) -> Request:
+        """A request, encoded and checked, for `submit`. Any thread may ask for one: nothing of the engine changes.
+
+        Args:
+            prompt: a text, token ids, or a `Context` of this engine.
+            question: a text or token ids, fed after the prompt has been compressed.
+            params: how the answer's tokens are drawn, and where they end.
+            stream: whether somebody waits for each token; calls of the decode program are then short.
+            texts: as in `add`.
+
+        Raises ValueError at once for what cannot be served.
+        """
+        return self._request(prompt, question, params, params.seed, stream, **texts)
+
+    def submit(self, request: Request, on_output: OnOutput | None = None) -> list[Handle]:
+        """Put a request behind those that wait, however many they are; `check_room` asks whether there is room.
+
+        Args:
+            request: of this engine.
+            on_output: called with a `RequestOutput` after each call of the decode program that has brought tokens, or
+                with the error of a request that fails.
+
+        Returns a handle for each of its `params.n` answers.
+        """
+        return self._core.submit(request, on_output)
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """Raise EngineFull if the queue has no place for a request, with `ahead` others before it."""
+        self._core.check_room(request, ahead)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request, all of its answers, now. Of one that has ended nothing changes."""
+        for key in [key for key in self._core.handles if key[0] == request_id]:
+            self._core.cancel(key)
 
     def add(
         self,
@@ -184,6 +201,7 @@ class Engine:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         seed: int = 0,
+        wait: bool = True,
         **texts: Any,
     ) -> Handle:
         """A request behind those that wait.
@@ -196,32 +214,53 @@ class Engine:
             stop: texts that end it.
             stop_ids: tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
+            wait: where the queue is full, work until there is room; False raises `EngineFull`.
             texts: `chat`, `system`, `chat_template_kwargs`, `special_tokens` as in `generate`; for a context in `read`.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
         sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids, **texts}
-        return self._enqueue(prompt, question, sampling=sampling, seed=seed, read_seed=seed, **sizes)
+        return self._add(prompt, question, sampling=sampling, seed=seed, read_seed=seed, wait=wait, **sizes)
 
-    def _enqueue(
-        self, prompt: Any, question: Any, *, sampling: Sampling | None = None, seed: int, read_seed: int, **sizes: Any
+    def _add(
+        self,
+        prompt: Any,
+        question: Any,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        seed: int = 0,
+        read_seed: int,
+        wait: bool = True,
+        **texts: Any,
     ) -> Handle:
         """`add` of a request that is read by another seed than it draws by."""
         sampling = Sampling() if sampling is None else sampling
         check_settings(sampling, seed)
-        context = self.read(prompt) if is_file(prompt) else prompt if isinstance(prompt, Context) else None
+        ends = {"max_tokens": max_new_tokens, "stop": stop, "stop_token_ids": stop_ids}
+        params = params_of(sampling, seed=seed, **ends)
+        prompt = self.read(prompt) if is_file(prompt) else prompt
+        request = self._request(prompt, question, params, read_seed, False, **texts)
+        while wait and self._core.is_full(request):
+            self.step()
+        self.check_room(request)
+        return self.submit(request)[0]
+
+    def _request(
+        self, prompt: Any, question: Any, params: SamplingParams, read_seed: int, stream: bool, **texts: Any
+    ) -> Request:
+        """`request` of a prompt that is read by this seed."""
+        check_settings(params.sampling, params.seed)
+        context = prompt if isinstance(prompt, Context) else None
         if context is not None:
             check_own(context, self._contexts)
-        batch = self._prefiller.batch(prompt if context is None else context, question, **sizes)
+        ends = {"max_new_tokens": params.max_tokens, "stop": params.stop, "stop_ids": params.stop_token_ids}
+        batch = self._core.prefiller.batch(prompt, question, **ends, **texts)
         length = len(batch.texts[0]) if context is None else context.length
-        at = self._now(), self._compiled_s
-        request = Request(self._added, batch, length, context, sampling, int(seed), int(read_seed), *at)
-        while is_full(self._schedule, request, self._max_waiting, self._max_waiting_bytes):
-            self.step()
-        handle = Handle(self, request.number)
-        self._handles[request.number] = handle
-        self._schedule, self._added = enqueue(self._schedule, request), self._added + 1
-        return handle
+        at = self._core.now(), self._core.compiled_s
+        return Request(next(self._request_ids), batch, length, context, params, int(read_seed), stream, *at)
 
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
@@ -236,9 +275,8 @@ class Engine:
         Raises ValueError as `add`, and for a saved cache that does not fit; MemoryError if memory does not suffice.
         """
         check_settings(Sampling(), seed)
-        number, self._read_count = self._read_count, self._read_count + 1
-        with self._at_work():
-            return self._prefiller.read(number, text, int(seed), max_new_tokens, **texts)
+        with self._core.at_work():
+            return self._core.prefiller.read(next(self._context_numbers), text, int(seed), max_new_tokens, **texts)
 
     def save(self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method.
@@ -246,8 +284,8 @@ class Engine:
         `origin` is as in `save_cache`.
         """
         check_own(context, self._contexts)
-        with self._at_work():
-            cache = self._prefiller.of_context(context, context.max_new_tokens).cache
+        with self._core.at_work():
+            cache = self._core.prefiller.of_context(context, context.max_new_tokens).cache
             saving.save(path, cache, self.model.config, self.method, origin=origin)
 
     def drop(self, context: Context) -> None:
@@ -257,8 +295,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, forget all contexts and remove their files."""
-        for handle in tuple(self._handles.values()):
-            handle.cancel()
+        self.cancel_all()
         self._contexts.close()
 
     def stream(self) -> Iterator[tuple[Handle, str]]:
@@ -267,185 +304,41 @@ class Engine:
         A model without tokenizer has none.
         """
         pieces: deque[tuple[Handle, str]] = deque()
-        self._listeners.append(pieces)
+        self._core.listeners.append(pieces)
         try:
-            while pieces or self._handles:
+            while pieces or self.busy:
                 if not pieces:
                     self.step()
                 while pieces:
                     yield pieces.popleft()
         finally:
-            self._listeners = [listener for listener in self._listeners if listener is not pieces]
+            listeners = self._core.listeners
+            listeners[:] = [listener for listener in listeners if listener is not pieces]
 
     def run(self) -> None:
         """Work until all requests are done."""
-        while self._handles:
+        while self.busy:
             self.step()
+
+    def cancel_all(self) -> None:
+        """End all requests now."""
+        for key in tuple(self._core.handles):
+            self._core.cancel(key)
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests with this error: after one that leaves no slot as it was."""
+        for key in tuple(self._core.handles):
+            self._core.fail(key, error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._core.handles)
 
     def stats(self) -> EngineStats:
         """How the engine does."""
-        sizes = len(self._schedule.running), len(self._schedule.waiting), len(self._schedule.active)
-        return engine_stats(self._counters, sizes, self._contexts.counts(), self._contexts.nbytes(), self.memory)
+        return self._core.stats()
 
     def step(self) -> None:
-        """Let requests enter, decode for all slots at most `SEGMENT` tokens, and let those that have ended leave."""
-        with self._at_work():
-            self._admit_waiting()
-            if active := self._schedule.active:
-                self._decode(active)
-
-    # --- stages of a step ---
-
-    def _admit_waiting(self) -> None:
-        """Requests that wait enter free slots, with their questions and first tokens."""
-        entered = 0
-        while requests := next_requests(self._schedule, self._entering - entered):
-            entered += len(requests)
-            placed = zip(requests, self._schedule.free, strict=False)
-            new = [slot for request, slot in placed if self._admit(request, slot)]
-            self._append_questions(new)
-            self._sample_first(new)
-
-    def _admit(self, request: Request, slot: int) -> bool:
-        """Put a request's cache into a slot; False if its prompt cannot be read."""
-        try:
-            if request.context is None:
-                result = self._prefiller.of_prompt(request, self._schedule.waiting[1:2])
-            else:
-                result = self._prefiller.of_context(request.context, request.batch.max_new_tokens)
-            self._slots = runner.insert(
-                self.method, self._slots, result.cache, result.logits, np.asarray(slot, np.int32)
-            )
-        except (ValueError, MemoryError) as error:
-            self._finish(request.number, "failed", error)
-            return False
-        self._schedule = place(self._schedule, slot, RunningSequence(request, seed_words(request.seed), result.rows))
-        self._handles[request.number].state = "active"
-        return True
-
-    def _append_questions(self, new: list[int]) -> None:
-        """Feed the questions of new slots, as many tokens at a time as `generate` would."""
-        requests = {slot: self._schedule.sequence(slot).request for slot in new}
-        asked = {slot: (request.question, request.batch.step_tokens) for slot, request in requests.items()}
-        width = self._layout.limits.step_tokens
-        if not self._questions_compiled and any(question for question, _ in asked.values()):
-            runner.compile_questions(self.model, self.method, self._slots, width)
-            self._questions_compiled = True
-        self._slots = runner.append_questions(self.model, self.method, self._slots, asked, width)
-
-    def _sample_first(self, new: list[int]) -> None:
-        """Draw the first tokens of new slots."""
-        if not new:
-            return
-        mask = np.isin(np.arange(len(self._schedule.running)), new)
-        self._slots, tokens = runner.sample_first(
-            self._slots, next_sampling(self._schedule.running, self.model.config.vocab_size), mask
-        )
-        tokens, now = fetch(tokens), self._now()
-        for slot in new:
-            self._counters = with_first_token(self._counters, now - self._schedule.sequence(slot).request.added_s)
-            self._emit(slot, [int(tokens[slot])], now)
-
-    def _decode(self, active: tuple[int, ...]) -> None:
-        """One call of the decode program, which ends early where a slot ends for which somebody waits."""
-        running, config = self._schedule.running, self.model.config
-        left = np.asarray([0 if sequence is None else sequence.left for sequence in running], np.int32)
-        self._slots, tokens, steps = runner.decode(
-            self.model.params,
-            config,
-            self.method,
-            self._slots,
-            next_sampling(running, config.vocab_size),
-            np.isin(np.arange(len(running)), active),
-            left,
-            np.asarray(min(SEGMENT, int(left.max())), np.int32),
-            np.asarray(len(active) if self._schedule.waiting else 1, np.int32),
-            eos_ids=config.eos_ids,
-            steps=SEGMENT,
-        )
-        tokens, steps = fetch((tokens, steps))
-        self._count(steps=int(steps), active_steps=int((tokens != -1).sum()))
-        now = self._now()
-        for slot in active:
-            self._emit(slot, tokens[slot].tolist(), now)
-
-    def _emit(self, slot: int, new: list[int], now: float) -> None:
-        """A slot's new tokens: what can be shown of them, and whether they are the last ones."""
-        model, before = self.model, self._schedule.sequence(slot)
-        request, sequence = before.request, with_tokens(before, new, model.config.eos_ids, now)
-        tokens = list(sequence.tokens)
-        try:
-            check_tokens(model, self.method, request, tokens)
-            stopped = shorten(model.tokenizer, tokens, request.batch.stops)
-            sequence = replace(sequence, tokens=tuple(tokens), ended=sequence.ended or stopped)
-            sequence = replace(sequence, shown=self._decode_text(sequence))
-            self._count(new_tokens=len(sequence.tokens) - len(before.tokens))
-            self._schedule = place(self._schedule, slot, sequence)
-            if sequence.ended:
-                self._finish(request.number, "finished", self._result(slot, sequence, now))
-        except ValueError as error:
-            self._finish(request.number, "failed", error)
-
-    def _decode_text(self, sequence: RunningSequence) -> str:
-        handle, listeners = self._handles[sequence.request.number], self._listeners
-
-        def pass_on(_: int, text: str) -> None:
-            for listener in listeners:
-                listener.append((handle, text))
-
-        tokenizer = self.model.tokenizer
-        heard = pass_on if listeners and tokenizer is not None else None
-        tokens, stops = list(sequence.tokens), sequence.request.batch.stops
-        return show(tokenizer, 0, tokens, sequence.shown, stops, sequence.ended, heard)
-
-    def _result(self, slot: int | None, sequence: RunningSequence, now: float) -> Result:
-        """The result of a request; one that never had a slot has said nothing."""
-        looked_at = None
-        if slot is not None and not self.method.forgets:
-            with self._on_mesh():
-                looked_at = runner.statistics_of_slot(self._slots.cache, slot)
-        return result_of(self.model, sequence, self._layout, looked_at, now, self._compiled_s)
-
-    # --- small parts ---
-
-    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return on_mesh(self.model.mesh, self.model.config.num_kv_heads)
-
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        doing = f"serving {len(self._schedule.running)} slots of {self._layout.limits.max_tokens:,} tokens"
-        explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
-        with own_settings(), compilation() as total, self._on_mesh(), explained:
-            self._compiling = total
-            try:
-                yield
-            finally:
-                busy_s = time.perf_counter() - begin
-                self._count(busy_s=busy_s, compile_s=total.seconds, programs=total.programs)
-                self._compiling = Compilation()
-
-    def _now(self) -> float:
-        """Seconds of a clock that stands still while the engine compiles."""
-        return time.perf_counter() - self._compiled_s
-
-    @property
-    def _compiled_s(self) -> float:
-        return self._counters.compile_s + self._compiling.seconds
-
-    def _cancel(self, handle: Handle) -> None:
-        if handle.done:
-            return
-        slot, sequence = find(self._schedule, handle.number)
-        self._finish(handle.number, "cancelled", self._result(slot, sequence, self._now()))
-
-    def _finish(self, number: int, state: State, outcome: Result | Exception) -> None:
-        """A request leaves, and its slot is free."""
-        self._schedule = remove(self._schedule, number)
-        self._prefiller.hold_for(self._schedule.waiting[:1])
-        handle = self._handles.pop(number)
-        handle.state, handle._result = state, outcome
-        self._count(**{state: 1})
-
-    def _count(self, **more: float) -> None:
-        self._counters = add_counts(self._counters, **more)
+        """Let requests enter, decode for all slots once, and let those that have ended leave."""
+        self._core.step()

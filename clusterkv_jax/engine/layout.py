@@ -9,7 +9,7 @@ import numpy as np
 from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
-from clusterkv_jax.engine.runner import slot_plans, template
+from clusterkv_jax.engine.slot_programs import slot_plans, template
 from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import check_prompts, longest_short

@@ -89,6 +89,12 @@ def with_first_token(counters: Counters, waited_s: float) -> Counters:
     return replace(add_counts(counters, firsts=1, ttft_s=waited_s), longest_ttft_s=longest)
 
 
+def retry_after_s(counters: Counters) -> float:
+    """Seconds after which a full queue will have a place: those that a request takes of the engine, 1 of none yet."""
+    ended = counters.finished + counters.failed + counters.cancelled
+    return max(0.1, (counters.busy_s - counters.compile_s) / ended) if ended else 1.0
+
+
 def engine_stats(
     counters: Counters,
     sizes: tuple[int, int, int],

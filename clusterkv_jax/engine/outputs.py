@@ -1,4 +1,6 @@
-"""What a request comes to: the result that `generate` has, or a slot's logits that are no numbers."""
+"""What a request says as it runs, and what it comes to: the result that `generate` has, or no finite logits."""
+
+from dataclasses import dataclass
 
 from clusterkv_jax.cache.host_store import host_bytes, traffic
 from clusterkv_jax.cache.layers import KVCache, nbytes
@@ -12,8 +14,36 @@ from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.sampling import NOT_FINITE
-from clusterkv_jax.text.stops import finish_reason, text_of
+from clusterkv_jax.text.stops import FinishReason, finish_reason, text_of
 from clusterkv_jax.text.tokenizer import Tokens
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What is new of one answer of a request.
+
+    Attributes:
+        request_id: of the request.
+        index: of the answer, from 0 to n - 1.
+        text: what follows the text of the outputs before; half characters and half stop strings wait.
+        token_ids: the tokens that follow those of the outputs before.
+        finish_reason: why the answer has ended, as in `Result`; None if it goes on.
+        result: the whole answer, of the last output.
+    """
+
+    request_id: int
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    result: Result | None = None
+
+
+def output_of(sequence: RunningSequence, text: str, result: Result | None = None) -> RequestOutput:
+    """What is new of a sequence whose whole text is this one."""
+    reason = None if result is None else result.finish_reasons[0]
+    tokens = sequence.tokens[sequence.said :]
+    return RequestOutput(*sequence.request.key, text[len(sequence.shown) :], tokens, reason, result)
 
 
 def result_of(

@@ -9,15 +9,29 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
+from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import repeats
 from clusterkv_jax.methods.request import Request as SizeRequest
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.runtime.errors import counted, shown
+from clusterkv_jax.runtime.prng import MOST_SEED
 from clusterkv_jax.sampling import Sampling, check_seed
 from clusterkv_jax.text.chat import Chat
 from clusterkv_jax.text.tokenizer import Tokens
+
+
+class EngineFull(ValueError):
+    """A queue has no place for a request.
+
+    Attributes:
+        retry_after_s: seconds after which it will have one, about.
+    """
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"The engine's queue is full: {waiting} wait; come back in {retry_after_s:.1f} s.")
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,26 +39,38 @@ class Request:
     """A request as it was added.
 
     Attributes:
-        number: of the request, counted from 0.
+        request_id: counted from 0.
         batch: its prompt and question as tokens; of a context that is a file the prompt is not known.
         prompt_tokens: tokens of the prompt.
         context: of the prompt, where it was read before.
-        sampling: as in `generate`.
-        seed: of its draws.
+        params: how its tokens are drawn, and where they end.
         read_seed: of what its method draws.
-        added_s: when it was added, by a clock that stands still while the engine compiles.
+        stream: whether somebody waits for each of its tokens; calls of the decode program are then short.
+        added_s: when it was made, by a clock that stands still while the engine compiles.
         compile_s: seconds that the engine had compiled by then.
+        index: which of its `params.n` answers this is.
     """
 
-    number: int
+    request_id: int
     batch: Batch
     prompt_tokens: int
-    context: Any
-    sampling: Sampling
-    seed: int
+    context: Context | None
+    params: SamplingParams
     read_seed: int
+    stream: bool
     added_s: float
     compile_s: float
+    index: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from all others."""
+        return self.request_id, self.index
+
+    @property
+    def seed(self) -> int:
+        """Of the draws of this answer."""
+        return (int(self.params.seed) + self.index) % (MOST_SEED + 1)
 
     @property
     def question(self) -> Tokens:
@@ -115,6 +141,11 @@ def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: i
     )
     rows = method.budget_rows
     return all(np.array_equal(rows(length, i, one), rows(length, i, other)) for i in range(one.num_layers))
+
+
+def answers(request: Request) -> list[Request]:
+    """A request for each of the answers that one asks for; neighbours with equal prompts are read once."""
+    return [replace(request, index=index) for index in range(request.params.n)]
 
 
 def check_settings(sampling: Any, seed: Any) -> None:

@@ -1,7 +1,7 @@
 """Who waits and who sits in which slot: frozen records, and functions from one to the next. No device is asked here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterkv_jax.engine.requests import Request
@@ -9,18 +9,33 @@ from clusterkv_jax.engine.sampling import SamplingState, sampling_state
 from clusterkv_jax.runtime.prng import seed_words
 from clusterkv_jax.sampling import Sampling
 
+# What tells requests apart: their number, and which of its answers one is.
+Key = tuple[int, int]
+
 
 @dataclass(frozen=True, eq=False)
 class RunningSequence:
-    """A request in its slot: what it has said so far, and what of it was shown."""
+    """A request in its slot: what it has said so far, and what of it was passed on.
+
+    Attributes:
+        request: whose it is.
+        key: of its draws, as numbers.
+        rows: kept of the prompt, by layer and head, of the method and of windows.
+        tokens: generated so far.
+        ended: whether there will be no more.
+        first_s: when the first one came.
+        shown: the text that was passed on.
+        said: how many tokens were.
+    """
 
     request: Request
-    key: Any
-    rows: tuple[list[list[list[int]]], list[list[list[int]]]]
+    key: Any = None
+    rows: tuple[list[list[list[int]]], list[list[list[int]]]] = field(default=([], []), repr=False)
     tokens: tuple[int, ...] = ()
     ended: bool = False
     first_s: float = 0.0
     shown: str = ""
+    said: int = 0
 
     @property
     def left(self) -> int:
@@ -47,6 +62,11 @@ class Schedule:
         return tuple(slot for slot, sequence in enumerate(self.running) if sequence is not None)
 
     @property
+    def decoding(self) -> tuple[int, ...]:
+        """Slots in use whose first token is there."""
+        return tuple(slot for slot in self.active if self.sequence(slot).tokens)
+
+    @property
     def free(self) -> tuple[int, ...]:
         """Slots that are not."""
         return tuple(slot for slot, sequence in enumerate(self.running) if sequence is None)
@@ -57,10 +77,11 @@ def enqueue(schedule: Schedule, request: Request) -> Schedule:
     return replace(schedule, waiting=(*schedule.waiting, request))
 
 
-def is_full(schedule: Schedule, request: Request, most: int, most_bytes: int) -> bool:
-    """Whether a request has no place behind those that wait; the first one always has."""
+def is_full(schedule: Schedule, request: Request, most: int, most_bytes: int, ahead: int = 0) -> bool:
+    """Whether a request has no place behind those that wait and `ahead` others; the first one always has."""
     nbytes = sum(other.waiting_bytes for other in schedule.waiting) + request.waiting_bytes
-    return bool(schedule.waiting) and (len(schedule.waiting) >= most or nbytes > most_bytes)
+    before = len(schedule.waiting) + ahead
+    return before > 0 and (before + request.params.n > most or nbytes > most_bytes)
 
 
 def next_requests(schedule: Schedule, most: int) -> tuple[Request, ...]:
@@ -76,27 +97,27 @@ def next_requests(schedule: Schedule, most: int) -> tuple[Request, ...]:
     return tuple(group)
 
 
-def remove(schedule: Schedule, number: int) -> Schedule:
+def remove(schedule: Schedule, key: Key) -> Schedule:
     """The schedule without this request, wherever it is."""
-    waiting = tuple(request for request in schedule.waiting if request.number != number)
-    leaves = [sequence is not None and sequence.request.number == number for sequence in schedule.running]
+    waiting = tuple(request for request in schedule.waiting if request.key != key)
+    leaves = [sequence is not None and sequence.request.key == key for sequence in schedule.running]
     running = tuple(None if left else sequence for left, sequence in zip(leaves, schedule.running, strict=True))
     return Schedule(waiting, running)
 
 
 def place(schedule: Schedule, slot: int, sequence: RunningSequence) -> Schedule:
     """The schedule with this sequence in a slot; its request waits no more."""
-    waiting = tuple(request for request in schedule.waiting if request.number != sequence.request.number)
+    waiting = tuple(request for request in schedule.waiting if request.key != sequence.request.key)
     return Schedule(waiting, (*schedule.running[:slot], sequence, *schedule.running[slot + 1 :]))
 
 
-def find(schedule: Schedule, number: int) -> tuple[int | None, RunningSequence]:
+def find(schedule: Schedule, key: Key) -> tuple[int | None, RunningSequence]:
     """The slot and sequence of a live request; None and an empty sequence while it waits."""
     for slot, sequence in enumerate(schedule.running):
-        if sequence is not None and sequence.request.number == number:
+        if sequence is not None and sequence.request.key == key:
             return slot, sequence
-    request = next(request for request in schedule.waiting if request.number == number)
-    return None, RunningSequence(request, None, ([], []))
+    request = next(request for request in schedule.waiting if request.key == key)
+    return None, RunningSequence(request)
 
 
 def with_tokens(sequence: RunningSequence, new: Sequence[int], ends: tuple[int, ...], now: float) -> RunningSequence:
@@ -109,6 +130,6 @@ def with_tokens(sequence: RunningSequence, new: Sequence[int], ends: tuple[int, 
 def next_sampling(running: Sequence[RunningSequence | None], vocab_size: int) -> SamplingState:
     """How each slot draws its next token."""
     keys = [seed_words(0) if sequence is None else sequence.key for sequence in running]
-    samplings = [Sampling() if sequence is None else sequence.request.sampling for sequence in running]
+    samplings = [Sampling() if sequence is None else sequence.request.params.sampling for sequence in running]
     numbers = [0 if sequence is None else len(sequence.tokens) for sequence in running]
     return sampling_state(samplings, keys, numbers, vocab_size)

@@ -349,7 +349,7 @@ def check_many(count):
         stats = served.stats()
         assert (stats.waiting, stats.active, sum(stats.context_bytes.values())) == (0, 0, 0)
         assert stats.finished + stats.cancelled == count
-        assert not served._handles
+        assert not served.busy
     assert outcomes[0] == outcomes[1]
     to_stop = [(1 + i % 11, *outcome) for i, outcome in enumerate(outcomes[0]) if i % 5 == 2]
     finished = [(most, tokens[0], texts[0]) for most, state, tokens, texts in to_stop if state == "finished"]

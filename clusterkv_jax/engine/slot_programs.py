@@ -1,0 +1,345 @@
+"""The cache of all slots and the programs over it: one sequence per slot, shapes that never change.
+
+    template   the shapes of one sequence's cache, of the longest request
+    insert     a compressed prompt into a slot, at a traced number
+    extract    a copy of a slot
+    append_question  question tokens into it
+    sample_first     the first token of slots that are new
+    decode     decode steps of the slots that are active, until a limit or until too few are
+
+A slot without a token in a step neither grows nor is compressed, whatever it holds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache.host_store import commit, place
+from clusterkv_jax.cache.layers import KVCache, State, copy_sequences, groups
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.decoding import append_step, prefill
+from clusterkv_jax.engine.sampling import SamplingState, draw
+from clusterkv_jax.generation.batch import padded
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, steps_until_due, with_groups
+from clusterkv_jax.methods.families.recall import SHORT_ANSWER
+from clusterkv_jax.methods.plan import plan_of_layer
+from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.runtime.control_flow import repeated, where_due
+from clusterkv_jax.runtime.programs import compiler, jit
+from clusterkv_jax.runtime.sharding import constrain
+from clusterkv_jax.sampling import NOT_FINITE
+from clusterkv_jax.text.tokenizer import Tokens
+
+NO_QUESTION: tuple[Tokens, int] = ([], 1)
+# The narrowest prompt that `generate` reads.
+NARROWEST = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """Where all sequences stand: the last token of each is not in the cache yet; `logits` are those of its question."""
+
+    cache: KVCache
+    token: Int[Array, " B"]
+    logits: Float[Array, "B V"]
+
+
+def slot_plans(config: ModelConfig, method: Method, request: Request) -> tuple[LayerPlan, ...]:
+    """The plans of all layers, for prompts of every length that the request names."""
+    return tuple(_plan(config, method, layer, request) for layer in range(config.num_layers))
+
+
+def _plan(config: ModelConfig, method: Method, number: int, request: Request) -> LayerPlan:
+    """As for one request. Recall reads a short prompt whole, and its short answer: a step may recall as many rows."""
+    plan, layer = plan_of_layer(config, method, number, request), config.global_number(number)
+    if method.forgets or layer is None:
+        return plan
+    short = replace(request, lengths=np.arange(1, NARROWEST + 1), reserve=0)
+    whole = bool(np.min(method.budget_rows(short.lengths, layer, short)) >= MOST_ROWS)
+    extra = min(SHORT_ANSWER, request.reserve) if whole else 0
+    return replace(plan, groups=tuple(replace(group, most_rows=group.most_rows + extra) for group in plan.groups))
+
+
+def template(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    plans: Sequence[LayerPlan],
+    width: int,
+    *,
+    reserve: int,
+    step_tokens: int,
+) -> tuple[KVCache, Any]:
+    """Shapes of the cache and logits of one sequence whose prompt has this width."""
+    config = replace(config, max_positions=4 * config.max_positions)  # shapes alone: no position is looked at
+    tokens, lengths = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    read = lambda params, tokens, lengths: prefill(  # noqa: E731
+        params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, reserve=reserve, step_tokens=step_tokens
+    )
+    return jax.eval_shape(read, params, tokens, lengths)
+
+
+def empty(one: KVCache, logits: Any, slots: int, method: Method) -> Slots:
+    """Slots that hold nothing, on the devices of the ambient mesh."""
+
+    def made() -> Slots:
+        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
+        return _laid(method, Slots(*jax.tree.map(zeros, (one, jax.ShapeDtypeStruct((1,), jnp.int32), logits))))
+
+    empty = jit()(made)()
+    return replace(empty, cache=placed_on_host(empty.cache, method))
+
+
+def _laid(method: Method, slots: Slots) -> Slots:
+    """Slots on the devices of the ambient mesh, the same ones after each program, so that none is compiled twice."""
+    cache = slots.cache
+    layers, position = placed(method, cache.layers), constrain(cache.position, "batch")
+    cache = KVCache(layers, placed_state(method, cache.state), position)
+    return Slots(cache, constrain(slots.token, "batch"), constrain(slots.logits, "batch", None))
+
+
+def placed_on_host(cache: KVCache, method: Method) -> KVCache:
+    """The cache with the rows of a host store in the host's memory."""
+    if method.holds != "host":
+        return cache
+    layers = tuple(
+        with_groups(layer, [place(group, memory) for group, memory in zip(groups(layer), state, strict=True)])
+        for layer, state in zip(cache.layers, cache.state, strict=True)
+    )
+    return commit(replace(cache, layers=layers))
+
+
+@jit(static_argnames=("method",), donate_argnames=("slots",))
+def insert(
+    method: Method,
+    slots: Slots,
+    cache: KVCache,
+    logits: Float[Array, "1 V"],
+    slot: Int[Array | np.ndarray, ""],
+) -> Slots:
+    """A sequence's cache and logits in a slot; what it has no rows for becomes empty."""
+
+    def put(x: Array, part: Array) -> Array:
+        start = (slot, *[jnp.int32(0)] * (x.ndim - 1))
+        return jax.lax.dynamic_update_slice(x, _fit(part, x.shape[1:]), start)
+
+    new = jax.tree.map(put, (slots.cache, slots.logits), (cache, logits))
+    return _laid(method, Slots(new[0], slots.token, new[1]))
+
+
+@jit(static_argnames=("method",))
+def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
+    """A copy of one slot."""
+    return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
+
+
+@jit(static_argnames=("config", "method"), donate_argnames=("slots",))
+def append_question(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    slots: Slots,
+    tokens: Int[Array | np.ndarray, "B T"],
+    counts: Int[Array | np.ndarray, " B"],
+) -> Slots:
+    """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
+    tokens, counts = jnp.asarray(tokens), jnp.asarray(counts)
+    cache, latest = _step(params, config, method, slots.cache, tokens, counts)
+    return _laid(method, replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits)))
+
+
+def compile_questions(model: Model, method: Method, slots: Slots, width: int) -> None:
+    """Compile whatever `append_questions` may call, so that no later question waits for it."""
+    compile, number = compiler(), np.zeros((), np.int32)
+
+    def feed(slots: Slots) -> None:
+        count = slots.token.shape[0]
+        tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+        compile(append_question, model.params, model.config, method, slots, tokens, counts)
+
+    feed(slots)
+    if method.holds != "host" and slots.token.size > 2:  # of two, one is half
+        one = compile(extract, method, slots, number)
+        feed(one)
+        compile(insert, method, slots, one.cache, one.logits, number)
+
+
+def append_questions(
+    model: Model, method: Method, slots: Slots, asked: Mapping[int, tuple[Tokens, int]], width: int
+) -> Slots:
+    """Whole questions enter their slots, each so many tokens at a time; each call of the program has `width`.
+
+    Where half of the slots or more are asked, all of them at once: the weights are read for all. Fewer are asked one by
+    one, each in a copy of its slot: tokens of every slot would take as long as many decode steps, and one program that
+    cuts a slot out and puts it back copies all of them. Only rows of a host store stay where they are.
+    """
+    asked = {slot: (question, tokens) for slot, (question, tokens) in asked.items() if question}
+    feed = partial(_feed, model, method, width)
+    count = slots.token.size
+    if 2 * len(asked) >= count:
+        return feed(slots, [asked.get(slot, NO_QUESTION) for slot in range(count)])
+    for slot, one in asked.items():
+        if method.holds == "host":
+            slots = feed(slots, [one if other == slot else NO_QUESTION for other in range(count)])
+        else:
+            number = np.asarray(slot, np.int32)
+            here = feed(extract(method, slots, number), [one])
+            slots = insert(method, slots, here.cache, here.logits, number)
+    return slots
+
+
+def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Sequence[tuple[Tokens, int]]) -> Slots:
+    """A question, maybe none, enters each slot, so many tokens at a time."""
+    for call in range(max(-(-len(question) // tokens) for question, tokens in questions)):
+        texts = [question[call * tokens : (call + 1) * tokens] for question, tokens in questions]
+        counts = np.asarray([len(text) for text in texts], np.int32)
+        slots = append_question(model.params, model.config, method, slots, padded(texts, width), counts)
+    return slots
+
+
+@jit(donate_argnames=("slots",))
+def sample_first(
+    slots: Slots, sampling: SamplingState, new: Bool[Array | np.ndarray, " B"]
+) -> tuple[Slots, Int[Array, " B"]]:
+    """The first token of slots that are new, and the tokens."""
+    token = constrain(jnp.where(new, draw(slots.logits, sampling), slots.token), "batch")
+    return replace(slots, token=token), token
+
+
+@jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",), decodes=True)
+def decode(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    slots: Slots,
+    sampling: SamplingState,
+    active: Bool[Array | np.ndarray, " B"],
+    left: Int[Array | np.ndarray, " B"],
+    limit: Int[Array | np.ndarray, ""],
+    fewest: Int[Array | np.ndarray, ""],
+    *,
+    eos_ids: tuple[int, ...],
+    steps: int,
+) -> tuple[Slots, Int[Array, "B steps"], Int[Array, ""]]:
+    """Up to `limit` <= `steps` decode steps, while at least `fewest` slots are active.
+
+    Args:
+        params, config, method: as in `decode_step`.
+        slots: donated.
+        sampling: of the first step.
+        active: slots that generate.
+        left: tokens that each may still generate.
+        limit: most steps.
+        fewest: at least 1.
+        eos_ids: static; a sequence ends with one of these.
+        steps: static size of the token buffer.
+
+    Returns:
+        the slots, the new tokens (-1 where a slot was not active), and the number of steps.
+    """
+    ends = jnp.asarray((*eos_ids, NOT_FINITE), jnp.int32)
+
+    def running(carry):
+        step, _, _, active, _ = carry
+        return (step < limit) & (jnp.sum(active, dtype=jnp.int32) >= fewest)
+
+    def one(carry):
+        step, (cache, token), _, active, tokens = carry
+        cache, logits = append_step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
+        new = jnp.where(active, draw(logits, sampling, step), -1)
+        tokens = jax.lax.dynamic_update_slice(tokens, new[:, None], (0, step))
+        token = jnp.where(active, new, token)
+        return step + 1, (cache, token), active, active & ~jnp.isin(new, ends) & (step + 1 < left), tokens
+
+    def room(carry):
+        # Only of slots that the last step moved: others do not grow, and what room they have would end loops early.
+        _, (cache, _), moved, _, _ = carry
+        return steps_until_due(method, _of_moved(cache, moved))
+
+    def compressed(carry):
+        step, (cache, token), moved, *others = carry
+        return step, (_compressed(config, method, cache, moved), token), moved, *others
+
+    tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
+    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, tokens
+    step, (cache, token), _, _, tokens = repeated(running, one, room, compressed, start)
+    return _laid(method, Slots(cache, token, slots.logits)), tokens, step
+
+
+def _step(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    counts: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B V"]]:
+    """`extend_step` that leaves sequences without a token alone."""
+    cache, logits = append_step(params, config, method, cache, tokens, counts)
+    moved = counts > 0
+    if (late := due(method, _of_moved(cache, moved))) is not None:
+        cache = where_due(late, lambda cache: _compressed(config, method, cache, moved), cache)
+    return cache, logits
+
+
+def _of_moved(cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
+    """Sequences that no token has entered are never due."""
+    return replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
+
+
+def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
+    """After a compression of the sequences that are due, of those that a token has entered."""
+    after, before = recompress(method, _of_moved(cache, moved), rope=config.rope), iter(_dues(cache.state))
+    return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before))))
+
+
+def _dues(state: tuple[tuple[State, ...], ...]) -> list[Array]:
+    return [memory["due"] for layer in state for memory in layer if memory is not None and "due" in memory]
+
+
+def _with_due(state: tuple[tuple[State, ...], ...], change: Any) -> tuple[tuple[State, ...], ...]:
+    def one(memory: State) -> State:
+        return memory if memory is None or "due" not in memory else memory | {"due": change(memory["due"])}
+
+    return tuple(tuple(one(memory) for memory in layer) for layer in state)
+
+
+def _fit(part: Array, shape: tuple[int, ...]) -> Array:
+    """An array [1, ...] as [1, *shape]: zeros behind what is shorter, what is longer cut."""
+    if part.shape[1:] == shape:
+        return part
+    part = part[(slice(None), *(slice(size) for size in shape))]
+    return jnp.pad(part, [(0, 0), *((0, size - now) for size, now in zip(shape, part.shape[1:], strict=True))])
+
+
+def statistics_of_slot(cache: KVCache, slot: int) -> KVCache:
+    """What statistics look at, of one slot: rows of keys and values stay where they are."""
+    number = jnp.asarray([slot], jnp.int32)
+    none = lambda x: jnp.zeros((1, *x.shape[1:2], 0, *x.shape[3:]), x.dtype)  # noqa: E731
+    parts = []
+    for layer, state in zip(cache.layers, cache.state, strict=True):
+        for group, memory in zip(groups(layer), state, strict=True):
+            parts.append((group.length, {k: x for k, x in (memory or {}).items() if k in ("recalled", "counts")}))
+    fetched = iter(copy_sequences(parts, number))
+    layers, states = [], []
+    for layer, state in zip(cache.layers, cache.state, strict=True):
+        small, memories = [], []
+        for group, memory in zip(groups(layer), state, strict=True):
+            length, some = next(fetched)
+            rest = jax.tree.map(lambda x: none(x) if x.ndim > 2 else x, group)
+            small.append(replace(rest, length=length))
+            memories.append(None if memory is None else jax.tree.map(none, memory) | some)
+        layers.append(with_groups(layer, small))
+        states.append(tuple(memories))
+    return KVCache(tuple(layers), tuple(states), cache.position[number])
