@@ -94,7 +94,7 @@ def chat(
         check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         console = plain_console(highlight=False, soft_wrap=True)
-        network, kept = _model(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
+        network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
         how: Any = {"method": kept, "max_new_tokens": max_new_tokens, "seed": seed}
         how["sampling"] = drawing if sampling is None else network.sampling
         saved = lambda file: partial(conversation.load, file, network, **how)  # noqa: E731
@@ -131,7 +131,7 @@ def _text(files: list[str]) -> str:
     return text
 
 
-def _model(
+def loaded(
     model: str, method: str, ratio: float | None, tokens: int | None, cache_dtype: str | None, measured: str | None
 ) -> tuple[Any, Any]:
     """The model, and the method with its budget."""

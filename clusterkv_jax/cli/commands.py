@@ -21,6 +21,7 @@ from clusterkv_jax.cli import (
     lists,
     plan,
     read,
+    serve,
 )
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ def _version(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=read.EXAMPLES)(read.read)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command()(demo.demo)
 app.command("methods")(lists.list_methods)
 app.command("models")(lists.list_models)

@@ -39,7 +39,7 @@ def cut_turn(tokenizer: Any, text: str, question: str, chat: Chat = Chat()) -> t
     Raises:
         ValueError: one sentence, if the template fails, or shows a message other than once and whole.
     """
-    mark = _unused(tokenizer, text, question)
+    mark = unused_letter(tokenizer, text, question)
     asked, alone, plain = _turns(tokenizer, [text + mark + question, text + mark, text + question], chat)
     parts = asked.split(mark)
     whole = len(parts) == 2 and "".join(parts) == plain and question.strip() in parts[1]
@@ -53,7 +53,7 @@ def frame(tokenizer: Any, text: str, chat: Chat = Chat()) -> tuple[str, str]:
 
     Raises ValueError if the template fails, or shows the end of the message other than once.
     """
-    mark = _unused(tokenizer, text)
+    mark = unused_letter(tokenizer, text)
     before, *after = turn(tokenizer, text + mark, chat).split(mark)
     if len(after) != 1:
         raise ValueError("The model's chat template does not print a message once, as it is.")
@@ -66,7 +66,7 @@ def cut_turns(tokenizer: Any, text: str, said: Sequence[str], chat: Chat = Chat(
 
     Raises ValueError if the template fails, or shows the cut or an answer other than once and whole.
     """
-    mark = _unused(tokenizer, text, *said)
+    mark = unused_letter(tokenizer, text, *said)
     contents = [text + mark + said[0], *said[1:]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     (whole,) = _rendered(tokenizer, [messages], chat)
@@ -97,7 +97,7 @@ def next_turn(
     Raises ValueError if the template fails, or shows the answer or the question other than once and whole.
     """
     answer, asked = messages[-1]["content"], {"role": "user", "content": question}
-    mark = _unused(tokenizer, question, *(message["content"] for message in messages))
+    mark = unused_letter(tokenizer, question, *(message["content"] for message in messages))
     marked = {"role": "assistant", "content": answer + mark}
     before, after = _rendered(tokenizer, [messages[:-1], [*messages[:-1], marked, asked]], chat)
     parts = after.split(mark)
@@ -136,7 +136,7 @@ def _rendered(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, str]
     return texts
 
 
-def _unused(tokenizer: Any, *texts: str) -> str:
-    """A character that stands nowhere."""
+def unused_letter(tokenizer: Any, *texts: str) -> str:
+    """A character that stands neither in these texts nor in the template."""
     used = set(f"{''.join(texts)}{tokenizer.chat_template}")
     return next(chr(number) for number in _PRIVATE if chr(number) not in used)

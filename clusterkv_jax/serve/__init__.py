@@ -1,0 +1,7 @@
+"""An HTTP server over one engine: the interfaces of OpenAI and Anthropic, and a page to look at it."""
+
+from clusterkv_jax.serve.app import make_app
+from clusterkv_jax.serve.listening import bound, uvicorn_server
+from clusterkv_jax.serve.server import Server, Settings, make_server
+
+__all__ = ["Server", "Settings", "bound", "make_app", "make_server", "uvicorn_server"]

@@ -1,0 +1,126 @@
+"""Messages as tokens, in two parts: what later requests may share, compressed, and what comes after it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.text.chat import has_template, render, unused_letter
+from clusterkv_jax.text.prompts import MOST_LETTERS, gap
+from clusterkv_jax.text.tokenizer import Tokens, encode
+
+Message = Mapping[str, Any]
+# The end of what is shared: the number of a message, and how many letters of its content belong to it.
+Cut = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens: `shared` is compressed before `rest` is known. Only a cut that somebody set is `exact`."""
+
+    shared: Tokens = field(repr=False)
+    rest: Tokens = field(repr=False)
+    exact: bool = False
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of them."""
+        return self.shared + self.rest
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with contents of plain text, the cut that a client set, and what the template is told beside them."""
+
+    messages: Sequence[Message] = field(repr=False)
+    cut: Cut | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def joined(texts: Sequence[str], ends: Sequence[bool]) -> tuple[str, int | None]:
+    """Blocks of a message a blank line apart, and the letters up to the last one that `ends` what is shared."""
+    content, cut = "", None
+    for text, end in zip(texts, ends, strict=True):
+        content += gap(content, text) + text if content else text
+        cut = len(content) if end else cut
+    return content, cut
+
+
+def of_text(model: Model, text: str) -> Prompt:
+    """A plain text, of which nothing is shared. Raises ValueError for one that no tokens can be made of."""
+    _check(model, text)
+    return Prompt([], encode(model.tokenizer, text, add_special_tokens=True))
+
+
+def of_conversation(model: Model, conversation: Conversation) -> Prompt:
+    """Messages in the model's chat template, and the beginning of an answer; a blank line apart without a template.
+
+    Shared is what stands before the client's cut, or else before the last user's message.
+
+    Raises ValueError in one sentence, if the template fails or knows no tools.
+    """
+    messages, cut = conversation.messages, conversation.cut or _before_last_user(conversation.messages)
+    templated = has_template(model.tokenizer)
+    if "tools" in conversation.variables and "tools" not in str(getattr(model.tokenizer, "chat_template", None)):
+        raise ValueError(f"The chat template of {model.name!r} knows no tools; leave them out.")
+    split = _in_template if templated else _in_paragraphs
+    shared, rest = split(model.tokenizer, messages, cut, conversation.variables)
+    _check(model, shared + rest)
+    begin = [] if not shared else encode(model.tokenizer, shared, add_special_tokens=not templated)
+    end = encode(model.tokenizer, rest, add_special_tokens=not templated and not shared)
+    return Prompt(begin, end, exact=bool(shared) and conversation.cut is not None)
+
+
+def _check(model: Model, text: str) -> None:
+    if model.tokenizer is None:
+        raise ValueError(f"Model {model.name!r} has no tokenizer, so the prompt must be token ids.")
+    if not text.strip():
+        raise ValueError("The prompt is empty; give at least one word.")
+    if len(text) > MOST_LETTERS * model.config.max_positions:
+        raise ValueError(
+            f"The prompt has {len(text):,} letters, far more than the model's {model.config.max_positions:,} positions "
+            "hold."
+        )
+
+
+def _before_last_user(messages: Sequence[Message]) -> Cut | None:
+    """The end of the message before the last user's."""
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
+    return (last - 1, len(messages[last - 1]["content"])) if last else None
+
+
+def _in_template(
+    tokenizer: Any, messages: Sequence[Message], cut: Cut | None, variables: Mapping[str, Any]
+) -> tuple[str, str]:
+    """The text before and after the cut; nothing is before it where the template writes a message in another way."""
+    variables = {"add_generation_prompt": True, **variables}
+    if cut is None:
+        return "", render(tokenizer, [messages], **variables)[0]
+    mark = unused_letter(tokenizer, *(message["content"] for message in messages))
+    number, letters = cut
+    content = messages[number]["content"]
+    marked = {**messages[number], "content": content[:letters] + mark + content[letters:]}
+    with_mark, plain = render(tokenizer, [[*messages[:number], marked, *messages[number + 1 :]], messages], **variables)
+    shared, found, rest = with_mark.partition(mark)
+    return (shared, rest) if found and shared + rest == plain else ("", plain)
+
+
+def _in_paragraphs(
+    _tokenizer: Any, messages: Sequence[Message], cut: Cut | None, _variables: Mapping[str, Any]
+) -> tuple[str, str]:
+    text, place = "", 0
+    for number, message in enumerate(messages):
+        content = message["content"]
+        before = len(text) + (len(gap(text, content)) if text else 0)
+        text += gap(text, content) + content if text else content
+        if cut is not None and number == cut[0]:
+            place = before + cut[1]
+    return text[:place], text[place:]
+
+
+def continued(conversation: Conversation, goes_on: bool) -> Conversation:
+    """The conversation whose last message, one of the assistant, is to be written on, where it `goes_on`."""
+    if not goes_on:
+        return conversation
+    variables = {**conversation.variables, "add_generation_prompt": False, "continue_final_message": True}
+    return replace(conversation, variables=variables)

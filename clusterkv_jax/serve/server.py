@@ -1,0 +1,84 @@
+"""What all requests share: the model, its engine in a thread of its own, contexts by their tokens, and counts."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterkv_jax.checkpoints import Model
+from clusterkv_jax.engine import AsyncEngine, Engine
+from clusterkv_jax.runtime.checks import check_counts
+from clusterkv_jax.runtime.errors import check_fields, is_number
+from clusterkv_jax.serve.metrics import Metrics, make_metrics
+from clusterkv_jax.storage.schema import MIB
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server is run.
+
+    Attributes:
+        model_name: what clients call the model.
+        api_keys: any of which a client must send; none lets everybody in.
+        max_body_bytes: of a request.
+        shared_contexts: most prefixes that are remembered; 0 shares none.
+        least_shared: tokens from which on a prefix is remembered.
+        shutdown_timeout_s: seconds for answers to end once the server is told to.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * MIB
+    shared_contexts: int = 64
+    least_shared: int = 32
+    shutdown_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            ("model_name", isinstance(self.model_name, str) and self.model_name != "", "a name that is not empty"),
+            ("api_keys", all(isinstance(key, str) and key.strip() for key in self.api_keys), "keys that are not empty"),
+            ("shutdown_timeout_s", is_number(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0, "at least 0"),
+        )
+        check_counts(1, max_body_bytes=self.max_body_bytes, least_shared=self.least_shared)
+        check_counts(0, shared_contexts=self.shared_contexts)
+
+
+@dataclass(frozen=True, eq=False)
+class Server:
+    """A running server.
+
+    Attributes:
+        model: from `load`.
+        engine: of the model; its thread alone steps it.
+        served: the engine as other threads use it.
+        limits: "max_tokens" of a sequence and "reserve", of a question and its answer.
+        settings: how it is run.
+        contexts: futures of prefixes that were read, by their tokens, those asked last at the end.
+        responses: messages up to a response that a next request may name, and how many letters they have.
+        metrics: counts for Prometheus.
+        started: seconds since the epoch.
+    """
+
+    model: Model = field(repr=False)
+    engine: Engine = field(repr=False)
+    served: AsyncEngine = field(repr=False)
+    limits: Mapping[str, int]
+    settings: Settings
+    contexts: OrderedDict[tuple[int, ...], Any] = field(repr=False, default_factory=OrderedDict)
+    responses: OrderedDict[str, Any] = field(repr=False, default_factory=OrderedDict)
+    metrics: Metrics = field(repr=False, default_factory=make_metrics)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+
+def make_server(
+    model: Model, settings: Settings, *, max_tokens: int = 8192, reserve: int = 1024, **options: Any
+) -> Server:
+    """A server with an engine of its own; `options` are those of `Engine`. Short prompts are kept whole.
+
+    Raises ValueError as `Engine`.
+    """
+    engine = Engine(model, max_tokens=max_tokens, reserve=reserve, **{"keep_short": True, **options})
+    most = min(max_tokens, model.config.max_positions)
+    return Server(model, engine, AsyncEngine(engine), {"max_tokens": most, "reserve": min(reserve, most)}, settings)

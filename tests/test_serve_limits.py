@@ -1,0 +1,157 @@
+"""What a server does with wrong bodies, full queues and its own end; and its parts that need no server."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clusterkv_jax as ckv
+from clusterkv_jax.serve import Settings, make_server
+from clusterkv_jax.serve.prompts import Conversation, Prompt, joined, of_conversation
+from clusterkv_jax.serve.tools import Call, calls_in, visible
+from tests.fuzz.mutations import mutated
+from tests.fuzz.rules import check_sentence
+from tests.support.byte_model import byte_model
+from tests.support.server import TEMPLATE, running, wait_for
+
+USER = {"role": "user", "content": "Who are you?"}
+FUNCTION = {"name": "weather", "description": "now", "parameters": {"type": "object"}}
+DRAWING = {"temperature": 0.5, "top_p": 0.9, "stream": False, "n": 1, "stop": ["x"], "logit_bias": {}}
+BODIES = {
+    "/v1/completions": {"prompt": "Once", "max_tokens": 1, "seed": 1, **DRAWING},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        "max_tokens": 1,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "stream_options": {"include_usage": True},
+        **DRAWING,
+    },
+    "/v1/responses": {"input": [USER], "max_output_tokens": 1, "tools": [{"type": "function", **FUNCTION}]},
+    "/v1/messages": {"messages": [USER], "max_tokens": 1, "system": [{"type": "text", "text": "Be brief."}]},
+    "/v1/messages/count_tokens": {"messages": [USER], "tools": [{"name": "weather", "input_schema": {}}]},
+    "/tokenize": {"messages": [USER]},
+    "/detokenize": {"tokens": [1, 2]},
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    room = {"slots": 1, "max_tokens": 256, "reserve": 128, "max_waiting": 2}
+    return make_server(byte_model(TEMPLATE), Settings("bytes", max_body_bytes=2**21), method=ckv.Full(), **room)
+
+
+@pytest.fixture(scope="module")
+def address(server):
+    with running(server) as address:
+        yield address
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("path", BODIES)
+def test_any_body_is_answered_or_refused_in_a_sentence(address, path, data):
+    raw = data.draw(mutated(json.dumps(BODIES[path]), "json"))
+    response = httpx.post(f"{address}{path}", content=raw, timeout=60)
+    assert response.status_code in (200, 400, 404, 413), response.text
+    if response.status_code != 200:
+        about = response.json()
+        assert path.startswith("/v1/messages") == (about.get("type") == "error")
+        check_sentence(about["error"]["message"])
+
+
+def test_a_full_queue_says_when_to_come_back(address, server):
+    async def ask_many():
+        ask = {"prompt": "Once", "max_tokens": 120}
+        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+            return await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(8)))
+
+    answers = asyncio.run(ask_many())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert {answer.status_code for answer in answers} == {200, 429}
+    wait_for(lambda: server.served.stats().active == 0)
+
+
+def test_a_server_that_is_told_to_end_lets_answers_end():
+    command = [
+        sys.executable,
+        "-m",
+        "clusterkv_jax",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--slots",
+        "1",
+        "--method",
+        "full",
+    ]
+    command += ["--max-tokens", "256", "--reserve", "128", "--shutdown-timeout", "60"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = next(line for line in process.stderr if "http://" in line).split()[-1]
+        with httpx.stream("POST", f"{address}/v1/completions", json=ask(40), timeout=60) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert first.startswith("data: ")
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+
+
+def ask(tokens):
+    return {"prompt": "The ship", "max_tokens": tokens, "stream": True}
+
+
+def test_a_conversation_is_cut_before_the_last_user_s_turn():
+    model = byte_model(TEMPLATE)
+    said = [USER, {"role": "assistant", "content": "Ann."}, {"role": "user", "content": "And who is he?"}]
+    prompt = of_conversation(model, Conversation(said))
+    parts = [model.tokenizer.decode(part) for part in (prompt.shared, prompt.rest)]
+    assert parts == ["<user>Who are you?<assistant>Ann.", "<user>And who is he?<assistant>"]
+    assert of_conversation(model, Conversation(said[:1])).shared == []
+    plain = of_conversation(byte_model(), Conversation(said, cut=(0, 3)))
+    assert [model.tokenizer.decode(part) for part in (plain.shared, plain.rest)] == [
+        "Who",
+        " are you?\n\nAnn.\n\nAnd who is he?",
+    ]
+
+
+def test_a_template_that_writes_messages_anew_shares_nothing():
+    upper = "{% for m in messages %}{{ m.content[:5] }}{% endfor %}"
+    said = [{"role": "system", "content": "Be brief."}, USER]
+    model = byte_model(upper)
+    assert of_conversation(model, Conversation(said)) == Prompt([], model.tokenizer.encode("Be brWho a"))
+
+
+def test_tools_need_a_template_that_knows_them():
+    with pytest.raises(ValueError, match="knows no tools"):
+        of_conversation(byte_model("{{ messages[0].content }}"), Conversation([USER], None, {"tools": [FUNCTION]}))
+
+
+def test_blocks_stand_a_blank_line_apart():
+    assert joined(["a\n", "b", "c"], [False, True, False]) == ("a\n\nb\n\nc", 4)
+    assert joined([], []) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ("It rains.", "It rains.", []),
+        ('Wait. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Wait.", [Call("f", '{"a": 1}')]),
+        ('{"name": "f", "parameters": {}}', "", [Call("f", "{}")]),
+        ("{no call}", "{no call}", []),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+    ],
+)
+def test_calls_are_found_and_never_shown_before(text, shown, calls):
+    assert calls_in(text) == (shown, calls)
+    for end in range(len(text)):
+        assert shown.startswith(visible(text[:end]))
