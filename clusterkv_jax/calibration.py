@@ -66,8 +66,9 @@ Number = Annotated[int, Meta(ge=0, le=2**20)]
 Rows = Annotated[float, Meta(gt=0, le=2**20)]
 Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
 Explained = Annotated[float, Meta(ge=-(2**20), le=1)]
-# What the method `Auto` may become.
-AutoChoice = Literal["orbitkv", "kvzap"]
+# What the method `Auto` may become; of those that measures do not tell apart the first.
+AutoChoice = Literal["orbitkv-half", "kvzap", "orbitkv"]
+Nats = Mapping[AutoChoice, Annotated[float, Meta(ge=-(2**10), le=2**10)]]
 
 AnyMethod = TypeVar("AnyMethod", bound=Any)
 
@@ -106,6 +107,23 @@ def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold:
 
 
 @dataclass(frozen=True)
+class AutoAt:
+    """What the method `Auto` becomes with a share of the cache.
+
+    Attributes:
+        ratio: the share.
+        choice: the method.
+        continuing: loss of the next tokens of texts above the full cache's, in nats a token, by method.
+        repeating: loss of a passage of the texts, which is repeated.
+    """
+
+    ratio: Annotated[float, Meta(gt=0, le=1)]
+    choice: AutoChoice
+    continuing: Nats = field(default_factory=dict)
+    repeating: Nats = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What a model's heads are like, `[layer][KV head]`, of the layers that see every token.
 
@@ -118,7 +136,8 @@ class Calibration:
         least_scores: logarithm of the least score that the surrogate expects among the best `PARTS` of a head's rows.
         explained: share of these logarithms' variance that the surrogate explains, R^2.
         surrogate: for each layer the arrays that `learned.surrogates.predicted_scores` takes; no part of a YAML file.
-        auto: what the method `Auto` becomes, "orbitkv" or "kvzap"; None where nobody measured which loses less.
+        auto: what the method `Auto` becomes: of several shares of the cache, or one name for all; None where nobody
+            measured which loses less.
     """
 
     model: str
@@ -129,7 +148,18 @@ class Calibration:
     least_scores: tuple[tuple[tuple[Log, ...], ...], ...] | None = None
     explained: tuple[tuple[Explained, ...], ...] | None = None
     surrogate: Any = field(default=None, compare=False, repr=False)
-    auto: AutoChoice | None = None
+    auto: AutoChoice | Annotated[tuple[AutoAt, ...], Meta(min_length=1)] | None = None
+
+    def auto_at(self, budget: Budget) -> AutoChoice | None:
+        """What the method `Auto` becomes with a budget: the choice for the share whose ratio to it is nearest to 1, of
+        two the smaller. A budget of tokens is a share of a text as long as those measured.
+
+        Raises ValueError for a budget of bytes, where choices differ.
+        """
+        if not isinstance(self.auto, tuple):
+            return self.auto
+        share = self._ratio(budget)
+        return min(self.auto, key=lambda at: (abs(float(np.log(at.ratio / share))), at.ratio)).choice
 
     def kept_shares(self, ratio: float) -> tuple[tuple[float, ...], ...]:
         """Rows of each head, in units of the mean over all layers, if the best `ratio` of all rows are kept.
@@ -259,6 +289,8 @@ def to_yaml(calibration: Calibration) -> str:
 def _numbers(calibration: Calibration) -> dict[str, Any]:
     """Everything but the surrogate, as a file has it."""
     numbers = {name: getattr(calibration, name) for name in _KEYS} | {"settings": dict(calibration.settings)}
+    if isinstance(calibration.auto, tuple):
+        numbers["auto"] = [dataclasses.asdict(at) for at in calibration.auto]
     if calibration.auto is None:  # as files have it that are older than the field, and with it their fingerprint
         del numbers["auto"]
     return _lists(numbers)

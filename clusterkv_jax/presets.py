@@ -168,7 +168,7 @@ def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> meth
     """
     check_model(model)
     if model.calibration is not None:
-        method = settled(method, model.calibration.auto)
+        method = settled(method, model.calibration)
     result: Any = with_shares(model.calibration, method)
     if model.tokenizer is None or "repetition" not in method.needs(0):
         return result

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, presets
-from clusterkv_jax.evaluation.choice import with_choice
+from clusterkv_jax.evaluation.choice import best, with_choice
 
 BUDGET = ckv.Budget(tokens=64)
 
@@ -47,12 +48,45 @@ def test_a_choice_is_written_and_read(tmp_path):
         calibration.read(tmp_path / "mine.yaml")
 
 
-def test_the_smaller_loss_of_the_next_tokens_is_chosen():
+def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
+    losses = {"orbitkv-half": 0.1, "kvzap": 0.2, "orbitkv": 0.3}
+    choices = tuple(
+        calibration.AutoAt(ratio, choice, losses, losses)
+        for ratio, choice in [(0.5, "orbitkv"), (0.25, "orbitkv-half"), (0.125, "kvzap")]
+    )
+    model = ckv.load("demo")
+    model = replace(model, calibration=replace(model.calibration, auto=choices))
+    taken = {ratio: presets.completed(model, ckv.Auto(ckv.Budget(ratio=ratio))) for ratio in (0.9, 0.3, 0.18, 0.17, 0.1)}
+    assert [type(method) for method in taken.values()] == [ckv.OrbitKV] * 3 + [ckv.KVzap] * 2
+    assert [taken[ratio].degree_power for ratio in (0.9, 0.3, 0.18)] == [1.0, 0.5, 0.5]
+    assert (taken[0.9].recent, taken[0.3].recent, taken[0.1].recent) == (8, 32, 32)
+    calibration.write(tmp_path / "mine.safetensors", model.calibration)
+    assert calibration.read(tmp_path / "mine.safetensors").auto == choices
+    with pytest.raises(ValueError, match="bytes"):
+        presets.completed(model, ckv.Auto(ckv.Budget(bytes=10**6)))
+
+
+@pytest.mark.parametrize(
+    ("kvzap", "expected"),
+    [
+        ([0.1, 0.2, 0.1, 0.2], "kvzap"),  # better by more than a standard error
+        ([0.1, 0.7, 0.1, 0.5], "orbitkv-half"),  # better on the average of pieces that differ
+        ([0.9, 0.9, 0.9, 0.9], "orbitkv-half"),
+    ],
+)
+def test_the_smallest_sum_of_losses_is_chosen_unless_chance_explains_it(kvzap, expected):
+    still = np.zeros(4)
+    losses = {"orbitkv-half": [0.4] * 4, "kvzap": kvzap, "orbitkv": [0.8] * 4}
+    assert best({name: np.stack([still, loss]) for name, loss in losses.items()}) == expected
+
+
+def test_choices_rest_on_losses_of_continuing_and_repeating():
     model = ckv.load("demo")
     ids = model.tokenizer.encode(ckv.demo_text())[:704]
-    chosen = with_choice(model, replace(model.calibration, auto=None), [ids])
-    losses = chosen.settings["auto_losses"]
-    assert chosen.auto == min(("orbitkv", "kvzap"), key=losses.get)
-    assert 0 < losses["full"] < max(losses.values())
+    chosen = with_choice(model, replace(model.calibration, auto=None), [ids], shares=[1 / 8])
+    (at,) = chosen.auto
+    assert at.ratio == 1 / 8
+    assert at.choice == min(at.continuing, key=lambda name: at.continuing[name] + at.repeating[name])
+    assert len(set(at.continuing.values())) == len(set(at.repeating.values())) == 3
     short = with_choice(model, model.calibration, [ids[:200]])
     assert short == model.calibration  # an eighth of it holds no 32 recent rows

@@ -120,7 +120,7 @@ def calibrate(
 
         import clusterkv_jax as ckv
         from clusterkv_jax import calibration, observation
-        from clusterkv_jax.evaluation.choice import with_choice
+        from clusterkv_jax.evaluation.choice import QUICK_SHARES, SHARES, with_choice
 
         if int(ratio * tokens) <= ckv.AdaKV.window:
             raise ValueError(
@@ -154,12 +154,15 @@ def calibrate(
                 progress=on_layers,
                 resume=output.with_name(f".{output.name}.started"),
             )
-        with plain_console(stderr=True).status("measuring what auto takes"):
-            measures = with_choice(network, measures, pieces)
+        with progress_bar(1, "of what auto may take") as on_choices:
+            shares = QUICK_SHARES if quick else SHARES
+            measures = with_choice(network, measures, pieces, shares, lambda done, of: on_choices(done / of))
         if plot:
-            from clusterkv_jax.cli.calibration_picture import draw
+            from clusterkv_jax.cli.calibration_picture import draw, draw_choices
 
             draw(measures, output.with_suffix(".png"))
+            if isinstance(measures.auto, tuple):
+                draw_choices(measures.auto, output.with_suffix(".auto.png"))
         calibration.write(output, measures)
         _report(measures, output, plot)
         if push is not None:
@@ -276,10 +279,10 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
         f"{sizes['tokens']:,} tokens.",
         highlight=False,
     )
-    if measures.auto is not None:
-        losses = {name: f"{loss:.3f}" for name, loss in sizes["auto_losses"].items()}
-        line = f"auto takes {measures.auto}. Nats a token at an eighth of the cache: orbitkv {losses['orbitkv']}, "
-        console.print(f"{line}kvzap {losses['kvzap']}, full cache {losses['full']}.", highlight=False, soft_wrap=True)
+    for at in measures.auto if isinstance(measures.auto, tuple) else ():
+        losses = [f"{name} {loss:.3f} and {at.repeating[name]:.3f}" for name, loss in at.continuing.items()]
+        line = f"auto takes {at.choice} at {at.ratio:.2%}; nats a token above the full cache, continuing and repeating:"
+        console.print(f"{line} {', '.join(losses)}.", highlight=False, soft_wrap=True)
     files = f"{output} and {output.with_suffix('.png')}" if plot else f"{output}"
     console.print(f"Written to {files}", highlight=False, soft_wrap=True)
     if measures.surrogate is not None and output.suffix != ".safetensors":

@@ -1,10 +1,12 @@
 """A calibration as a picture: maps over layers and KV heads, and what the surrogate explains of each layer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from clusterkv_jax.calibration import AutoAt
 from clusterkv_jax.evaluation.report.plots import new_panels
 from clusterkv_jax.storage.files import replacing
 
@@ -35,6 +37,27 @@ def draw(measures: Any, file: Path) -> None:
         axes[2].invert_yaxis()
         axes[2].set_xlabel("$R^2$ of the surrogate")
         axes[2].set_ylabel("layer")
+    _save(figure, file)
+
+
+def draw_choices(choices: Sequence[AutoAt], file: Path) -> None:
+    """Losses above the full cache over the share of the cache, a line for each method; the chosen ones are framed."""
+    figure, axes = new_panels(4.5, 3.2 * 2, 2)
+    shares = [100 * at.ratio for at in choices]
+    for panel, name in zip(axes, ("continuing", "repeating"), strict=True):
+        for method in choices[0].continuing:
+            panel.plot(shares, [getattr(at, name)[method] for at in choices], "o-", markersize=4, label=method)
+        taken = [getattr(at, name)[at.choice] for at in choices]
+        panel.plot(shares, taken, "s", markersize=10, fillstyle="none", color="black", label="chosen")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(shares, [f"{share:g}" for share in shares])
+        panel.set_xlabel("share of the cache, %")
+        panel.set_ylabel(f"{name}: nats above full")
+    axes[0].legend(fontsize=8)
+    _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> None:
     with replacing(file) as temporary:
         figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
 

@@ -3,22 +3,24 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from clusterkv_jax.calibration import AutoChoice
+from clusterkv_jax.calibration import AutoChoice, Calibration
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
 
-# Recent rows where the others are dropped: on a pretrained model 32 lose less of plain text than 8.
+# Recent rows where the others are dropped, or count less: on a pretrained model 32 lose less of plain text than 8.
 RECENT = 32
+# Exponent of the degree where centroids of many unlike rows must not outweigh what is looked up.
+TEMPERED = 0.5
 
 
 @dataclass(frozen=True)
 class Auto(OrbitKV):
     """What to take where nothing speaks for another method: it becomes that of the model's calibration.
 
-    `presets.completed` puts the chosen method in its place, as `generate` and engines do: OrbitKV with these fields
-    where merging was measured to lose less than dropping, else KVzap, with 32 recent rows unless `recent` says another
-    number. KVzap has no `merged`. Without a calibration it is OrbitKV.
+    `presets.completed` puts the method in its place that was measured to lose least with such a budget, as `generate`
+    and engines do: OrbitKV with these fields, the same with a `degree_power` of at most 0.5, or KVzap, which has no
+    `merged`. The last two have 32 recent rows unless `recent` says another number. Without a calibration it is OrbitKV.
     """
 
     def chosen(self, choice: AutoChoice | None) -> Method:
@@ -26,20 +28,25 @@ class Auto(OrbitKV):
         mine = {field.name: getattr(self, field.name) for field in fields(OrbitKV)}
         if choice == "orbitkv":
             return OrbitKV(**mine)
+        if choice == "orbitkv-half":
+            tempered = {"recent": self._recent(), "degree_power": min(self.degree_power, TEMPERED)}
+            return OrbitKV(**mine | tempered)
         shared = {name: mine[name] for name in ("budget", "sinks", "cache_dtype")}
         return KVzap(**shared, recent=self._recent(), decode_interval=self.interval)
 
     def _recent(self) -> int:
-        """Recent rows of KVzap: more than OrbitKV's, if nothing else was said and a budget of tokens has room."""
+        """Recent rows of the others: more than OrbitKV's, if nothing else was said and a budget of tokens has room."""
         if self.recent != OrbitKV.recent:
             return self.recent
         room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.spare
         return max(self.recent, min(RECENT, room))
 
 
-def settled(method: Any, choice: AutoChoice | None) -> Any:
+def settled(method: Any, calibration: Calibration) -> Any:
     """The method with what a calibration chose in place of `Auto`, also where it is a part of another."""
     if hasattr(method, "chosen"):
-        return method.chosen(choice)
-    parts = {name: settled(getattr(method, name), choice) for name in ("method", "prefill") if hasattr(method, name)}
+        return method.chosen(calibration.auto_at(method.budget))
+    parts = {
+        name: settled(getattr(method, name), calibration) for name in ("method", "prefill") if hasattr(method, name)
+    }
     return replace(method, **parts) if parts else method

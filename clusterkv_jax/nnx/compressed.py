@@ -92,7 +92,7 @@ def compressed(
     found = None if calibration is None else read_calibration(calibration)
     if found is not None:
         found.check(config)
-        kept = with_shares(found, settled(kept, found.auto))
+        kept = with_shares(found, settled(kept, found))
     surrogate = None if found is None else found.surrogate
     return Compressed(model, kept, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
 
