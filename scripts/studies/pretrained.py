@@ -1,4 +1,4 @@
-"""The tables of pretrained models by a plan: models x studies x lengths x methods, a `clusterkv evaluate` each.
+"""The tables of pretrained models by a plan: a `clusterkv evaluate` for each study, model, length, method and budget.
 
     python scripts/studies/pretrained.py run --processes 6 --limit-s 540
     python scripts/studies/pretrained.py tables --keep docs/results/pretrained
@@ -8,6 +8,7 @@ begin with its answers. `tables` joins what is complete.
 """
 
 import gzip
+import itertools
 import os
 import shutil
 import subprocess
@@ -52,15 +53,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Piece:
-    """A method's answers, or the full cache's, in a folder; `table` is that of all methods."""
+    """A method's answers with a budget, or the full cache's, in a folder; `table` is that of all."""
 
     table: str
     method: str
     command: tuple[str, ...]
+    budget: str = ""
 
     def folder(self, output: Path) -> Path:
         """Of its answers."""
-        return output / self.table / Path(self.method.replace(":", "-")).name
+        return output / self.table / "-".join([Path(self.method.replace(":", "-")).name, *self.budget.split()])
 
     def done(self, output: Path) -> bool:
         """Whether all is answered."""
@@ -83,9 +85,9 @@ def pieces(plan: Plan) -> Iterator[Piece]:
                 asked += ["--lengths", str(length)] if length else []
                 asked += ["--limit", str(study.limit)] if study.limit else []
                 yield Piece(table, "full", tuple(asked))
-                for method in study.methods or plan.methods:
-                    budgets = study.budgets or plan.budgets
-                    yield Piece(table, method, (*asked, "--methods", method, "--budgets", budgets))
+                budgets = (study.budgets or plan.budgets).split(",")
+                for method, budget in itertools.product(study.methods or plan.methods, budgets):
+                    yield Piece(table, method, (*asked, "--methods", method, "--budgets", budget), budget)
 
 
 def start(piece: Piece, output: Path, processes: int) -> subprocess.Popen[bytes]:
@@ -137,7 +139,7 @@ def run(
                 print(f"{piece.folder(output)} fails; see its .log")
             else:
                 (piece.folder(output) / "complete").touch()
-                print(f"{sum(each.done(output) for each in listed)} of {len(listed)}: {piece.table} {piece.method}")
+                print(f"{sum(each.done(output) for each in listed)} of {len(listed)}: {piece.table} {piece.method} {piece.budget}")
         todo = [piece for piece in todo if piece.table not in failed]
         full = {piece.table for piece in listed if piece.method == "full" and piece.done(output)}
         ready = [piece for piece in todo if piece.method == "full" or piece.table in full]
