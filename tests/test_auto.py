@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import calibration, presets
+from clusterkv_jax import calibration, observation, presets
 from clusterkv_jax.evaluation.choice import best, with_choice
+from tests.support.byte_model import byte_model
 
 BUDGET = ckv.Budget(tokens=64)
 
@@ -56,7 +57,8 @@ def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
     )
     model = ckv.load("demo")
     model = replace(model, calibration=replace(model.calibration, auto=choices))
-    taken = {ratio: presets.completed(model, ckv.Auto(ckv.Budget(ratio=ratio))) for ratio in (0.9, 0.3, 0.18, 0.17, 0.1)}
+    ratios = (0.9, 0.3, 0.18, 0.17, 0.1)
+    taken = {ratio: presets.completed(model, ckv.Auto(ckv.Budget(ratio=ratio))) for ratio in ratios}
     assert [type(method) for method in taken.values()] == [ckv.OrbitKV] * 3 + [ckv.KVzap] * 2
     assert [taken[ratio].degree_power for ratio in (0.9, 0.3, 0.18)] == [1.0, 0.5, 0.5]
     assert (taken[0.9].recent, taken[0.3].recent, taken[0.1].recent) == (8, 32, 32)
@@ -81,12 +83,15 @@ def test_the_smallest_sum_of_losses_is_chosen_unless_chance_explains_it(kvzap, e
 
 
 def test_choices_rest_on_losses_of_continuing_and_repeating():
-    model = ckv.load("demo")
-    ids = model.tokenizer.encode(ckv.demo_text())[:704]
-    chosen = with_choice(model, replace(model.calibration, auto=None), [ids], shares=[1 / 8])
-    (at,) = chosen.auto
-    assert at.ratio == 1 / 8
+    model = byte_model()
+    ids = model.tokenizer.encode(ckv.demo_text())
+    measured = observation.calibrate(model, [ids[:440]], ratio=0.25)
+    calls = []
+    chosen = with_choice(model, measured, [ids[:440]], (1 / 4, 1 / 100), progress=lambda *now: calls.append(now))
+    assert isinstance(chosen.auto, tuple)
+    (at,) = chosen.auto  # a hundredth of it holds no 32 recent rows
+    assert at.ratio == 1 / 4
     assert at.choice == min(at.continuing, key=lambda name: at.continuing[name] + at.repeating[name])
     assert len(set(at.continuing.values())) == len(set(at.repeating.values())) == 3
-    short = with_choice(model, model.calibration, [ids[:200]])
-    assert short == model.calibration  # an eighth of it holds no 32 recent rows
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert with_choice(model, measured, [ids[:200]]) == measured

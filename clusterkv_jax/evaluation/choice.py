@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.calibration import AutoAt, AutoChoice, Calibration
+from clusterkv_jax.calibration import AutoAt, AutoChoice, Calibration, Nats
 from clusterkv_jax.checkpoints.loading import Model, calibrated
 from clusterkv_jax.evaluation.responses import likelihoods, possible
 from clusterkv_jax.evaluation.tasks.cases import Prompt, Tokens
@@ -58,8 +58,7 @@ def with_choice(
         for name, method in methods.items():
             above[name] = _losses(known, method, prompts, len(cue)) - full
             progress(done := done + 1, total)
-        continuing, repeating = ({name: round(float(x[way].mean()), 4) for name, x in above.items()} for way in (0, 1))
-        found.append(AutoAt(share, best(above), continuing, repeating))
+        found.append(AutoAt(share, best(above), _means(above, 0), _means(above, 1)))
     return replace(measured, auto=tuple(found))
 
 
@@ -71,6 +70,10 @@ def best(losses: Mapping[AutoChoice, Losses]) -> AutoChoice:
     least = min(sums.values(), key=np.mean)
     error = {name: np.std(each - least) / np.sqrt(least.size) for name, each in sums.items()}
     return next(name for name in get_args(AutoChoice) if np.mean(sums[name] - least) <= error[name])
+
+
+def _means(losses: Mapping[AutoChoice, Losses], which: int) -> Nats:
+    return {name: round(float(loss[which].mean()), 4) for name, loss in losses.items()}
 
 
 def _candidates(share: float) -> dict[AutoChoice, Method]:

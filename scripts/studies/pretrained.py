@@ -10,6 +10,7 @@ begin with its answers. `tables` joins what is complete.
 import gzip
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Plan:
-    """Models by name, studies by name, and what they have in common."""
+    """Models by name, with what follows `--model`; studies by name; and what they have in common."""
 
     models: dict[str, str]
     studies: dict[str, Study]
@@ -80,7 +81,7 @@ def pieces(plan: Plan) -> Iterator[Piece]:
         for model, place in plan.models.items():
             for length in study.lengths:
                 table = f"{name}/{model}" + (f"/{length}" if length else "")
-                asked = ["evaluate", "--suite", study.suite, "--model", place, *study.options]
+                asked = ["evaluate", "--suite", study.suite, "--model", *shlex.split(place), *study.options]
                 asked += ["--tasks", study.tasks] if study.tasks else []
                 asked += ["--lengths", str(length)] if length else []
                 asked += ["--limit", str(study.limit)] if study.limit else []
@@ -139,7 +140,8 @@ def run(
                 print(f"{piece.folder(output)} fails; see its .log")
             else:
                 (piece.folder(output) / "complete").touch()
-                print(f"{sum(each.done(output) for each in listed)} of {len(listed)}: {piece.table} {piece.method} {piece.budget}")
+                done = sum(each.done(output) for each in listed)
+                print(f"{done} of {len(listed)}: {piece.table} {piece.method} {piece.budget}")
         todo = [piece for piece in todo if piece.table not in failed]
         full = {piece.table for piece in listed if piece.method == "full" and piece.done(output)}
         ready = [piece for piece in todo if piece.method == "full" or piece.table in full]
