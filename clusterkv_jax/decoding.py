@@ -26,7 +26,6 @@ from clusterkv_jax.cache.host_store import commit
 from clusterkv_jax.cache.layers import KVCache, Layer, NewTokens, State, overflowed
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
-from clusterkv_jax.learned.surrogates import beside_keys, keys_and_scores, predicted_scores
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer, steps_until_due
 from clusterkv_jax.methods.compressing import (
@@ -48,9 +47,9 @@ from clusterkv_jax.methods.plan import (
     repetition_of,
 )
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.models import few_tokens, prompt_forward, transformer
+from clusterkv_jax.models import decoder, prompt_forward
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
 from clusterkv_jax.runtime.control_flow import repeated, where_due
 from clusterkv_jax.runtime.errors import out_of_memory_explained, shown
@@ -149,7 +148,8 @@ def prefill(
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
             if rows is None:
-                _check_surrogate(weights, method, plan.needs)
+                if "scores" in plan.needs:
+                    _surrogate(weights, method)
                 layer, parts = config.of_layer(number), _parts(method, plan)
                 if not waiting:
                     shapes = prompt_shapes(layer, parts, hidden)
@@ -256,7 +256,7 @@ def append_step(
     width = tokens.shape[1]
     real = ordinals(width, 2) < counts[:, None]
     positions = cache.position[:, None] + ordinals(width, 2)
-    hidden = constrain(transformer.embed(params, config, tokens, positions), "batch", None, None)
+    hidden = constrain(decoder.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         needs = needs_of_layer(config, method, number)
@@ -270,7 +270,7 @@ def append_step(
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
     hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
-    logits = transformer.unembed(params, config, hidden[:, 0] if at is None else hidden)
+    logits = decoder.unembed(params, config, hidden[:, 0] if at is None else hidden)
     # A GPU's compiler would put the comparisons of all heads into the product of the logits, and find no fast one.
     over = jax.lax.optimization_barrier(overflowed(cache))
     return cache, jnp.where(over, jnp.nan, logits)
@@ -290,42 +290,23 @@ def _step_layer(
     real: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
-    lookup = None if before is None else transformer.qkv(weights, config, before, positions)[0]
-    _check_surrogate(weights, method, needs)
-    if "scores" in needs:
-        q, k, v, scores = _projected(weights, config, hidden, positions)
-        scores = jnp.swapaxes(scores, 1, 2)
-    else:
-        q, k, v = transformer.qkv(weights, config, hidden, positions)
-        scores = None
-    sinks = transformer.sink_logits(weights, config)
+    lookup = None if before is None else decoder.attention_in(weights, config, before, positions)[0]
+    surrogate = _surrogate(weights, method) if "scores" in needs else None
+    q, k, v, scores = decoder.attention_in(weights, config, hidden, positions, surrogate)
+    sinks = decoder.sink_logits(weights, config)
     new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
     attended, layer, state = step_layer(method, layer, state, new)
-    return transformer.finish(weights, config, hidden, attended), layer, state
+    return decoder.attention_out_and_mlp(weights, config, hidden, attended), layer, state
 
 
-def _projected(
-    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B K T"]]:
-    """Queries, keys and values of tokens, and what a layer's surrogate says of them: both read the same norm."""
-    if few_tokens.scores(config, weights["surrogate"], hidden):
-        q, k, v, scores = transformer.qkv_and_scores(weights, config, hidden, positions)
-        return q, k, v, jnp.swapaxes(scores, 1, 2)
-    if not beside_keys(config, weights["surrogate"], hidden):
-        stored = transformer.stored_attention_input(weights, config, hidden)
-        return *transformer.qkv(weights, config, hidden, positions), predicted_scores(weights["surrogate"], stored)
-    entering = transformer.attention_input(weights, config, hidden)
-    keys, scores = keys_and_scores(weights["attention"]["k"], weights["surrogate"], entering)
-    return *transformer.qkv(weights, config, hidden, positions, keys), scores
-
-
-def _check_surrogate(weights: Params, method: Method, needs: frozenset[str]) -> None:
-    """Raise ValueError for a method of learned scores where the model has none."""
-    if "scores" in needs and "surrogate" not in weights:
+def _surrogate(weights: Params, method: Method) -> Params:
+    """What scores a layer's tokens. Raises ValueError for a method of learned scores where the model has none."""
+    if "surrogate" not in weights:
         raise ValueError(
             f"{type(method).__name__} keeps rows by learned scores, and the model has none: "
             "give load, or nnx.compressed, the calibration that clusterkv calibrate writes for it."
         )
+    return weights["surrogate"]
 
 
 @jax.tree_util.register_dataclass
@@ -436,9 +417,9 @@ def _read_layer(
     place, rows beyond the lengths zeroed.
     """
     on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
-    entering = on_tokens(transformer.attention_input(weights, config, hidden)) if "hidden" in parts else None
-    project = partial(_projected, weights, config) if "scores" in parts else None
-    hidden, q, k, v, scores = prompt_forward.over_prompt(weights, config, chunk, hidden, project)
+    entering = on_tokens(decoder.attention_input(weights, config, hidden)) if "hidden" in parts else None
+    surrogate = weights["surrogate"] if "scores" in parts else None
+    hidden, q, k, v, scores = prompt_forward.over_prompt(weights, config, chunk, hidden, surrogate)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
         return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)

@@ -24,9 +24,9 @@ from clusterkv_jax.learned import reconstruction
 from clusterkv_jax.learned.fitting import Fit, add_products, check_rows, ridge
 from clusterkv_jax.learned.repetition import instruction, prompts
 from clusterkv_jax.methods import AdaKV
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import decoder
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.storage.files import replacing
 from clusterkv_jax.tensors import compress
 
@@ -61,7 +61,7 @@ def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
     """Queries, keys and values of every layer that sees all tokens, in turn: the layers that methods compress."""
     ids = jnp.asarray([tokens], jnp.int32)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    hidden = transformer.embed(model.params, model.config, ids, positions)
+    hidden = decoder.embed(model.params, model.config, ids, positions)
     before, ahead = hidden, None
     for number, weights in enumerate(model.params["layers"]):
         config, is_seen = model.config.of_layer(number), number in model.config.global_layers
@@ -71,22 +71,22 @@ def observe_layers(model: Model, tokens: Sequence[int]) -> Iterator[Observed]:
         hidden, entering, *qkv = _layer(weights, config, hidden, positions)
         if is_seen:
             queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in qkv)
-            sinks = transformer.sink_logits(weights, config)
+            sinks = decoder.sink_logits(weights, config)
             yield Observed(queries, keys, values, entering, ahead, config.soft_cap, sinks)
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _layer(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
-    q, k, v = transformer.qkv(weights, config, hidden, positions)
-    entering = transformer.attention_input(weights, config, hidden)
-    sinks = transformer.sink_logits(weights, config)
+    q, k, v, _ = decoder.attention_in(weights, config, hidden, positions)
+    entering = decoder.attention_input(weights, config, hidden)
+    sinks = decoder.sink_logits(weights, config)
     attended = causal_attention(q, k, v, window=config.window, soft_cap=config.soft_cap, sink_logits=sinks)
-    return transformer.finish(weights, config, hidden, attended), entering, q, k, v
+    return decoder.attention_out_and_mlp(weights, config, hidden, attended), entering, q, k, v
 
 
 @partial(jax.jit, static_argnames=("config",))
 def _queries(weights: Params, config: ModelConfig, hidden: Float[Array, "1 N M"], positions: Int[Array, "1 N"]):
-    return transformer.qkv(weights, config, hidden, positions)[0]
+    return decoder.attention_in(weights, config, hidden, positions)[0]
 
 
 def calibrate(

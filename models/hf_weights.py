@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.models.parameters import abstract
 
 # Files hold the matrix of a linear layer as [outputs, inputs]. Ours of these begin with the inputs, of so many
 # dimensions; q, k and v are [heads, head_dim, inputs] and lie as in the file.

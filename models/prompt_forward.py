@@ -10,18 +10,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from clusterkv_jax.blocks.context_parallel import attention_over_tokens
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import decoder
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.dispatch import platform
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import constrain, constrain_cache, token_ways
-
-# Queries, keys, values, and scores or None, of hidden states at positions.
-Projected = tuple[
-    Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B K T"] | None
-]
-Project = Callable[[Float[Array, "B T M"], Int[Array, "B T"]], Projected]
 
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
 # activations of 14,336 columns in bf16 stay below a GB each.
@@ -44,7 +38,7 @@ def embed(
 ) -> tuple[Float[Array, "B N M"], Int[Array, " B"]]:
     """Hidden states, and the lengths on the same devices. What is padding becomes a token, whatever it is."""
     tokens = jnp.where(ordinals(tokens.shape[1], 2) < lengths[:, None], tokens, 0)
-    hidden = transformer.embed(params, config, tokens, _positions(*tokens.shape))
+    hidden = decoder.embed(params, config, tokens, _positions(*tokens.shape))
     return constrain(hidden, "batch", "tokens", None), constrain(lengths, None)
 
 
@@ -54,7 +48,7 @@ def last_logits(
 ) -> Float[Array, "B V"]:
     """Logits after each sequence's last token."""
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return transformer.unembed(params, config, last)
+    return decoder.unembed(params, config, last)
 
 
 @jit(static_argnames=("config", "chunk"), donate_argnames=("hidden",))
@@ -71,7 +65,7 @@ def over_prompt(
     config: ModelConfig,
     chunk: int | None,
     hidden: Float[Array, "B N M"],
-    project: Project | None = None,
+    surrogate: Params | None = None,
 ) -> tuple[
     Float[Array, "B N M"],
     Float[Array, "B H N D"],
@@ -79,30 +73,22 @@ def over_prompt(
     Float[Array, "B K N D"],
     Float[Array, "B K N"] | None,
 ]:
-    """One layer over the whole prompt: hidden states, queries, keys and values, and scores; `config` as in
-    `read_layer`.
-
-    `project` is asked chunk by chunk, and by default makes no scores.
+    """One layer over the whole prompt: hidden states, queries, keys and values, and the scores of a surrogate, None
+    without; `config` as in `read_layer`.
     """
     batch, width, _ = hidden.shape
     positions = _positions(batch, width)
     chunk = max(1, tokens_at_once() // batch) if chunk is None else chunk
-    project = partial(_project, weights, config) if project is None else project
     if chunk >= width // token_ways(width):
         # Heads on their devices: without a word the partitioner takes the cache's places for them, its slots too.
-        *heads, scores = project(hidden, positions)
+        *heads, scores = decoder.attention_in(weights, config, hidden, positions, surrogate)
         q, k, v = _on_heads(*heads)
         attended = _attended(weights, config, q, k, v)
-        hidden = transformer.finish(weights, config, hidden, attended)
+        hidden = decoder.attention_out_and_mlp(weights, config, hidden, attended)
     else:
-        hidden, q, k, v, scores = _layer_in_chunks(weights, config, chunk, hidden, positions, project)
-    return hidden, jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), scores
-
-
-def _project(
-    weights: Params, config: ModelConfig, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
-) -> Projected:
-    return *transformer.qkv(weights, config, hidden, positions), None
+        hidden, q, k, v, scores = _layer_in_chunks(weights, config, chunk, hidden, positions, surrogate)
+    by_head = partial(jnp.swapaxes, axis1=1, axis2=2)
+    return hidden, by_head(q), by_head(k), by_head(v), None if scores is None else by_head(scores)
 
 
 def _on_heads(
@@ -121,7 +107,7 @@ def _attended(
     v: Float[Array, "B N K D"],
 ) -> Float[Array, "B N H D"]:
     options: Any = {"window": config.window, "soft_cap": config.soft_cap}
-    return attention_over_tokens(q, k, v, **options, sink_logits=transformer.sink_logits(weights, config))
+    return attention_over_tokens(q, k, v, **options, sink_logits=decoder.sink_logits(weights, config))
 
 
 def _layer_in_chunks(
@@ -130,20 +116,19 @@ def _layer_in_chunks(
     chunk: int,
     hidden: Float[Array, "B N M"],
     positions: Int[Array, "B N"],
-    project: Project,
+    surrogate: Params | None,
 ):
     """The same layer, its projections and its MLP `chunk` tokens at a time."""
 
-    def by_token(hidden: Array, positions: Array) -> Any:
-        *heads, scores = project(hidden, positions)
-        return *heads, None if scores is None else jnp.swapaxes(scores, 1, 2)
+    def project(hidden: Array, positions: Array) -> Any:
+        return decoder.attention_in(weights, config, hidden, positions, surrogate)
 
-    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(by_token, hidden, positions))
-    q, k, v, scores = _by_chunks(lambda _, *tokens: by_token(*tokens), chunk, empty, hidden, positions)
+    empty = jax.tree.map(jnp.zeros_like, jax.eval_shape(project, hidden, positions))
+    q, k, v, scores = _by_chunks(lambda _, *tokens: project(*tokens), chunk, empty, hidden, positions)
     q, k, v = _on_heads(q, k, v)
     attended = _attended(weights, config, q, k, v)
-    hidden = _by_chunks(partial(transformer.finish, weights, config), chunk, hidden, attended)
-    return hidden, q, k, v, None if scores is None else jnp.swapaxes(scores, 1, 2)
+    hidden = _by_chunks(partial(decoder.attention_out_and_mlp, weights, config), chunk, hidden, attended)
+    return hidden, q, k, v, scores
 
 
 def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shaped[Array, "B N ..."]) -> Any:

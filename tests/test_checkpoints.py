@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config, save_huggingface
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.transformer import abstract, forward
+from clusterkv_jax.models.decoder import forward
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.text.tokenizer import encode
 from tests.support.checkpoint_files import (
     EMBED,

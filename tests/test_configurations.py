@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from transformers import CONFIG_MAPPING
 
+from clusterkv_jax.blocks.mlp import ACTIVATIONS
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import Llama3Scaling, LongScaling, ModelConfig, Rope, YarnScaling, limited
 from clusterkv_jax.models.hf_config import end_ids
-from clusterkv_jax.models.transformer import ACTIVATIONS
 from tests.fuzz.rules import bounded
 
 CLASSES = {name: CONFIG_MAPPING[name] for name in registry.FAMILIES if name in CONFIG_MAPPING}

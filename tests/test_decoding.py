@@ -16,7 +16,7 @@ from clusterkv_jax.cache.pages import unpaged
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.models import prompt_forward, transformer
+from clusterkv_jax.models import decoder, parameters, prompt_forward
 from tests.support.methods import every_method, named
 from tests.support.tiny import VOCAB, prompt, taught, tiny
 
@@ -49,7 +49,7 @@ def prefill(method, *prompts, model=None, **options):
 
 
 STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2))
-FORWARD = jax.jit(transformer.forward, static_argnums=1)
+FORWARD = jax.jit(decoder.forward, static_argnums=1)
 
 
 def step(method, cache, token):
@@ -99,7 +99,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     """The MLP's inner activations, 100 columns here, are those of at most `tokens_at_once` tokens of a batch."""
     model, batch = tiny(), 2
     config = dataclasses.replace(model.config, intermediate_size=100)
-    weights = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))["layers"][0]
+    weights = jax.eval_shape(lambda: parameters.init(jax.random.key(0), config))["layers"][0]
 
     def inner(tokens):
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)

@@ -15,7 +15,7 @@ from clusterkv_jax.cli.options import check_taken, parse_entries
 from clusterkv_jax.cli.results_folder import results_folder
 from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.tasks.cases import Prompt
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import decoder
 from tests.support.tiny import prompt, tiny
 
 
@@ -28,8 +28,8 @@ def reference(pairs):
 
     @jax.jit
     def scores(rows):
-        hidden = transformer.forward_hidden(model.params, model.config, rows)
-        return jax.nn.log_softmax(transformer.unembed(model.params, model.config, hidden), axis=-1)
+        hidden = decoder.forward_hidden(model.params, model.config, rows)
+        return jax.nn.log_softmax(decoder.unembed(model.params, model.config, hidden), axis=-1)
 
     return np.asarray(scores(rows))
 

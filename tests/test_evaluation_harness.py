@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from clusterkv_jax.checkpoints import loading
-from clusterkv_jax.models import llama, transformer
+from clusterkv_jax.models import llama, parameters
 from tests.support.byte_model import BYTES, byte_tokenizer
 
 pytest.importorskip("lm_eval")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = llama.from_hf(SETTINGS)
-    params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, transformer.init(jax.random.key(0), config))
+    params = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, parameters.init(jax.random.key(0), config))
     loading.save_huggingface(folder, params, config, tokenizer_json=folder / "tokenizer.json", dtype="float32")
     names = {"eos_token": "<end>", "bos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

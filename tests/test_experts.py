@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.blocks.moe import BACKENDS, mixture, route
+from clusterkv_jax.blocks.experts import BACKENDS, mixture, route
 from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.loading import CheckpointError, host_copy, load
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import Experts, ModelConfig, Rope
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.storage.digests import whole
 from tests.support.checkpoint_files import FAMILIES, QWEN3_MOE, random_tensors, same, write
 from tests.support.tiny import VOCAB, prompt, random_params

@@ -21,7 +21,7 @@ from clusterkv_jax.blocks.rope import decode, encode
 from clusterkv_jax.learned.expected import turned
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LongScaling, Rope, YarnScaling
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
 from tests.support.reference_decoder import reference_logits
 from tests.support.tiny import prompt

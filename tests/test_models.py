@@ -19,7 +19,8 @@ from clusterkv_jax.checkpoints.loading import load
 from clusterkv_jax.models import hf_weights as weights
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Rope
-from clusterkv_jax.models.transformer import abstract, forward, forward_hidden, init, unembed
+from clusterkv_jax.models.decoder import forward, forward_hidden, unembed
+from clusterkv_jax.models.parameters import abstract, init
 from tests.support import families
 from tests.support.shared_data import shared
 

@@ -12,8 +12,8 @@ import pytest
 from clusterkv_jax.checkpoints import dequantize, safetensors
 from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config
 from clusterkv_jax.models import registry
+from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.models.hf_quantization import quantization
-from clusterkv_jax.models.transformer import forward
 from clusterkv_jax.storage.weight_files import entries_of
 from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, same, write
 from tests.support.quantised_files import E2M1, FORMATS, mxfp4, quantised

@@ -27,7 +27,7 @@ from clusterkv_jax.generation.generate import completed, generate, prefill_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import due
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.models.parameters import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
 from clusterkv_jax.presets import preset
 from clusterkv_jax.runtime.extras import versions

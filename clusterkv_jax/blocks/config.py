@@ -189,7 +189,7 @@ class ModelConfig:
     A token of one of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where
     there is a `local_rope`. The other layers see every token; `of_layer` is the configuration as one layer sees it.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
-    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `transformer`.
+    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `models.decoder`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 

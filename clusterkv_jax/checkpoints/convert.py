@@ -46,7 +46,7 @@ from clusterkv_jax.checkpoints.orbax import (
     write_manifest,
 )
 from clusterkv_jax.checkpoints.safetensors import InFile, StackInFiles
-from clusterkv_jax.models.transformer import TensorSpec, abstract
+from clusterkv_jax.models.parameters import TensorSpec, abstract
 from clusterkv_jax.runtime.extras import library
 from clusterkv_jax.runtime.sharding import TENSOR_PARALLEL
 from clusterkv_jax.storage.buckets import answering, copied, place, there, working_folder

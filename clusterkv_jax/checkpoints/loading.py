@@ -33,7 +33,7 @@ from clusterkv_jax.models.config import ModelConfig, limited
 from clusterkv_jax.models.hf_config import end_ids
 from clusterkv_jax.models.hf_fields import Generation
 from clusterkv_jax.models.hf_weights import file_shapes, layout
-from clusterkv_jax.models.transformer import Params, TensorSpec, abstract
+from clusterkv_jax.models.parameters import Params, TensorSpec, abstract
 from clusterkv_jax.runtime.errors import shown
 from clusterkv_jax.runtime.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.sampling import Sampling

@@ -33,7 +33,7 @@ from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.control_flow import repeated, where_due
 from clusterkv_jax.runtime.programs import compiler, jit
 from clusterkv_jax.runtime.sharding import constrain

@@ -23,7 +23,7 @@ from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.plan import check_prompts
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.presets import completed
 from clusterkv_jax.runtime.errors import out_of_memory_explained
 from clusterkv_jax.runtime.prng import seed_key

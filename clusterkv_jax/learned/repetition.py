@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.learned.repeated_attention import Sight, attend
-from clusterkv_jax.models import prompt_forward, transformer
+from clusterkv_jax.models import decoder, prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_lengths, concrete
 from clusterkv_jax.runtime.programs import jit
@@ -248,7 +248,7 @@ def _feed(
     mine = before.shape[1] + jnp.clip(counts - start, 0, size)
     real = (number < mine[:, None]) & (counts > start)[:, None]
     positions = counts[:, None] + number
-    hidden = transformer.embed(params, config, jnp.where(real, fed, 0), positions)
+    hidden = decoder.embed(params, config, jnp.where(real, fed, 0), positions)
     return constrain(hidden, "batch", None, None), positions, real
 
 
@@ -272,15 +272,15 @@ def _repeat_layer(
 
     Nothing reads the hidden states of the last layer: there the rows of the softmax that is cut out are enough.
     """
-    q, k, v = transformer.qkv(layer, config, hidden, positions)
+    q, k, v, _ = decoder.attention_in(layer, config, hidden, positions)
     rows = keys, values, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     below = jnp.zeros(real.shape, jnp.float32)
     if normalize:
-        norm = jnp.linalg.norm(transformer.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
+        norm = jnp.linalg.norm(decoder.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
     sight = Sight(size, sinks, config.window, config.soft_cap)
-    below, sink_logits = jnp.where(real, below, jnp.inf), transformer.sink_logits(layer, config)
+    below, sink_logits = jnp.where(real, below, jnp.inf), decoder.sink_logits(layer, config)
     attended, best = attend(q, rows, below, counts, start, sight, sink_logits, last=last)
     if normalize:
         piece = jax.lax.dynamic_slice_in_dim(values, start, size, axis=2)
@@ -288,7 +288,7 @@ def _repeat_layer(
     score = constrain_cache(jnp.exp(jnp.max(best, axis=2)))
     if attended is None:
         return None, score
-    return constrain(transformer.finish(layer, config, hidden, attended), "batch", None, None), score
+    return constrain(decoder.attention_out_and_mlp(layer, config, hidden, attended), "batch", None, None), score
 
 
 @jit(static_argnames=("prefix", "sinks"))

@@ -22,7 +22,7 @@ from clusterkv_jax.generation.generate import Result
 from clusterkv_jax.methods.auto import settled
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.nnx.decoder import FlaxDecoder, in_parts
 from clusterkv_jax.nnx.layouts import Layout, attentions, layers_of, layout_of
 from clusterkv_jax.presets import as_method

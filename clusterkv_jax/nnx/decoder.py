@@ -1,4 +1,4 @@
-"""A Flax nnx model in parts, and the functions of `models.transformer` over these parts."""
+"""A Flax nnx model in parts, and the functions of `models.decoder` over these parts."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -10,7 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.blocks.attention_in import Projected
+from clusterkv_jax.blocks.surrogate import token_scores
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.nnx.layouts import Layout
 
 
@@ -104,7 +106,7 @@ class _Attention:
 
 @dataclass(frozen=True)
 class FlaxDecoder:
-    """The functions of `models.transformer`, for a model in parts.
+    """The functions of `models.decoder`, for a model in parts.
 
     `returns` says what a layer returns: None, hidden states alone; (i, n), a tuple of n with the hidden states at i.
     """
@@ -124,13 +126,18 @@ class FlaxDecoder:
         """What enters a layer's attention."""
         return self.run(layer, hidden, _zeros(hidden))[1].entering
 
-    def qkv(
-        self, layer: Params, hidden: Float[Array, "B T M"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-        """A layer's queries, keys and values, as its attention would use them."""
-        return self.run(layer, hidden, positions)[1].qkv
+    def attention_in(
+        self,
+        layer: Params,
+        hidden: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        surrogate: Params | None = None,
+    ) -> Projected:
+        """A layer's queries, keys and values, as its attention would use them, and what a surrogate says of them."""
+        place = self.run(layer, hidden, positions)[1]
+        return *place.qkv, None if surrogate is None else token_scores(surrogate, place.entering)
 
-    def finish(
+    def attention_out_and_mlp(
         self, layer: Params, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
     ) -> Float[Array, "B T M"]:
         """The hidden states after a layer whose attention has this output."""

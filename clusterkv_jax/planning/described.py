@@ -19,7 +19,7 @@ from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import apart
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params, abstract
+from clusterkv_jax.models.parameters import Params, abstract
 from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.runtime.sharding import CACHE_AXES, HEAD_AXES, param_shardings, partition
 from clusterkv_jax.sampling import Sampling

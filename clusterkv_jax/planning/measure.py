@@ -19,8 +19,8 @@ from clusterkv_jax.methods.chassis import Prompt
 from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.models.prompt_forward import TOKENS_AT_ONCE
-from clusterkv_jax.models.transformer import abstract
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
 from clusterkv_jax.planning.described import Call, Job, chip_bytes, placed

@@ -13,6 +13,10 @@ from jaxtyping import Array
 log = logging.getLogger("clusterkv_jax.kernels")
 
 
+class LeftToXLA(NotImplementedError):
+    """A call that a backend leaves to XLA, which takes it as well: nothing that a log need say."""
+
+
 def platform() -> str:
     """What is compiled for: the devices of the ambient mesh (they may only be described), else the default device."""
     name = _device().platform
@@ -61,7 +65,7 @@ def dispatch(
 
     `backends` is ordered; a backend named "tpu" or "gpu" is tried on that platform only, and "xla" everywhere. A
     backend that cannot serve a call raises NotImplementedError and says why; asked for by name, that error reaches
-    the caller, otherwise the log says once what runs in XLA instead, and why.
+    the caller, otherwise the log says once what runs in XLA instead, and why, but for what is `LeftToXLA`.
     """
     if backend is not None:
         if backend not in backends:
@@ -77,7 +81,8 @@ def dispatch(
             return implementation(*args, **kwargs)
         except NotImplementedError as error:
             errors.append(str(error))
-            _log_refusal(op, name, str(error))
+            if not isinstance(error, LeftToXLA):
+                _log_refusal(op, name, str(error))
     raise NotImplementedError(f"No backend of {op} serves this call on {platform()}: {' '.join(errors)}")
 
 

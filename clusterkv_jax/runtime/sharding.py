@@ -4,7 +4,7 @@
     sequence   tokens of a prompt while it is read, then KV heads, or slots of a cache
     model      tensor parallelism: heads, MLP and vocabulary; the last axis of a mesh, "sequence" and "slots" aside
 
-Parameters declare their logical axes in `models.transformer.abstract`, caches in `CACHE_AXES`; the rules here are the
+Parameters declare their logical axes in `models.parameters.abstract`, caches in `CACHE_AXES`; the rules here are the
 only place that knows mesh axes. A dimension that its mesh axes do not divide stays whole, and `whole_axes` names what
 stayed so. Devices that are left over by too few KV heads share the slots of each head: `fitted_mesh` gives such devices
 an axis of their own, "slots".
@@ -138,7 +138,7 @@ def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Any) -
 
 
 def param_shardings(specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A NamedSharding for every TensorSpec of `models.transformer.abstract(config)`."""
+    """A NamedSharding for every TensorSpec of `models.parameters.abstract(config)`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec.axes, spec.shape, mesh)), specs)
 
 

@@ -18,7 +18,7 @@ from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 
 # For each layer and each group of its heads: keys, values and log degrees.
 Rows = tuple[tuple[dict[str, Array], ...], ...]

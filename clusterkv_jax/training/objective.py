@@ -23,7 +23,7 @@ from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
 from clusterkv_jax.models import prompt_forward
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 
 
 @jax.tree_util.register_dataclass

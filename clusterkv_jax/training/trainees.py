@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.extras import library
 
 

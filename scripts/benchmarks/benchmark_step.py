@@ -26,7 +26,7 @@ from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import list_presets, preset
 

@@ -23,7 +23,7 @@ from tune_kernels import Sizes, grid
 
 from clusterkv_jax.kernels.head_products import pallas_gpu as heads_gpu
 from clusterkv_jax.kernels.row_products import pallas_gpu as rows_gpu
-from clusterkv_jax.models import few_tokens
+from clusterkv_jax.kernels.row_products.reference import GATES
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.planning.shapes import model_config
 
@@ -43,7 +43,7 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         parser.error(f"needs a GPU; this is {environment()}.")
     config, all_ways = model_config(options.model), options.ways or [1, 2]
-    if config.experts is not None or not few_tokens.gates(config):
+    if config.experts is not None or not config.gated_mlp or config.mlp_bias or config.activation not in GATES:
         parser.error(f"--model {options.model} has no gated MLP for these kernels; llama-3.1-8b has one.")
     for ways in all_ways:
         if ways < 1 or config.num_kv_heads % ways or config.intermediate_size % ways:

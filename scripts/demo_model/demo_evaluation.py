@@ -18,7 +18,8 @@ from clusterkv_jax.checkpoints.loading import load
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.haystack import Book
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params, forward_hidden, unembed
+from clusterkv_jax.models.decoder import forward_hidden, unembed
+from clusterkv_jax.models.parameters import Params
 
 LENGTHS = (1024, 4096, 7936)  # the last leaves room for questions and answers in 8,192 positions
 REPLY_ROOM = 256

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.transformer import Params, forward_hidden, init, unembed
+from clusterkv_jax.models.decoder import forward_hidden, unembed
+from clusterkv_jax.models.parameters import Params, init
 from clusterkv_jax.training import loop
 from clusterkv_jax.training.loop import State
 

@@ -42,7 +42,7 @@ from clusterkv_jax.evaluation.batching import Entry, Job
 from clusterkv_jax.evaluation.responses import Answer
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods import Method
-from clusterkv_jax.models import registry, transformer
+from clusterkv_jax.models import parameters, registry
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 # Imported once rather than in every process: the commands import what they need when they need it.
@@ -277,7 +277,7 @@ def make_model(inputs: Path) -> None:
     published = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     config = registry.from_hf(published | small)
-    params = transformer.init(jax.random.key(0), config)
+    params = parameters.init(jax.random.key(0), config)
     loading.save_huggingface(inputs / "model", params, config, tokenizer_json=DEMO / "tokenizer.json", dtype="float32")
     shutil.copy(DEMO.parents[1] / "configs" / "demo" / "mast_head.txt", inputs / "text.txt")
 

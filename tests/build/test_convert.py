@@ -15,7 +15,7 @@ from clusterkv_jax import cli
 from clusterkv_jax.checkpoints import convert
 from clusterkv_jax.checkpoints import orbax as orbax_files
 from clusterkv_jax.checkpoints.loading import CheckpointError, load
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from tests.support.checkpoint_files import EMBED, FAMILIES, HEAD, LLAMA, SINGLE, random_tensors, same, write
 
 orbax = pytest.importorskip("orbax.checkpoint")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import clusterkv_jax as ckv
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.haystack import book
-from clusterkv_jax.models.transformer import init
+from clusterkv_jax.models.parameters import init
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from tests.support.scripts import script
 from tests.support.tiny import prompt, sliding, tiny
 

@@ -18,7 +18,7 @@ from clusterkv_jax.evaluation import batching, responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny

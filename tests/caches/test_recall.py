@@ -18,7 +18,7 @@ from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
 from clusterkv_jax.methods.request import Request
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.golden_files import golden, names
 from tests.support.layers import compress as compress_layer

@@ -16,7 +16,7 @@ from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.decoding import append_step_jit, decode_step, prefill
 from clusterkv_jax.learned.repeated_attention import Sight, attend
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.observation import calibrate
 from clusterkv_jax.planning.described import Job
 from clusterkv_jax.planning.measure import few_and_more

@@ -35,7 +35,7 @@ def main() -> None:
     mesh = named_mesh("model=2", pair.devices)
     job = Job(replace(LLAMA, num_layers=LAYERS), ckv.Full(), mesh, batch=1, context=8192, new_tokens=32)
     text = job.decode(LAYERS).compile().as_text()
-    reductions = re.findall(r"%input_reduce_fusion[.\w]* = .*(?:hdm->bthd|hdm->btm)/dot_general", text)
+    reductions = re.findall(r"%input_reduce_fusion[.\w]* = .*linear/dot_general", text)
     print(json.dumps({"collectives": list(map(asdict, per_step(text, 2))), "reductions": len(reductions)}))
 
 

@@ -28,10 +28,10 @@ from described import array as on_mesh
 from jax.experimental import topologies
 
 import clusterkv_jax as ckv
-from clusterkv_jax.blocks.moe import mixture
+from clusterkv_jax.blocks.experts import mixture
 from clusterkv_jax.cache.host_store import place
 from clusterkv_jax.cache.layers import groups, take_sequences
-from clusterkv_jax.decoding import DecodeState, _projected, decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
@@ -52,7 +52,8 @@ from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.compressing import Workspace, _compress_layers, put_into
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
-from clusterkv_jax.models.transformer import abstract
+from clusterkv_jax.models.decoder import attention_in
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.runtime.programs import ON_ONE
 
@@ -278,7 +279,7 @@ def prompts(array):
     by_token = array((BATCH, PROMPT, HEADS, DIM), BF16)
     weights = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(LLAMA)["layers"][0])
     hidden, positions = array((BATCH, 32768, LLAMA.hidden_size), BF16), array((BATCH, 32768), I32)
-    projected = lambda weights, *args: _projected(weights, LLAMA, *args)  # noqa: E731
+    projected = lambda weights, *args: attention_in(weights, LLAMA, *args, weights["surrogate"])  # noqa: E731
     return {
         "cluster": compressing(ckv.CentroidKV(SHARE)),
         "cluster by gravity": compressing(ckv.GravityKV(SHARE)),

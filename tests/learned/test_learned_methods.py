@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding, learned
+from clusterkv_jax import learned
+from clusterkv_jax.blocks import attention_in
+from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.pages import unpaged
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import Prompt
 from clusterkv_jax.generation.batch import make_batch
 from clusterkv_jax.generation.generate import compile_ahead
-from clusterkv_jax.learned import surrogates as surrogates_room
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
-from clusterkv_jax.models import transformer
+from clusterkv_jax.models import decoder
 from clusterkv_jax.text.chat import frame_ids
 from tests.support.byte_model import byte_tokenizer
+from tests.support.gpu_blocks import counted, take_gpu
 from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate
 from tests.support.words import by_letters
 
@@ -234,12 +236,12 @@ def surrogates(layers=2):
 def predicted(text, layer=0):
     """What a layer's surrogate says of each token, without any cache [K,N]."""
     model, tokens = surrogates(), jnp.asarray([text])
-    hidden = transformer.embed(model.params, model.config, tokens, jnp.arange(len(text))[None])
+    hidden = decoder.embed(model.params, model.config, tokens, jnp.arange(len(text))[None])
     for weights in model.params["layers"][:layer]:
-        q, k, v = transformer.qkv(weights, model.config, hidden, jnp.arange(len(text))[None])
-        hidden = transformer.finish(weights, model.config, hidden, transformer.causal_attention(q, k, v))
+        q, k, v, _ = decoder.attention_in(weights, model.config, hidden, jnp.arange(len(text))[None])
+        hidden = decoder.attention_out_and_mlp(weights, model.config, hidden, causal_attention(q, k, v))
     weights = model.params["layers"][layer]
-    entering = transformer.attention_input(weights, model.config, hidden)
+    entering = decoder.attention_input(weights, model.config, hidden)
     return np.asarray(learned.surrogate(**weights["surrogate"], hidden=entering)[0])
 
 
@@ -263,7 +265,7 @@ def test_heads_that_share_a_layer_are_safe_up_to_a_fifth():
 
 @pytest.mark.parametrize(("changes", "chunk"), [({}, 16), ({"qkv_bias": True}, None), ({"qk_norm": True}, 16)], ids=str)
 def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chunk):
-    config = dataclasses.replace(surrogates().config, **changes)
+    config = dataclasses.replace(surrogates().config, hidden_size=64, num_kv_heads=4, **changes)
     drawn = with_surrogate(dataclasses.replace(surrogates(), params=random_params(config), config=config)).params
     narrow = lambda layer: jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer) | {"surrogate": layer["surrogate"]}  # noqa: E731
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn) | {"layers": tuple(map(narrow, drawn["layers"]))}
@@ -273,31 +275,15 @@ def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chun
         return ckv.prefill(params, config, ZAP, *texts, prefill_chunk=chunk)
 
     want, logits = held_by(config)
-    asked = []
-    monkeypatch.setattr(decoding, "beside_keys", lambda *args: asked.append(args) or True)
+    take_gpu(monkeypatch, whole=False)
+    monkeypatch.setattr(attention_in, "MANY", 1)
+    taken = counted(monkeypatch, (attention_in, "keys_and_scores"))
     got, same = held_by(dataclasses.replace(config, eos_ids=(VOCAB - 1,)))  # another configuration is traced anew
-    assert asked
+    assert taken
     np.testing.assert_allclose(same, logits, rtol=2e-2, atol=2e-2)
     for a, b in zip(got.layers, want.layers, strict=True):
         np.testing.assert_array_equal(a.positions, b.positions)
         np.testing.assert_allclose(a.keys.astype(jnp.float32), b.keys.astype(jnp.float32), rtol=2e-2, atol=2e-2)
-
-
-def test_one_product_makes_keys_and_scores_of_long_prompts_in_bf16(monkeypatch):
-    """Of a linear surrogate, on one GPU: elsewhere, and of few tokens, the product for scores alone stays."""
-    linear, hidden = {"weights": jnp.ones((32, 4)), "bias": jnp.ones(4)}, jnp.ones((1, 9000, 64), jnp.bfloat16)
-    config = dataclasses.replace(tiny(kv_heads=4).config, hidden_size=64)
-    beside = surrogates_room.beside_keys
-    assert not beside(config, linear, hidden)
-    monkeypatch.setattr(surrogates_room, "platform", lambda: "gpu")
-    assert beside(config, linear, hidden)
-    assert not beside(config, linear, hidden[:, :8000])
-    assert not beside(dataclasses.replace(config, hidden_size=32), linear, hidden[:, :, :32])
-    assert not beside(dataclasses.replace(config, num_kv_heads=2), linear, hidden)
-    assert not beside(config, linear, hidden.astype(jnp.float32))
-    assert not beside(config, linear | {"inner_weights": jnp.ones((8, 8))}, hidden)
-    with jax.set_mesh(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])):
-        assert not beside(config, linear, hidden)
 
 
 STEP = jax.jit(extend_step, static_argnums=(1, 2))

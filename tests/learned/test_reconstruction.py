@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from clusterkv_jax import learned
-from clusterkv_jax.learned import repeated_attention, surrogates
-from clusterkv_jax.learned.surrogates import affine, in_one_launch, in_parts, keys_and_scores
+from clusterkv_jax.blocks import surrogate as surrogate_block
+from clusterkv_jax.blocks.surrogate import affine, in_one_launch, in_parts, keys_and_scores
+from clusterkv_jax.learned import repeated_attention
 from clusterkv_jax.runtime import programs
 from tests.support.golden_files import golden
+from tests.support.gpu_blocks import take_gpu
 from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
 from tests.support.tiny import prompt, tiny
 
@@ -114,7 +116,7 @@ def test_one_product_makes_keys_and_scores():
     wide = np.asarray(x, np.float64)
     want = np.einsum("btm,kdm->btkd", wide, np.asarray(keys, np.float64))
     assert np.linalg.norm(np.asarray(projected, np.float64) - want) < 2**-8 * np.linalg.norm(want)
-    want = np.swapaxes(wide @ np.asarray(surrogate["weights"], np.float64) + np.asarray(surrogate["bias"]), 1, 2)
+    want = wide @ np.asarray(surrogate["weights"], np.float64) + np.asarray(surrogate["bias"])
     assert np.linalg.norm(scores - want) < 1e-6 * np.linalg.norm(want)
     with pytest.raises(ValueError, match=r"weights must be \[64, outputs\] with as many outputs as bias"):
         keys_and_scores(keys, {"weights": jnp.ones((64, 5)), "bias": jnp.ones(1)}, x)
@@ -138,8 +140,8 @@ def test_few_tokens_in_one_launch_are_multiplied_in_float32():
 
 def test_one_launch_takes_few_tokens_and_outputs(monkeypatch):
     """A network's inner layer has many outputs, whose weights each token would read for itself."""
-    monkeypatch.setattr(surrogates, "few", lambda x: x.shape[0] * x.shape[1] <= 16)
+    take_gpu(monkeypatch, whole=False)
     for tokens, outputs, taken in ((16, 32, True), (17, 32, False), (1, 33, False), (1, 1, True)):
-        with mock.patch.object(surrogates, "in_one_launch", wraps=in_one_launch) as one:
+        with mock.patch.object(surrogate_block, "in_one_launch", wraps=in_one_launch) as one:
             affine(jnp.zeros((1, tokens, 8)), jnp.zeros((8, outputs)), jnp.zeros(outputs))
         assert one.called == taken

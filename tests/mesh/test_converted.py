@@ -8,7 +8,8 @@ import pytest
 from clusterkv_jax.checkpoints import convert
 from clusterkv_jax.checkpoints import orbax as orbax_files
 from clusterkv_jax.checkpoints.loading import load
-from clusterkv_jax.models.transformer import abstract, forward
+from clusterkv_jax.models.decoder import forward
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
 from tests.support.families import PUBLISHED

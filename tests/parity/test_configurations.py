@@ -16,7 +16,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)

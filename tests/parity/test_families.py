@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import clusterkv_jax as ckv
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from tests.support import checkpoint_files, gguf_writer
 
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")

@@ -98,13 +98,13 @@ def small_model(folder: Path) -> Path:
     import jax
 
     from clusterkv_jax.checkpoints import loading
-    from clusterkv_jax.models import registry, transformer
+    from clusterkv_jax.models import parameters, registry
 
     demo = ROOT / "models" / "demo"
     published = json.loads((demo / "config.json").read_text(encoding="utf-8"))
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     config = registry.from_hf(published | small)
-    params = transformer.init(jax.random.key(0), config)
+    params = parameters.init(jax.random.key(0), config)
     loading.save_huggingface(folder, params, config, tokenizer_json=demo / "tokenizer.json", dtype="float32")
     return folder
 

@@ -11,7 +11,7 @@ import pytest
 from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
-from clusterkv_jax.models import hf_weights, registry, transformer
+from clusterkv_jax.models import decoder, hf_weights, registry
 from clusterkv_jax.models.config import ModelConfig, Rope
 from tests.support.golden_files import golden
 
@@ -38,15 +38,15 @@ def model(case):
     params = jax.tree.map(lambda place: jnp.asarray(place.view(tensors[place.name].astype(np.float32))), stored)
     tokens = jnp.asarray(tensors["tokens"])
     positions = ordinals(tokens.shape[1], 2)
-    hidden, layers = transformer.embed(params, config, tokens, positions), []
+    hidden, layers = decoder.embed(params, config, tokens, positions), []
     for layer in params["layers"]:
-        inputs = transformer.attention_input(layer, config, hidden)
-        q, k, v = transformer.qkv(layer, config, hidden, positions)
+        inputs = decoder.attention_input(layer, config, hidden)
+        q, k, v, _ = decoder.attention_in(layer, config, hidden, positions)
         heads = {name: jnp.swapaxes(x, 1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
         before = {f"{name}_before": expected.before_rotation(heads[name], positions, rope) for name in "qk"}
         layers.append(SimpleNamespace(hidden=inputs, **heads, **before, output=layer["attention"]["o"]))
-        hidden = transformer.finish(layer, config, hidden, causal_attention(q, k, v))
-    close(transformer.unembed(params, config, hidden)[:, -1], tensors["logits_last"], 1e-4)
+        hidden = decoder.attention_out_and_mlp(layer, config, hidden, causal_attention(q, k, v))
+    close(decoder.unembed(params, config, hidden)[:, -1], tensors["logits_last"], 1e-4)
     return SimpleNamespace(params=params, config=config, tokens=tokens, layers=layers, rope=rope, meta=meta)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models.config import ClampedSwiglu, Experts, ModelConfig, Rope
-from clusterkv_jax.models.transformer import TensorSpec, abstract
+from clusterkv_jax.models.parameters import TensorSpec, abstract
 
 VOCAB = 61
 

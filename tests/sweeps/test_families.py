@@ -14,7 +14,7 @@ from clusterkv_jax.generation.batch import make_batch
 from clusterkv_jax.generation.generate import prefill_batch
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models import registry
-from clusterkv_jax.models.transformer import forward
+from clusterkv_jax.models.decoder import forward
 from tests.support.families import PUBLISHED
 from tests.support.methods import every_method, named
 from tests.support.tiny import VOCAB, calmed, prompt, random_params, untied, with_surrogate

@@ -1,0 +1,34 @@
+"""From tokens to hidden states, and from hidden states to logits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.blocks.config import ModelConfig
+from clusterkv_jax.blocks.linear import linear
+from clusterkv_jax.blocks.norm import norm
+from clusterkv_jax.runtime.sharding import take_rows
+
+
+@jax.named_scope("embedding")
+def embed(
+    params: dict[str, Any], config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T M"]:
+    """Token embeddings, plus the learned positions of a model that has them. Ids must be in 0..V-1."""
+    hidden = take_rows(params["embed"], tokens)
+    if config.embedding_scale != 1:
+        hidden = hidden * config.embedding_scale
+    if config.rope is None:
+        hidden = hidden + params["positions"][positions + config.learned_position_offset]
+    return hidden
+
+
+@jax.named_scope("head")
+def unembed(params: dict[str, Any], config: ModelConfig, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
+    """Final norm and vocabulary logits, float32 whatever the type of the parameters."""
+    table = params["embed"] if config.tie_embeddings else params["lm_head"]
+    logits = linear(norm(params["final_norm"], config, hidden), table, (1,), dtype=jnp.float32)
+    logits = logits if config.logit_scale == 1 else logits * config.logit_scale
+    return logits if config.logit_cap is None else config.logit_cap * jnp.tanh(logits / config.logit_cap)

@@ -1,0 +1,35 @@
+"""Products with weights, of which there is no other in the library."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from clusterkv_jax.runtime.dispatch import matmul_precision
+
+
+@jax.named_scope("linear")
+def linear(
+    x: Float[Array, "..."],
+    weights: Float[Array, "..."],
+    axes: tuple[int, ...] = (0,),
+    bias: Float[Array, "*outputs"] | None = None,
+    *,
+    dtype: Any = None,
+) -> Float[Array, "..."]:
+    """x [*tokens, *inputs] times weights, whose dimensions `axes` are the inputs: [*tokens, *outputs], and their bias.
+
+    float32 is multiplied in float32. The result has the dtype of x, or the one that is given.
+    """
+    inputs = tuple(range(x.ndim - len(axes), x.ndim))
+    precision = matmul_precision(x.dtype)
+    y = jnp.tensordot(x, weights, (inputs, axes), precision=precision, preferred_element_type=dtype)
+    return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+
+
+def ragged_linear(
+    rows: Float[Array, "R inputs"], weights: Float[Array, "E inputs outputs"], sizes: Int[Array, " E"]
+) -> Float[Array, "R outputs"]:
+    """`linear` of rows in groups one behind the other, so many to each, with the weights of their group."""
+    return jax.lax.ragged_dot(rows, weights, sizes, precision=matmul_precision(rows.dtype))

@@ -1,0 +1,59 @@
+"""The MLP of a layer, gated or not."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from clusterkv_jax.blocks.config import ModelConfig
+from clusterkv_jax.blocks.gpu import TOKENS, check_few, rows_of
+from clusterkv_jax.blocks.linear import linear
+from clusterkv_jax.blocks.norm import pre_norm
+from clusterkv_jax.blocks.residual import add_output
+from clusterkv_jax.kernels.row_products import row_products
+from clusterkv_jax.kernels.row_products.reference import GATES
+from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
+from clusterkv_jax.runtime.sharding import apart, ways
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "mish": jax.nn.mish,
+}
+
+
+@jax.named_scope("mlp")
+def mlp(layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """Hidden states and what the layer's MLP adds to them."""
+    x = pre_norm(layer, "mlp", config, hidden)
+    backends = {"gpu": _few_tokens, "xla": _reference}
+    inner = dispatch("mlp", backends, None, layer["mlp"], config.activation, x)
+    return add_output(layer, "mlp", config, hidden, inner)
+
+
+def _reference(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    act = ACTIVATIONS[activation]
+    up = linear(x, weights["up"], bias=weights.get("up_bias"))
+    if "gate" not in weights:
+        return act(up)
+    return act(linear(x, weights["gate"], bias=weights.get("gate_bias"))) * up
+
+
+def _few_tokens(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    """On a GPU: both products and the gate in one launch."""
+    if "gate" not in weights or "gate_bias" in weights or activation not in GATES:
+        raise LeftToXLA("Only products that a gate follows, without biases, have a kernel.")
+    check_few(x, x.shape[-1], weights["up"].shape[1] // ways("mlp"))
+
+    def run(x: Array, gate: Array, up: Array) -> tuple[Array, ...]:
+        return (row_products(rows_of(x), gate, None, up, gate=activation).reshape(*x.shape[:2], -1),)
+
+    operands = [(x, TOKENS), *((weights[name], (None, "mlp")) for name in ("gate", "up"))]
+    result = (*x.shape[:2], weights["up"].shape[1]), ("batch", None, "mlp")
+    return apart(run, operands, [result])[0]

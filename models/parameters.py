@@ -1,0 +1,134 @@
+"""The parameters of a decoder: the one place that knows their shapes, logical axes and initial numbers.
+
+The pytree is made of plain dicts: `embed`, `positions` (learned positions only), `layers` (a tuple, one dict a layer),
+`final_norm` and `lm_head` (untied only). Attention weights keep their heads as a dimension, so heads can be sharded.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+from jaxtyping import Array, Key
+
+from clusterkv_jax.blocks.experts import AXES
+from clusterkv_jax.models.config import Experts, ModelConfig
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, logical axes (one name or None per dimension) and initializer `(key, shape, dtype) -> array`."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Callable[..., Array]
+
+
+def abstract(config: ModelConfig) -> Params:
+    """The parameters' pytree with a TensorSpec in every place; initialisation, sharding and loading derive from it.
+
+    Logical axes: vocab, model, heads, kv_heads, head_dim, mlp, experts, positions.
+    """
+    vocab = TensorSpec(
+        (config.vocab_size, config.hidden_size), ("vocab", "model"), initializers.normal(config.hidden_size**-0.5)
+    )
+    specs: Params = {
+        "embed": vocab,
+        "layers": tuple(_abstract_layer(config, number) for number in range(config.num_layers)),
+        "final_norm": _abstract_norm(config),
+    }
+    if config.rope is None:
+        rows = config.max_positions + config.learned_position_offset
+        specs["positions"] = TensorSpec((rows, config.hidden_size), ("positions", "model"), initializers.normal(0.02))
+    if not config.tie_embeddings:
+        specs["lm_head"] = vocab
+    return specs
+
+
+def _abstract_layer(config: ModelConfig, number: int) -> Params:
+    norms = {"before": ["norm"], "after": ["out_norm"], "both": ["norm", "out_norm"]}[config.norm_place]
+    experts = config.experts_of(number)
+    return {
+        "attention": _abstract_attention(config),
+        **{f"{block}_{norm}": _abstract_norm(config) for block in ("attention", "mlp") for norm in norms},
+        **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
+    }
+
+
+def _abstract_norm(config: ModelConfig) -> Params:
+    specs = {"scale": TensorSpec((config.hidden_size,), ("model",), _scale_init(config))}
+    if config.norm == "layer":
+        specs["bias"] = TensorSpec((config.hidden_size,), ("model",), initializers.zeros)
+    return specs
+
+
+def _scale_init(config: ModelConfig) -> Callable[..., Array]:
+    """Norms start as those of scale 1."""
+    return initializers.constant(1 - config.norm_offset) if config.norm_offset else initializers.ones
+
+
+def _abstract_attention(config: ModelConfig) -> Params:
+    m, h, k, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, h * d))
+    specs = {
+        # Heads first: with few heads a device, a TPU would pad [M, H, D] to its tile and keep a second copy of it.
+        "q": TensorSpec((h, d, m), ("heads", "head_dim", "model"), into),
+        "k": TensorSpec((k, d, m), ("kv_heads", "head_dim", "model"), into),
+        "v": TensorSpec((k, d, m), ("kv_heads", "head_dim", "model"), into),
+        "o": TensorSpec((h, d, m), ("heads", "head_dim", "model"), out),
+    }
+    if config.qkv_bias:
+        specs["q_bias"] = TensorSpec((h, d), ("heads", "head_dim"), initializers.zeros)
+        specs["k_bias"] = TensorSpec((k, d), ("kv_heads", "head_dim"), initializers.zeros)
+        specs["v_bias"] = TensorSpec((k, d), ("kv_heads", "head_dim"), initializers.zeros)
+    if config.output_bias:
+        specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
+    if config.sink_logits:
+        specs["sink_logits"] = TensorSpec((h,), ("heads",), initializers.zeros)
+    if config.qk_norm:
+        for name in ("q", "k"):
+            of = slice(0 if config.qk_norm_whole else 1, 2)
+            specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], _scale_init(config))
+    return specs
+
+
+def _abstract_mlp(config: ModelConfig) -> Params:
+    m, f = config.hidden_size, config.intermediate_size
+    inputs = ("gate", "up") if config.gated_mlp else ("up",)
+    specs = {name: TensorSpec((m, f), ("model", "mlp"), initializers.normal(m**-0.5)) for name in inputs}
+    specs["down"] = TensorSpec((f, m), ("mlp", "model"), initializers.normal(_residual_scale(config, f)))
+    if config.mlp_bias:
+        specs |= {f"{name}_bias": TensorSpec((f,), ("mlp",), initializers.zeros) for name in inputs}
+        specs["down_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
+    return specs
+
+
+def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
+    e, m, f = experts.count, config.hidden_size, experts.intermediate_size
+    into, out = initializers.normal(m**-0.5), initializers.normal(_residual_scale(config, f))
+    shapes = {"router": (e, m), "gate": (e, m, f), "up": (e, m, f), "down": (e, f, m)}
+    inits = {"down": out}
+    if experts.bias:
+        biases = {"router_bias": (e,), "gate_bias": (e, f), "up_bias": (e, f), "down_bias": (e, m)}
+        shapes, inits = shapes | biases, inits | dict.fromkeys(biases, initializers.zeros)
+    return {name: TensorSpec(shape, AXES[name], inits.get(name, into)) for name, shape in shapes.items()}
+
+
+def _residual_scale(config: ModelConfig, fan_in: int) -> float:
+    """GPT-2's rule: the 2 L branches that add into the residual stream together keep its variance."""
+    return 1 / math.sqrt(fan_in * 2 * config.num_layers)
+
+
+def init(key: Key[Array, ""], config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """Random parameters as `abstract(config)` declares them.
+
+    Cheapest outside jit: layers share the compiled generators of their shapes.
+    """
+    specs, structure = jax.tree.flatten(abstract(config))
+    keys = jax.random.split(key, len(specs))
+    return jax.tree.unflatten(structure, [spec.init(k, spec.shape, dtype) for k, spec in zip(keys, specs, strict=True)])

@@ -1,0 +1,37 @@
+"""Blocks that take their GPU backends on a CPU."""
+
+import contextlib
+import sys
+
+import jax.numpy as jnp
+
+from clusterkv_jax.blocks import attention_in, gpu, moe
+from clusterkv_jax.runtime.dispatch import LeftToXLA
+
+
+def take_gpu(monkeypatch, *, whole: bool):
+    """Blocks ask their GPU backends first, whose ops are a CPU's; with `whole` these serve tiny models in float32."""
+
+    def dispatch(op, backends, backend, *args):
+        with contextlib.suppress(LeftToXLA):
+            return backends["gpu"](*args)
+        return backends["xla"](*args)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("clusterkv_jax.blocks.") and hasattr(module, "dispatch"):
+            monkeypatch.setattr(module, "dispatch", dispatch)
+    monkeypatch.setattr(moe, "DTYPE", jnp.float32)
+    if whole:
+        monkeypatch.setattr(gpu, "WHOLE", 1)
+        monkeypatch.setattr(attention_in, "WHOLE_HEAD", 1)
+        monkeypatch.setattr(gpu, "SIXTEEN_BITS", (jnp.float32,))
+
+
+def counted(monkeypatch, *ops):
+    """The arguments of each call of these ops, given as their modules and names."""
+    calls = []
+    for module, name in ops:
+        op = getattr(module, name)
+        count = lambda *args, op=op, **options: calls.append(args) or op(*args, **options)  # noqa: E731
+        monkeypatch.setattr(module, name, count)
+    return calls
