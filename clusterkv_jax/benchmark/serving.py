@@ -18,7 +18,7 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.ours import peak_bytes, the_method
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import Engine
-from clusterkv_jax.engine.runner import MOST_STEPS
+from clusterkv_jax.engine.scheduler import MOST_STEPS
 from clusterkv_jax.generation.batch import bucket
 
 # Fewest new tokens of a request, and tokens in whose time a full step's is found.

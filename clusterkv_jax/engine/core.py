@@ -3,14 +3,17 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import ContextStore
 from clusterkv_jax.engine.handle import Handle, OnOutput, State
 from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.logits import Logprobs, checked_mask
 from clusterkv_jax.engine.metrics import (
     Counters,
     EngineStats,
@@ -19,10 +22,10 @@ from clusterkv_jax.engine.metrics import (
     retry_after_s,
     with_first_token,
 )
-from clusterkv_jax.engine.outputs import RequestOutput, check_tokens, output_of, result_of
+from clusterkv_jax.engine.outputs import RequestOutput, check_tokens, output_of, result_of, token_logprobs
 from clusterkv_jax.engine.prefill import Prefiller
 from clusterkv_jax.engine.requests import EngineFull, Request, answers
-from clusterkv_jax.engine.runner import MOST_STEPS, ModelRunner
+from clusterkv_jax.engine.runner import ModelRunner
 from clusterkv_jax.engine.scheduler import (
     Key,
     RunningSequence,
@@ -30,6 +33,7 @@ from clusterkv_jax.engine.scheduler import (
     enqueue,
     find,
     is_full,
+    most_steps,
     next_requests,
     place,
     remove,
@@ -175,28 +179,47 @@ class EngineCore:
         """Draw the first tokens of new slots."""
         if not new:
             return
-        tokens, now = self.runner.sample_first(self.schedule.running, new), self.now()
+        masks = self._masks(new)
+        new = [slot for slot in new if self.schedule.running[slot] is not None]
+        tokens, logprobs = self.runner.sample_first(self.schedule.running, new, masks)
+        now = self.now()
         for slot in new:
             waited_s = now - self.schedule.sequence(slot).request.added_s
             self._counters = with_first_token(self._counters, waited_s)
-            self._emit(slot, [int(tokens[slot])], now)
+            self._emit(slot, tokens[slot].tolist(), now, logprobs)
 
     def _decode(self) -> None:
         """One call of the decode program, which ends early where a slot ends for which somebody waits."""
+        masks = self._masks(self.schedule.decoding)
         if not (active := self.schedule.decoding):
             return
-        fewest = len(active) if self.schedule.waiting else 1
-        tokens, steps = self.runner.decode(self.schedule.running, active, MOST_STEPS, fewest)
+        fewest, most = len(active) if self.schedule.waiting else 1, most_steps(self.schedule)
+        tokens, logprobs, steps = self.runner.decode(self.schedule.running, active, masks, most, fewest)
         self._count(steps=steps, active_steps=int((tokens != -1).sum()))
         now = self.now()
         for slot in active:
-            self._emit(slot, tokens[slot].tolist(), now)
+            self._emit(slot, tokens[slot].tolist(), now, logprobs)
 
-    def _emit(self, slot: int, new: list[int], now: float) -> None:
+    def _masks(self, slots: Sequence[int]) -> dict[int, np.ndarray]:
+        """Allowed tokens of those slots that have a grammar; a request whose grammar fails is at its end."""
+        masks = {}
+        for slot in slots:
+            sequence = self.schedule.sequence(slot)
+            if (allowed := sequence.request.allowed_tokens) is None:
+                continue
+            try:
+                if (mask := allowed(sequence.tokens)) is not None:
+                    masks[slot] = checked_mask(mask, self.model.config.vocab_size)
+            except Exception as error:
+                self._finish(sequence, "failed", error)
+        return masks
+
+    def _emit(self, slot: int, new: list[int], now: float, logprobs: Logprobs | None) -> None:
         """A slot's new tokens: what can be said of them, and whether they are the last ones."""
         model, before = self.model, self.schedule.sequence(slot)
-        sequence = with_tokens(before, new, model.config.eos_ids, now)
-        request, tokens = sequence.request, list(sequence.tokens)
+        request = before.request
+        sequence = with_tokens(before, new, now, token_logprobs(request, logprobs, slot, new))
+        tokens = list(sequence.tokens)
         try:
             check_tokens(model, self.method, request, tokens)
             stopped = shorten(model.tokenizer, tokens, request.batch.stops)

@@ -13,11 +13,12 @@ from clusterkv_jax.engine.contexts import Context, ContextStore, Place, check_ow
 from clusterkv_jax.engine.core import EngineCore
 from clusterkv_jax.engine.handle import Handle, OnOutput
 from clusterkv_jax.engine.layout import check_arguments, make_layout
+from clusterkv_jax.engine.logits import AllowedTokens
 from clusterkv_jax.engine.memory import MemoryPlan
 from clusterkv_jax.engine.metrics import EngineStats
 from clusterkv_jax.engine.params import SamplingParams, params_of
 from clusterkv_jax.engine.prefill import is_file
-from clusterkv_jax.engine.requests import Request, check_settings
+from clusterkv_jax.engine.requests import Request, check_params, check_settings
 from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
@@ -29,6 +30,9 @@ from clusterkv_jax.text.prompts import Texts, listed
 
 # Most bytes of contexts where nobody says how many.
 HOST_BYTES, DISK_BYTES = 8 * 2**30, 2**62
+# What `add` passes on to `SamplingParams` by its name.
+_OWN = {"frequency_penalty", "ignore_eos", "logit_bias", "logprobs"}
+_OWN |= {"min_tokens", "presence_penalty", "repetition_penalty"}
 
 
 class Engine:
@@ -155,6 +159,7 @@ class Engine:
         *,
         params: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         stream: bool = False,
+        allowed_tokens: AllowedTokens | None = None,
         **texts: Any,
     ) -> Request:
         """A request, encoded and checked, for `submit`. Any thread may ask for one: nothing of the engine changes.
@@ -164,11 +169,14 @@ class Engine:
             question: a text or token ids, fed after the prompt has been compressed.
             params: how the answer's tokens are drawn, and where they end.
             stream: whether somebody waits for each token; calls of the decode program are then short.
+            allowed_tokens: called before each token with those of the answer so far, in the thread that works with the
+                engine. It returns the tokens that may follow, a bit each in 32-bit words (a grammar's bitmask), or None
+                for all; calls of the decode program then have one step.
             texts: as in `add`.
 
         Raises ValueError at once for what cannot be served.
         """
-        return self._request(prompt, question, params, params.seed, stream, **texts)
+        return self._request(prompt, question, params, params.seed, stream, allowed_tokens, **texts)
 
     def submit(self, request: Request, on_output: OnOutput | None = None) -> list[Handle]:
         """Put a request behind those that wait, however many they are; `check_room` asks whether there is room.
@@ -201,6 +209,13 @@ class Engine:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         seed: int = 0,
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
         wait: bool = True,
         **texts: Any,
     ) -> Handle:
@@ -214,13 +229,31 @@ class Engine:
             stop: texts that end it.
             stop_ids: tokens that end it.
             seed: of its draws, which depend on it and on the number of the token alone, and of methods that draw.
+            ignore_eos: as in `SamplingParams`, and so are the next six.
+            min_tokens: tokens before which nothing ends it.
+            frequency_penalty: for each time that a token was said.
+            presence_penalty: for a token that was said.
+            repetition_penalty: of tokens of the prompt and the answer.
+            logit_bias: by token id.
+            logprobs: most likely tokens that the result tells log probabilities of, beside those of its tokens.
             wait: where the queue is full, work until there is room; False raises `EngineFull`.
             texts: `chat`, `system`, `chat_template_kwargs`, `special_tokens` as in `generate`; for a context in `read`.
 
         Raises ValueError at once for what cannot be served; what goes wrong later is raised by the handle's `result`.
         """
-        sizes = {"max_new_tokens": max_new_tokens, "stop": stop, "stop_ids": stop_ids, **texts}
-        return self._add(prompt, question, sampling=sampling, seed=seed, read_seed=seed, wait=wait, **sizes)
+        asked = {
+            "max_new_tokens": max_new_tokens,
+            "stop": stop,
+            "stop_ids": stop_ids,
+            "ignore_eos": ignore_eos,
+            "min_tokens": min_tokens,
+            "frequency_penalty": frequency_penalty,
+            "presence_penalty": presence_penalty,
+            "repetition_penalty": repetition_penalty,
+            "logit_bias": logit_bias,
+            "logprobs": logprobs,
+        }
+        return self._add(prompt, question, sampling=sampling, seed=seed, read_seed=seed, wait=wait, **asked, **texts)
 
     def _add(
         self,
@@ -234,33 +267,43 @@ class Engine:
         seed: int = 0,
         read_seed: int,
         wait: bool = True,
-        **texts: Any,
+        **options: Any,
     ) -> Handle:
         """`add` of a request that is read by another seed than it draws by."""
         sampling = Sampling() if sampling is None else sampling
         check_settings(sampling, seed)
         ends = {"max_tokens": max_new_tokens, "stop": stop, "stop_token_ids": stop_ids}
-        params = params_of(sampling, seed=seed, **ends)
+        own = {name: options.pop(name) for name in _OWN & options.keys()}
+        params = params_of(sampling, seed=seed, **ends, **own)
         prompt = self.read(prompt) if is_file(prompt) else prompt
-        request = self._request(prompt, question, params, read_seed, False, **texts)
+        request = self._request(prompt, question, params, read_seed, **options)
         while wait and self._core.is_full(request):
             self.step()
         self.check_room(request)
         return self.submit(request)[0]
 
     def _request(
-        self, prompt: Any, question: Any, params: SamplingParams, read_seed: int, stream: bool, **texts: Any
+        self,
+        prompt: Any,
+        question: Any,
+        params: SamplingParams,
+        read_seed: int,
+        stream: bool = False,
+        allowed_tokens: AllowedTokens | None = None,
+        **texts: Any,
     ) -> Request:
         """`request` of a prompt that is read by this seed."""
-        check_settings(params.sampling, params.seed)
-        context = prompt if isinstance(prompt, Context) else None
+        context, config = prompt if isinstance(prompt, Context) else None, self.model.config
+        check_params(params, context, config.vocab_size)
         if context is not None:
             check_own(context, self._contexts)
         ends = {"max_new_tokens": params.max_tokens, "stop": params.stop, "stop_ids": params.stop_token_ids}
         batch = self._core.prefiller.batch(prompt, question, **ends, **texts)
         length = len(batch.texts[0]) if context is None else context.length
+        own_ends = () if params.ignore_eos else tuple(config.eos_ids)
+        how = params, int(read_seed), own_ends, stream, allowed_tokens
         at = self._core.now(), self._core.compiled_s
-        return Request(next(self._request_ids), batch, length, context, params, int(read_seed), stream, *at)
+        return Request(next(self._request_ids), batch, length, context, *how, *at)
 
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.

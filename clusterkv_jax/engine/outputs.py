@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from clusterkv_jax.cache.host_store import host_bytes, traffic
 from clusterkv_jax.cache.layers import KVCache, nbytes
 from clusterkv_jax.cache.sliding_window import window_bytes
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.logits import Logprobs
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.scheduler import RunningSequence
 from clusterkv_jax.generation.diagnosis import check_finite
-from clusterkv_jax.generation.results import Result, Stats, full_bytes
+from clusterkv_jax.generation.results import Result, Stats, TokenLogprob, full_bytes
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.sampling import NOT_FINITE
@@ -27,6 +30,7 @@ class RequestOutput:
         index: of the answer, from 0 to n - 1.
         text: what follows the text of the outputs before; half characters and half stop strings wait.
         token_ids: the tokens that follow those of the outputs before.
+        logprobs: of these tokens, where the request asks for them.
         finish_reason: why the answer has ended, as in `Result`; None if it goes on.
         result: the whole answer, of the last output.
     """
@@ -35,6 +39,7 @@ class RequestOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     result: Result | None = None
 
@@ -43,7 +48,22 @@ def output_of(sequence: RunningSequence, text: str, result: Result | None = None
     """What is new of a sequence whose whole text is this one."""
     reason = None if result is None else result.finish_reasons[0]
     tokens = sequence.tokens[sequence.said :]
-    return RequestOutput(*sequence.request.key, text[len(sequence.shown) :], tokens, reason, result)
+    asked = sequence.request.params.logprobs is not None
+    logprobs = sequence.logprobs[sequence.said : len(sequence.tokens)] if asked else None
+    return RequestOutput(*sequence.request.key, text[len(sequence.shown) :], tokens, logprobs, reason, result)
+
+
+def token_logprobs(request: Request, logprobs: Logprobs | None, slot: int, tokens: Tokens) -> list[TokenLogprob]:
+    """Those of a slot's new tokens, as a request asks for them; none where it does not."""
+    most = request.params.logprobs
+    if most is None or logprobs is None:
+        return []
+    drawn, ids, top = (np.asarray(x[slot]) for x in (logprobs.drawn, logprobs.top_ids, logprobs.top))
+    return [
+        TokenLogprob(token, float(drawn[i]), tuple(zip(ids[i, :most].tolist(), top[i, :most].tolist(), strict=True)))
+        for i, token in enumerate(tokens)
+        if token != -1
+    ]
 
 
 def result_of(
@@ -75,8 +95,9 @@ def result_of(
         new_tokens=[len(tokens)],
     )
     stops = request.batch.stops
-    reason = finish_reason(model.tokenizer, tokens, model.config.eos_ids, stops) if sequence.ended else "cancelled"
-    return Result([text_of(model.tokenizer, tokens, stops)], [tokens], stats, [reason])
+    reason = finish_reason(model.tokenizer, tokens, request.ends, stops) if sequence.ended else "cancelled"
+    logprobs = None if request.params.logprobs is None else [list(sequence.logprobs[: len(tokens)])]
+    return Result([text_of(model.tokenizer, tokens, stops)], [tokens], stats, [reason], logprobs)
 
 
 def check_tokens(model: Model, method: Method, request: Request, tokens: Tokens) -> None:

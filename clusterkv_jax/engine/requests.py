@@ -9,6 +9,7 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
+from clusterkv_jax.engine.logits import AllowedTokens
 from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.methods.base import Method
@@ -45,7 +46,9 @@ class Request:
         context: of the prompt, where it was read before.
         params: how its tokens are drawn, and where they end.
         read_seed: of what its method draws.
+        ends: the model's tokens that end it.
         stream: whether somebody waits for each of its tokens; calls of the decode program are then short.
+        allowed_tokens: which tokens may follow those that it has said.
         added_s: when it was made, by a clock that stands still while the engine compiles.
         compile_s: seconds that the engine had compiled by then.
         index: which of its `params.n` answers this is.
@@ -57,7 +60,9 @@ class Request:
     context: Context | None
     params: SamplingParams
     read_seed: int
+    ends: tuple[int, ...]
     stream: bool
+    allowed_tokens: AllowedTokens | None
     added_s: float
     compile_s: float
     index: int = 0
@@ -141,6 +146,19 @@ def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: i
     )
     rows = method.budget_rows
     return all(np.array_equal(rows(length, i, one), rows(length, i, other)) for i in range(one.num_layers))
+
+
+def check_params(params: SamplingParams, context: Context | None, vocab_size: int) -> None:
+    """Raise ValueError for parameters that a model, or a context, does not go with."""
+    check_settings(params.sampling, params.seed)
+    if wrong := [token for token in params.logit_bias or () if token >= vocab_size]:
+        raise ValueError(f"logit_bias holds token id {wrong[0]}; allowed are 0 to {vocab_size - 1}.")
+    if params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens must be at most the new tokens, {params.max_tokens}, got {params.min_tokens}.")
+    if params.min_tokens and params.stop:
+        raise ValueError("min_tokens goes with stop_token_ids, not with stop: a text may end within a token.")
+    if params.repetition_penalty != 1 and context is not None and context.file is not None:
+        raise ValueError(f"repetition_penalty needs the prompt's tokens, which {context.file} does not hold.")
 
 
 def answers(request: Request) -> list[Request]:

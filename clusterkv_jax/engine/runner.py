@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from clusterkv_jax.cache.layers import KVCache
@@ -9,13 +10,12 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import slot_programs
 from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.logits import Logprobs
 from clusterkv_jax.engine.requests import Request
-from clusterkv_jax.engine.scheduler import RunningSequence, next_sampling
+from clusterkv_jax.engine.sampling import SamplingState
+from clusterkv_jax.engine.scheduler import MOST_STEPS, RunningSequence, next_sampling
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.runtime.sharding import fetch
-
-# Most steps of one call of the decode program; between two, requests enter and leave.
-MOST_STEPS = 32
 
 
 class ModelRunner:
@@ -40,36 +40,48 @@ class ModelRunner:
             self._questions_compiled = True
         self._slots = slot_programs.append_questions(self.model, self.method, self._slots, asked, width)
 
-    def sample_first(self, running: Sequence[RunningSequence | None], new: Sequence[int]) -> np.ndarray:
-        """Draw the first tokens of new slots; i32 [slots]."""
-        state = next_sampling(running, self.model.config.vocab_size)
-        self._slots, tokens = slot_programs.sample_first(self._slots, state, _mask(new, len(running)))
-        return fetch(tokens)
+    def sample_first(
+        self, running: Sequence[RunningSequence | None], new: Sequence[int], masks: dict[int, np.ndarray]
+    ) -> tuple[np.ndarray, Logprobs | None]:
+        """Draw the first tokens of new slots: i32 [slots, 1], and their log probabilities where one asks."""
+        state = self._sampling(running, masks)
+        self._slots, tokens, logprobs = slot_programs.sample_first(self._slots, state, _mask(new, len(running)))
+        tokens, logprobs = fetch((tokens, logprobs))
+        return tokens[:, None], jax.tree.map(lambda x: x[:, None], logprobs)
 
     def decode(
-        self, running: Sequence[RunningSequence | None], active: Sequence[int], most_steps: int, fewest: int
-    ) -> tuple[np.ndarray, int]:
+        self,
+        running: Sequence[RunningSequence | None],
+        active: Sequence[int],
+        masks: dict[int, np.ndarray],
+        most: int,
+        fewest: int,
+    ) -> tuple[np.ndarray, Logprobs | None, int]:
         """One call of the decode program: at most so many steps, while at least `fewest` slots are active.
 
-        Returns the tokens, i32 [slots, MOST_STEPS], -1 where a slot was not active, and the number of steps.
+        Returns the tokens, i32 [slots, MOST_STEPS], -1 where a slot was not active, their log probabilities where one
+        asks, and the number of steps.
         """
         config = self.model.config
         left = np.asarray([0 if sequence is None else sequence.left for sequence in running], np.int32)
-        self._slots, tokens, steps = slot_programs.decode(
+        self._slots, *found = slot_programs.decode(
             self.model.params,
             config,
             self.method,
             self._slots,
-            next_sampling(running, config.vocab_size),
+            self._sampling(running, masks),
             _mask(active, len(running)),
             left,
-            np.asarray(min(most_steps, int(left.max())), np.int32),
+            np.asarray(min(most, int(left.max())), np.int32),
             np.asarray(fewest, np.int32),
             eos_ids=config.eos_ids,
             steps=MOST_STEPS,
         )
-        tokens, steps = fetch((tokens, steps))
-        return tokens, int(steps)
+        tokens, logprobs, steps = fetch(tuple(found))
+        return tokens, logprobs, int(steps)
+
+    def _sampling(self, running: Sequence[RunningSequence | None], masks: dict[int, np.ndarray]) -> SamplingState:
+        return next_sampling(running, masks, self.model.config.vocab_size, self.layout.limits.reserve)
 
     def statistics(self, slot: int) -> KVCache:
         """What statistics look at, of one slot."""

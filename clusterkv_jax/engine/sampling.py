@@ -6,17 +6,22 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from clusterkv_jax.engine.logits import LogitsState, changed
+from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.runtime.prng import wrapped
 from clusterkv_jax.runtime.sharding import first_greatest
-from clusterkv_jax.sampling import NOT_FINITE, Sampling, draw_one
+from clusterkv_jax.sampling import NOT_FINITE, draw_one
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingState:
-    """`Sampling`, key and number of the next draw of each of B slots; filters that are off let everything pass."""
+    """`Sampling`, key and number of the next draw of each of B slots; filters that are off let everything pass.
+
+    `ignore_eos` slots do not end with the model's tokens that end texts; `logits` is there where a slot asks for it.
+    """
 
     temperature: Float[Array | np.ndarray, " B"]
     top_k: Int[Array | np.ndarray, " B"]
@@ -24,12 +29,19 @@ class SamplingState:
     min_p: Float[Array | np.ndarray, " B"]
     keys: UInt32[Array | np.ndarray, "B words"]
     number: Int[Array | np.ndarray, " B"]
+    ignore_eos: Bool[Array | np.ndarray, " B"]
+    logits: LogitsState | None = None
 
 
 def sampling_state(
-    samplings: Sequence[Sampling], keys: Sequence[UInt32[np.ndarray, " words"]], numbers: Sequence[int], vocab_size: int
+    params: Sequence[SamplingParams],
+    keys: Sequence[UInt32[np.ndarray, " words"]],
+    numbers: Sequence[int],
+    vocab_size: int,
+    logits: LogitsState | None,
 ) -> SamplingState:
     """The sampling state of slots with these settings."""
+    samplings = [each.sampling for each in params]
 
     def column(values: Sequence[float | None], off: float) -> np.ndarray:
         return np.asarray([off if value is None else value for value in values], np.float32)
@@ -42,16 +54,27 @@ def sampling_state(
         column([s.min_p for s in samplings], 0.0),
         np.stack(keys),
         np.asarray(numbers, np.int32),
+        np.asarray([each.ignore_eos for each in params]),
+        logits,
     )
 
 
 @jax.named_scope("sampling")
-def draw(logits: Float[Array, "B V"], sampling: SamplingState, later: Int[Array, ""] | int = 0) -> Int[Array, " B"]:
+def draw(
+    logits: Float[Array, "B V"],
+    sampling: SamplingState,
+    later: Int[Array, ""] | int = 0,
+    counts: Int[Array, "B V"] | None = None,
+) -> Int[Array, " B"]:
     """The next token of each slot, `later` draws from now: that of `sample` for a batch of this sequence alone.
 
-    `NOT_FINITE` in slots with a logit that is not finite.
+    `counts` is how often each slot has said each token, where `sampling.logits` asks. `NOT_FINITE` in slots with a
+    logit that is not finite.
     """
     greedy, finite = first_greatest(logits)
+    if sampling.logits is not None and counts is not None:
+        logits = changed(logits, sampling.logits, counts, jnp.asarray(sampling.number) + later)
+        greedy, _ = first_greatest(logits)
     warm = sampling.temperature > 0
 
     def sampled() -> Int[Array, " B"]:

@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from clusterkv_jax.engine.logits import logits_state
+from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.sampling import SamplingState, sampling_state
+from clusterkv_jax.generation.results import TokenLogprob
 from clusterkv_jax.runtime.prng import seed_words
-from clusterkv_jax.sampling import Sampling
 
+# Steps of one call of the decode program; between two, requests enter and leave.
+MOST_STEPS, STREAM_STEPS = 32, 4
 # What tells requests apart: their number, and which of its answers one is.
 Key = tuple[int, int]
 
@@ -26,6 +32,7 @@ class RunningSequence:
         first_s: when the first one came.
         shown: the text that was passed on.
         said: how many tokens were.
+        logprobs: of the tokens, where the request asks for them.
     """
 
     request: Request
@@ -36,6 +43,7 @@ class RunningSequence:
     first_s: float = 0.0
     shown: str = ""
     said: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def left(self) -> int:
@@ -120,16 +128,34 @@ def find(schedule: Schedule, key: Key) -> tuple[int | None, RunningSequence]:
     return None, RunningSequence(request)
 
 
-def with_tokens(sequence: RunningSequence, new: Sequence[int], ends: tuple[int, ...], now: float) -> RunningSequence:
+def with_tokens(
+    sequence: RunningSequence, new: Sequence[int], now: float, logprobs: Sequence[TokenLogprob] = ()
+) -> RunningSequence:
     """The sequence after new tokens; -1 is none."""
+    request = sequence.request
     tokens = (*sequence.tokens, *(token for token in new if token != -1))
-    ended = bool(tokens and tokens[-1] in ends) or len(tokens) >= sequence.request.batch.max_new_tokens
-    return replace(sequence, tokens=tokens, ended=ended, first_s=sequence.first_s or now)
+    ended = bool(tokens and tokens[-1] in request.ends) or len(tokens) >= request.batch.max_new_tokens
+    first_s = sequence.first_s or now
+    return replace(sequence, tokens=tokens, ended=ended, first_s=first_s, logprobs=(*sequence.logprobs, *logprobs))
 
 
-def next_sampling(running: Sequence[RunningSequence | None], vocab_size: int) -> SamplingState:
-    """How each slot draws its next token."""
+def most_steps(schedule: Schedule) -> int:
+    """Steps of the next call of the decode program: one where a grammar says what follows each token, few where
+    somebody waits for each token.
+    """
+    requests = [schedule.sequence(slot).request for slot in schedule.decoding]
+    if any(request.allowed_tokens is not None for request in requests):
+        return 1
+    return STREAM_STEPS if any(request.stream for request in requests) else MOST_STEPS
+
+
+def next_sampling(
+    running: Sequence[RunningSequence | None], masks: dict[int, np.ndarray], vocab_size: int, reserve: int
+) -> SamplingState:
+    """How each slot draws its next token; `masks` are the allowed tokens of slots that have a grammar."""
     keys = [seed_words(0) if sequence is None else sequence.key for sequence in running]
-    samplings = [Sampling() if sequence is None else sequence.request.params.sampling for sequence in running]
+    params = [SamplingParams() if sequence is None else sequence.request.params for sequence in running]
     numbers = [0 if sequence is None else len(sequence.tokens) for sequence in running]
-    return sampling_state(samplings, keys, numbers, vocab_size)
+    change = bool(masks) or any(each.changes_logits for each in params)
+    logits = logits_state(running, masks, vocab_size, reserve) if change else None
+    return sampling_state(params, keys, numbers, vocab_size, logits)

@@ -25,6 +25,7 @@ from clusterkv_jax.cache.host_store import commit, place
 from clusterkv_jax.cache.layers import KVCache, State, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import append_step, prefill
+from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
@@ -211,10 +212,12 @@ def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Seq
 @jit(donate_argnames=("slots",))
 def sample_first(
     slots: Slots, sampling: SamplingState, new: Bool[Array | np.ndarray, " B"]
-) -> tuple[Slots, Int[Array, " B"]]:
-    """The first token of slots that are new, and the tokens."""
-    token = constrain(jnp.where(new, draw(slots.logits, sampling), slots.token), "batch")
-    return replace(slots, token=token), token
+) -> tuple[Slots, Int[Array, " B"], Logprobs | None]:
+    """The first token of slots that are new, the tokens, and their log probabilities where one asks."""
+    said = _nothing_said(slots, sampling, 1)
+    token = constrain(jnp.where(new, draw(slots.logits, sampling, 0, said.counts), slots.token), "batch")
+    logprobs = None if sampling.logits is None else logprobs_of(slots.logits, token)
+    return replace(slots, token=token), token, logprobs
 
 
 @jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",), decodes=True)
@@ -231,7 +234,7 @@ def decode(
     *,
     eos_ids: tuple[int, ...],
     steps: int,
-) -> tuple[Slots, Int[Array, "B steps"], Int[Array, ""]]:
+) -> tuple[Slots, Int[Array, "B steps"], Logprobs | None, Int[Array, ""]]:
     """Up to `limit` <= `steps` decode steps, while at least `fewest` slots are active.
 
     Args:
@@ -246,21 +249,22 @@ def decode(
         steps: static size of the token buffer.
 
     Returns:
-        the slots, the new tokens (-1 where a slot was not active), and the number of steps.
+        the slots, the new tokens (-1 where a slot was not active), their log probabilities where `sampling.logits` is
+        there, and the number of steps.
     """
-    ends = jnp.asarray((*eos_ids, NOT_FINITE), jnp.int32)
+    ends = jnp.asarray(eos_ids, jnp.int32)
 
     def running(carry):
         step, _, _, active, _ = carry
         return (step < limit) & (jnp.sum(active, dtype=jnp.int32) >= fewest)
 
     def one(carry):
-        step, (cache, token), _, active, tokens = carry
+        step, (cache, token), _, active, said = carry
         cache, logits = append_step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
-        new = jnp.where(active, draw(logits, sampling, step), -1)
-        tokens = jax.lax.dynamic_update_slice(tokens, new[:, None], (0, step))
+        new = jnp.where(active, draw(logits, sampling, step, said.counts), -1)
         token = jnp.where(active, new, token)
-        return step + 1, (cache, token), active, active & ~jnp.isin(new, ends) & (step + 1 < left), tokens
+        ended = (jnp.isin(new, ends) & ~jnp.asarray(sampling.ignore_eos)) | (new == NOT_FINITE)
+        return step + 1, (cache, token), active, active & ~ended & (step + 1 < left), _say(said, logits, new, step)
 
     def room(carry):
         # Only of slots that the last step moved: others do not grow, and what room they have would end loops early.
@@ -271,10 +275,43 @@ def decode(
         step, (cache, token), moved, *others = carry
         return step, (_compressed(config, method, cache, moved), token), moved, *others
 
-    tokens = jnp.full((slots.token.shape[0], steps), -1, jnp.int32)
-    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, tokens
-    step, (cache, token), _, _, tokens = repeated(running, one, room, compressed, start)
-    return _laid(method, Slots(cache, token, slots.logits)), tokens, step
+    said = _nothing_said(slots, sampling, steps)
+    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, said
+    step, (cache, token), _, _, said = repeated(running, one, room, compressed, start)
+    return _laid(method, Slots(cache, token, slots.logits)), said.tokens, said.logprobs, step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Said:
+    """What B slots say in a call: tokens; how often each has said each token, and log probabilities, or None."""
+
+    tokens: Int[Array, "B steps"]
+    counts: Int[Array, "B V"] | None
+    logprobs: Logprobs | None
+
+
+def _nothing_said(slots: Slots, sampling: SamplingState, steps: int) -> _Said:
+    count, vocab_size = slots.logits.shape
+    tokens = jnp.full((count, steps), -1, jnp.int32)
+    if sampling.logits is None:
+        return _Said(tokens, None, None)
+    some = jax.eval_shape(logprobs_of, slots.logits, slots.token)
+    room = jax.tree.map(lambda x: jnp.zeros((count, steps, *x.shape[1:]), x.dtype), some)
+    return _Said(tokens, counts_of(sampling.logits, vocab_size), room)
+
+
+def _say(said: _Said, logits: Float[Array, "B V"], new: Int[Array, " B"], step: Int[Array, ""]) -> _Said:
+    """With the tokens of a step; -1 is none."""
+    tokens = jax.lax.dynamic_update_slice(said.tokens, new[:, None], (0, step))
+    if said.counts is None:
+        return replace(said, tokens=tokens)
+    counts = said.counts.at[jnp.arange(new.size), jnp.maximum(new, 0)].add((new >= 0).astype(jnp.int32))
+
+    def put(room: Array, x: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(room, x[:, None], step, 1)
+
+    return _Said(tokens, counts, jax.tree.map(put, said.logprobs, logprobs_of(logits, new)))
 
 
 def _step(

@@ -58,16 +58,26 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of a token, and of the most likely ones at its place, by the model's logits."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Result:
     """Texts without special tokens and without the stop string, the tokens as generated, what it took, and why each
     text ended: "eos" (a token of the model's that ends texts), "stop" (a string or id of yours), "length" (as many
-    tokens as were asked for), or "cancelled".
+    tokens as were asked for), or "cancelled". An engine tells log probabilities where it is asked.
     """
 
     texts: list[str]
     tokens: list[Tokens]
     stats: Stats
     finish_reasons: list[FinishReason]
+    logprobs: list[list[TokenLogprob]] | None = None
 
 
 def full_bytes(model: Model, rows: int, sequences: int = 1) -> int:

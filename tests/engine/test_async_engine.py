@@ -121,8 +121,8 @@ def test_closing_waits_for_what_was_handed_over():
 def test_what_fails_is_raised_where_it_is_heard(served):
     with pytest.raises(ValueError, match="exceed the engine's max_tokens"):
         served.engine.request(prompt(1, 126), params=EIGHT)
-    with pytest.raises(ValueError, match="context must be one that this engine has read"):
-        served.call(lambda owned: owned.drop("context")).result()
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        served.call(lambda owned: owned.read([])).result()
 
     def broken():
         raise RuntimeError("The device is gone.")
