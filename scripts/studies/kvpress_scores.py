@@ -99,7 +99,7 @@ def answer(
 
 def table(output: Output = Path("results/kvpress")) -> None:
     """Print scores, bytes held and rows seen as Markdown."""
-    run, lines = runner.join(sorted(file.parent for file in output.glob("*/run.json")))
+    run, lines = runner.join(sorted(file.parent for file in output.glob("*/results.jsonl")))
     print(markdown(lines, run["sessions"]))
 
 
