@@ -63,7 +63,7 @@ _FILES = (hub.CALIBRATION, "calibration.yaml")
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
 Part = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
-Rows = Annotated[float, Meta(gt=0, le=2**20)]
+RowCount = Annotated[float, Meta(gt=0, le=2**20)]
 Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
 Explained = Annotated[float, Meta(ge=-(2**20), le=1)]
 # What the method `Auto` may become; of those that measures do not tell apart the first.
@@ -143,7 +143,7 @@ class Calibration:
     model: str
     outlier_share: tuple[tuple[Part, ...], ...]
     outlier_heads: tuple[tuple[Number, Number], ...]
-    head_shares: tuple[tuple[Rows, ...], ...]
+    head_shares: tuple[tuple[RowCount, ...], ...]
     settings: Mapping[str, Any]
     least_scores: tuple[tuple[tuple[Log, ...], ...], ...] | None = None
     explained: tuple[tuple[Explained, ...], ...] | None = None

@@ -51,7 +51,7 @@ from clusterkv_jax.models import decoder, prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_key, check_lengths, on_host
-from clusterkv_jax.runtime.control_flow import repeated, where_due
+from clusterkv_jax.runtime.control_flow import cond_in_place, while_with_maintenance
 from clusterkv_jax.runtime.errors import out_of_memory_explained, shown
 from clusterkv_jax.runtime.prng import own_key
 from clusterkv_jax.runtime.programs import jit
@@ -80,7 +80,7 @@ def prefill(
     plans: Sequence[LayerPlan] | None = None,
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, Array], None] | None = None,
-    run: Callable[..., Any] = lambda program, *args: program(*args),
+    call: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> tuple[KVCache, Float[Any, "B V"]]:
     """Read prompts of unequal length, padded on the right, and compress layer after layer.
 
@@ -100,7 +100,7 @@ def prefill(
         key: PRNG key of methods that draw; that of seed 0 by default.
         on_layer: called with the number of each finished layer and its hidden states, which the next layer then takes
             over: wait for them, do not keep them. Outside jit only.
-        run: calls the programs of which prefill consists; `programs.compile_ahead` compiles them instead.
+        call: runs the programs of which prefill consists; `programs.compile_ahead` compiles them instead.
 
     Returns:
         the cache, and the logits of each sequence's last prompt token.
@@ -133,13 +133,13 @@ def prefill(
     position = copied(lengths, np.int32)
 
     with out_of_memory_explained(f"reading {batch} x {width:,} tokens", uses_host=in_host_memory):
-        hidden, position = run(prompt_forward.embed, params, config, tokens, position)
+        hidden, position = call(prompt_forward.embed, params, config, tokens, position)
         if in_host_memory:
             hidden, position = commit((hidden, position))
         rows, logits = None, None
         if repeats(config, method):
             args = params, config, repetition_of(method), tokens, prefill_chunk, hidden, position
-            rows, logits = _read_and_repeat(*args, on_layer, run)
+            rows, logits = _read_and_repeat(*args, on_layer, call)
 
         known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
         planned = cache(partial(planned_layer, config, method, request, *known))
@@ -153,8 +153,8 @@ def prefill(
                 layer, parts = config.of_layer(number), _parts(method, plan)
                 if not waiting:
                     shapes = prompt_shapes(layer, parts, hidden)
-                    workspace = workspace_for(run, workspace, plan, following(number), shapes, layers)
-                hidden, prompt = run(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, workspace)
+                    workspace = workspace_for(call, workspace, plan, following(number), shapes, layers)
+                hidden, prompt = call(_read_layer, weights, layer, parts, prefill_chunk, hidden, position, workspace)
                 if workspace is not None:
                     workspace, prompt = prompt, None
                 if on_layer is not None:
@@ -165,12 +165,12 @@ def prefill(
             # While the device reads: it clusters in step with the host, and would wait.
             if not awaits(waiting, workspace, following(number)):
                 draws = own_key(key) if draws is None else draws
-                compressed, selection, workspace = compress(run, method, waiting, draws, selection, workspace)
+                compressed, selection, workspace = compress(call, method, waiting, draws, selection, workspace)
                 done.extend(compressed)
                 waiting.clear()
             prompt = None  # a layer's rows go as soon as it is compressed
         workspace = None
-        logits = run(prompt_forward.last_logits, params, config, hidden, position) if logits is None else logits
+        logits = call(prompt_forward.last_logits, params, config, hidden, position) if logits is None else logits
         caches, state = zip(*done, strict=True)
         return KVCache(caches, state, position), logits
 
@@ -184,20 +184,20 @@ def _read_and_repeat(
     hidden: Float[Any, "B N M"],
     lengths: Int[Any, " B"],
     on_layer: Callable[[int, Array], None] | None,
-    run: Callable[..., Any],
+    call: Callable[..., Any],
 ) -> tuple[list[Prompt], Float[Any, "B V"]]:
     """What every layer makes of the prompts, with scores after the model has repeated them; and the prompts' logits."""
     read: list[Prompt] = []
     for number, weights in enumerate(params["layers"]):
-        hidden, prompt = run(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths, None)
+        hidden, prompt = call(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths, None)
         read.append(prompt)
         if on_layer is not None:
             on_layer(number, hidden)
-    logits = run(prompt_forward.last_logits, params, config, hidden, lengths)
+    logits = call(prompt_forward.last_logits, params, config, hidden, lengths)
     del hidden
     words, prefix = repetition.in_frame(how, tokens, lengths)
     asked = repetition.prompts(words, tokens[:, prefix:], how.chunk)
-    options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "prefix": prefix, "run": run}
+    options = {"chunk": how.chunk, "sinks": how.sinks, "normalize": how.normalize, "prefix": prefix, "call": call}
     rows = [(prompt.keys, prompt.values) for prompt in read]
     scores = repetition.repeated(params, config, rows, jnp.asarray(tokens), lengths, prompts=asked, **options)
     return [replace(prompt, scores=score) for prompt, score in zip(read, scores, strict=True)], logits
@@ -236,7 +236,7 @@ def extend_step(
     tokens, counts = (x.astype(jnp.int32) for x in (tokens, counts))
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = where_due(late, partial(recompress, method, rope=config.rope), cache)
+        cache = cond_in_place(late, partial(recompress, method, rope=config.rope), cache)
     return cache, logits
 
 
@@ -378,7 +378,7 @@ def decode_loop(
 
     tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
     start = jnp.zeros((), jnp.int32), state, tokens
-    step, state, tokens = repeated(running, one, room, compressed, start)
+    step, state, tokens = while_with_maintenance(running, one, room, compressed, start)
     # As they are before a first segment: a mesh that splits them would have the same program compiled twice.
     position, token, ended = (constrain(x, None) for x in (state.cache.position, state.token, state.ended))
     return DecodeState(replace(state.cache, position=position), token, ended), tokens, step

@@ -21,8 +21,8 @@ from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.calibration import Calibration, as_table, choose_outliers, in_steps, least_scores, outlier_share
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.learned import reconstruction
-from clusterkv_jax.learned.fitting import Fit, add_products, check_rows, ridge
 from clusterkv_jax.learned.repetition import instruction, prompts
+from clusterkv_jax.learned.ridge import SurrogateFit, add_products, check_rows, fit_ridge
 from clusterkv_jax.methods import AdaKV
 from clusterkv_jax.models import decoder
 from clusterkv_jax.models.config import ModelConfig
@@ -248,20 +248,20 @@ def _public_name(name: str) -> str:
     return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
 
 
-def _fits(sums: dict[str, Any], kind: str) -> list[Fit]:
+def _fits(sums: dict[str, Any], kind: str) -> list[SurrogateFit]:
     """The surrogate of each layer."""
     heads = sums["scores"].shape[-1]
     if kind == "linear":
-        return [ridge(np.asarray(each, np.float64), heads) for each in sums["products"]]
+        return [fit_ridge(np.asarray(each, np.float64), heads) for each in sums["products"]]
     try:
-        from clusterkv_jax.learned.network import network
+        from clusterkv_jax.learned.mlp import fit_mlp
     except ModuleNotFoundError as error:
         raise ValueError("A surrogate with an inner layer needs optax: pip install 'clusterkv-jax[train]'.") from error
     flat = [x.reshape(len(x), -1, x.shape[-1]) for x in (sums["hidden"], sums["scores"])]
-    return [network(hidden, scores) for hidden, scores in zip(*flat, strict=True)]
+    return [fit_mlp(hidden, scores) for hidden, scores in zip(*flat, strict=True)]
 
 
-def _expected(fits: list[Fit], hidden: Float[np.ndarray, "L sequences rows M"]) -> tuple[Any, ...]:
+def _expected(fits: list[SurrogateFit], hidden: Float[np.ndarray, "L sequences rows M"]) -> tuple[Any, ...]:
     """`Calibration.least_scores`: heads compete by the scores that are expected of their rows, since by these a method
     must choose; a score that only the repetition knows is none that it could go by.
     """
@@ -284,7 +284,7 @@ def repetition_scores(
     prompts = repeat_prompts(model.tokenizer, tokens, chunk)
     layers = len(prompts) * (model.config.num_layers + 1)
     run = _counting(lambda calls: on_part(min(calls / layers, 1)))
-    scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True, run=run)
+    scores = reconstruction(model.params, model.config, ids, chunk=chunk, prompts=prompts, normalize=True, call=run)
     seen = [np.asarray(scores[number][0, :, SINKS:]) for number in model.config.global_layers]
     return np.log(np.maximum(seen, LEAST_SCORE))
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from clusterkv_jax import cli
-from clusterkv_jax.benchmark import records, serving, sides, summary, table
+from clusterkv_jax.benchmark import records, runners, serving, summary, table
 from clusterkv_jax.benchmark import run as runs
-from clusterkv_jax.benchmark.cells import OURS, Asked, Cell, cells, parse_tokens, turns
-from clusterkv_jax.benchmark.ours import clustering_seconds
+from clusterkv_jax.benchmark.grid import OURS, Cell, GridRequest, cells, parse_tokens, turns
+from clusterkv_jax.benchmark.own_runner import clustering_seconds
 from clusterkv_jax.benchmark.worker import answer, opened
 from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.benchmark import the_question
@@ -21,7 +21,7 @@ from tests.support.byte_model import BYTES, byte_tokenizer
 from tests.support.tiny import random_params
 
 ENTRIES = (("full", None), ("centroidkv", 0.25), ("snapkv", 64))
-ASKED = Asked("demo", ENTRIES, (512, 256), (1, 2), (), 2, 8, None)
+ASKED = GridRequest("demo", ENTRIES, (512, 256), (1, 2), (), 2, 8, None)
 HELLO = {"device": "1 x abacus", "platform": "cpu", "versions": {"beads": "3"}}
 FULL, CENTROID, SNAP = (Cell(OURS, *entry, 256, 1) for entry in ENTRIES)
 
@@ -52,7 +52,7 @@ def abacus(timings, most=10**6, hello=HELLO):
 
     @contextmanager
     def running(name, asked):
-        yield sides.Side({**hello, "versions": dict(hello["versions"])}, measure)
+        yield runners.Runner({**hello, "versions": dict(hello["versions"])}, measure)
 
     return running
 
@@ -117,7 +117,7 @@ def test_the_floor_is_weights_and_cache_read_once():
 
 def test_prompts_of_a_batch_are_read_one_after_the_other():
     times = summary.Spread(0.5, 0.4, 0.6)
-    row = summary.Row(replace(FULL, batch=4), ttft=summary.Spread(10, 9, 11), tpot=times)
+    row = summary.SummaryRow(replace(FULL, batch=4), ttft=summary.Spread(10, 9, 11), tpot=times)
     assert row.tokens_per_s == 8
     assert row.end_to_end_s == 4 * 10 + 999 * 0.5
     assert summary.as_json(row)["end_to_end_s"] == row.end_to_end_s
@@ -181,7 +181,7 @@ def test_another_question_or_device_is_refused(tmp_path):
 
 
 def test_a_peer_that_cannot_run_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sides.PEERS, "transformers", ("no_such_package",))
+    monkeypatch.setitem(runners.PEERS, "transformers", ("no_such_package",))
     asked = replace(ASKED, lengths=(256,), batches=(1,), peers=("transformers",))
     results = runs.run(asked, None, lambda step: None, abacus([]))
     assert results.notes == ["transformers is left out: the package 'no_such_package' is not installed."]
@@ -202,13 +202,13 @@ def test_a_page_gets_its_table(tmp_path):
 
 
 def test_a_cpu_without_room_for_the_weights_says_so():
-    hello, measure = opened(OURS, Asked("llama-3.1-70b", (), (64,), (1,), (), 1, 2, None))
+    hello, measure = opened(OURS, GridRequest("llama-3.1-70b", (), (64,), (1,), (), 1, 2, None))
     assert measure is None
     assert re.match(r"llama-3.1-70b has 263 GiB of weights in float32, more than the \d+ GiB of", hello["failed"])
 
 
 def test_a_request_is_timed(model):
-    asked = Asked(str(model), (), (64,), (2,), (), 1, 140, None)
+    asked = GridRequest(str(model), (), (64,), (2,), (), 1, 140, None)
     hello, measure = opened(OURS, asked)
     assert hello["platform"] == "cpu"
     cell = Cell(OURS, "streamingllm", 32, 64, 2, "int8")
@@ -222,7 +222,7 @@ def test_a_request_is_timed(model):
 
 def test_requests_that_come_and_go_are_timed(model, monkeypatch):
     monkeypatch.setattr(serving, "QUESTIONS", 4)
-    asked = Asked(str(model), (("streamingllm", 32),), (40, 100), (2,), (), 1, 20, None, requests=6)
+    asked = GridRequest(str(model), (("streamingllm", 32),), (40, 100), (2,), (), 1, 20, None, requests=6)
     ((cell,),) = cells(asked, [OURS])
     assert cell == Cell(OURS, "streamingllm", 32, 100, 2)
     work = serving.requests(asked, 100)

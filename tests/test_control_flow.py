@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterkv_jax.runtime import control_flow
-from clusterkv_jax.runtime.control_flow import repeated
+from clusterkv_jax.runtime.control_flow import while_with_maintenance
 
 MOST = 12
 
@@ -43,7 +43,7 @@ def looped(limit, every, start, short=0):
 
     running = lambda state: (state[1] < limit) & (state[0] != 7)  # noqa: E731
     numbers = jnp.full(MOST, -1, jnp.int32), jnp.zeros(MOST, jnp.int32)
-    return repeated(running, step, room, mend, (jnp.int32(start), jnp.int32(0), *numbers))
+    return while_with_maintenance(running, step, room, mend, (jnp.int32(start), jnp.int32(0), *numbers))
 
 
 def same(state, expected):
@@ -84,7 +84,7 @@ def test_steps_between_two_mends_are_counted():
         jax.debug.callback(lambda number: asked.append(int(number)), number)
         return 6 - number
 
-    run = jax.jit(lambda start: repeated(lambda x: x < 6, lambda x: x + 1, room, lambda x: x, start))
+    run = jax.jit(lambda start: while_with_maintenance(lambda x: x < 6, lambda x: x + 1, room, lambda x: x, start))
     assert int(run(jnp.int32(0))) == 6
     jax.effects_barrier()
     assert set(asked) == {0, 6}

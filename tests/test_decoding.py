@@ -128,7 +128,7 @@ def test_plans_are_exact_where_the_host_knows_every_round(prompts, new_tokens, k
     tokens, lengths = padded(*prompts)
     method = dataclasses.replace(CENTROID, budget=ckv.Budget(ratio=0.5, base="prompt+new"))
     counts = {"max_new_tokens": new_tokens, "reserve": STEPS}
-    cache, _ = decoding.prefill(model.params, model.config, method, tokens, lengths, **counts, run=run)
+    cache, _ = decoding.prefill(model.params, model.config, method, tokens, lengths, **counts, call=run)
     assert [group.exact for group in plans] == [known] * model.config.num_layers
     if known:
         assert {rows for layer in occupancy(cache) for heads in layer for rows in heads} == {plans[0].most_rows}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from clusterkv_jax.evaluation.tasks import documents, longbench, reading, ruler, sources, suites, synthetic, turns
+from clusterkv_jax.evaluation.tasks import documents, longbench, perplexity, ruler, sources, suites, synthetic, turns
 from clusterkv_jax.evaluation.tasks.cases import Case, build_prompt, counter, query_aware
 from clusterkv_jax.evaluation.tasks.suites import Options
 from tests.support.shared_data import shared
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_cut_in_the_middle_or_refused(tokenizer):
 
 
 def longbench_rows(task) -> Any:
-    return sources.read_rows(shared(f"data/longbench/examples/{task}.jsonl.gz"), longbench.Row)
+    return sources.read_rows(shared(f"data/longbench/examples/{task}.jsonl.gz"), longbench.LongBenchRecord)
 
 
 @pytest.mark.parametrize("task", ["hotpotqa", "trec", "samsum", "lsht", "lcc", "gov_report"])
@@ -126,7 +126,7 @@ def test_longbench_is_divided_as_kvpress_does(qwen):
 
 
 def test_genuine_rows_of_ruler_keep_their_text(qwen):
-    rows: Any = sources.read_rows(shared("data/ruler/niah_multikey_3_4096_first60.jsonl.gz"), ruler.Row)
+    rows: Any = sources.read_rows(shared("data/ruler/niah_multikey_3_4096_first60.jsonl.gz"), ruler.RulerRecord)
     cases = ruler.published(rows, 4096, "niah_multikey_3")
     assert len(cases) == 60
     for row, case in list(zip(rows, cases, strict=True))[:5]:
@@ -234,7 +234,7 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
         key = re.search(r"in line (\S+)\? I need", case.question).group(1)
         assert f"line {key}: REGISTER_CONTENT is <{case.answers[0]}>\n" in case.context
     read = suites.cases("pg19", Options(lengths=(2048,), limit=1, books=prose), tokenizer, 8192)
-    assert [case.facts["position"] for case in read] == reading.positions(2048)
+    assert [case.facts["position"] for case in read] == perplexity.positions(2048)
     whole = tokenizer.encode(sources.books(prose)["made_up"], add_special_tokens=False)
     for case in read:
         assert case.reading is not None
@@ -242,7 +242,7 @@ def test_grids_and_lines_and_positions(tokenizer, prose):
         text = [*context, *block]
         start = next(i for i in range(len(whole)) if whole[i : i + 40] == text[:40])
         assert whole[start : start + len(text)] == text
-        assert len(block) == reading.BLOCK
+        assert len(block) == perplexity.BLOCK
 
 
 def test_turns_stand_behind_the_context_or_ask_it_alone(tokenizer, chatting, prose):
@@ -285,7 +285,7 @@ def test_the_second_half_of_a_text_is_the_answer_to_the_first(tokenizer, prose):
         assert (len(text), len(answer), case.facts["position"]) == (500, 501, 500)
         assert any(whole[i : i + 1001] == [*text, *answer] for i in range(len(whole)))
     with pytest.raises(ValueError, match="length = 1 tokens is too small for a text and an answer"):
-        list(reading.answers("book", (1, 2), 1, 1, 0))
+        list(perplexity.answers("book", (1, 2), 1, 1, 0))
 
 
 def test_gsm8k_shares_its_examples(tokenizer, tmp_path):

@@ -14,7 +14,7 @@ from clusterkv_jax import calibration, cli
 from clusterkv_jax.cli.options import check_taken, parse_entries
 from clusterkv_jax.cli.results_folder import results_folder
 from clusterkv_jax.evaluation import responses
-from clusterkv_jax.evaluation.tasks.cases import Prompt
+from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt
 from clusterkv_jax.models import decoder
 from tests.support.tiny import prompt, tiny
 
@@ -35,9 +35,9 @@ def reference(pairs):
 
 
 def test_likelihoods_are_those_of_the_whole_text():
-    pairs = [Prompt(tuple(prompt(i, 84 + 3 * i)), (), tuple(prompt(90 + i, 5 + i))) for i in range(3)]
+    pairs = [EncodedPrompt(tuple(prompt(i, 84 + 3 * i)), (), tuple(prompt(90 + i, 5 + i))) for i in range(3)]
     likeliest = reference(pairs)[0, len(pairs[0].context) - 1].argmax()
-    pairs.append(Prompt(pairs[0].context, (), (int(likeliest),)))
+    pairs.append(EncodedPrompt(pairs[0].context, (), (int(likeliest),)))
     answers = responses.likelihoods(tiny(), ckv.Full(), pairs)
     assert [answer.greedy for answer in answers] == [False, False, False, True]
     for pair, answer, scores in zip(pairs, answers, reference(pairs), strict=True):
@@ -48,12 +48,12 @@ def test_likelihoods_are_those_of_the_whole_text():
 
 def test_a_compressed_context_is_read_differently_and_counted():
     method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
-    pair = Prompt(tuple(prompt(3, 90)), (), tuple(prompt(4, 6)))
+    pair = EncodedPrompt(tuple(prompt(3, 90)), (), tuple(prompt(4, 6)))
     (answer,) = responses.likelihoods(tiny(), method, [pair])
     assert answer.rows == 40
     assert np.isfinite(answer.logprobs).all()
     places = 89 + np.arange(6)
-    first = responses.likelihoods(tiny(), method, [Prompt(pair.context, (), pair.continuation[:1])])[0]
+    first = responses.likelihoods(tiny(), method, [EncodedPrompt(pair.context, (), pair.continuation[:1])])[0]
     assert first.logprobs == pytest.approx(answer.logprobs[:1], abs=1e-4)
     full = reference([pair])[0][places, np.asarray(pair.continuation)]
     assert not np.allclose(answer.logprobs, full, rtol=1e-3)
@@ -65,7 +65,7 @@ def test_a_compressed_context_is_read_differently_and_counted():
 def test_an_answer_of_one_token_sees_the_compression(method):
     """The last token of a context is read from the compressed cache of the others; one token alone is as it is."""
     model, context, answer = tiny(), tuple(prompt(3, 90)), (7,)
-    pairs = [Prompt(context, (), answer), Prompt(context[:1], (), answer)]
+    pairs = [EncodedPrompt(context, (), answer), EncodedPrompt(context[:1], (), answer)]
     one, alone = (responses.likelihoods(model, method, [pair])[0].logprobs[0] for pair in pairs)
     both = [scored.logprobs[0] for scored in responses.likelihoods(model, method, pairs)]
     options = {"max_new_tokens": 16, "reserve": 17}

@@ -9,7 +9,7 @@ import pytest
 from clusterkv_jax.cli import evaluate
 from clusterkv_jax.cli.terminal import plain_console
 from clusterkv_jax.evaluation.report import examples, pictures, report, table
-from clusterkv_jax.evaluation.report.table import Cell, Row
+from clusterkv_jax.evaluation.report.table import TableCell, TableRow
 from tests.test_evaluation_runner import BARE, CONFIG, go
 
 RUN = {"config": CONFIG, "sessions": [{"command": "a <b> & c"}]}
@@ -81,7 +81,7 @@ def test_the_terminals_table_breaks_no_words(tasks, monkeypatch):
     line = {**BARE, "metric": "f1", "score": 1.0, "facts": {}}
     names = [f"niah_multikey_{i}" for i in range(tasks)]
     summary = table.summarize([{**line, "method": "gravitykv-gentle", "task": name} for name in names])
-    paper = Row("centroidkv", "0.25", {}, Cell(50.0), "CentroidKV, Table 2, Llama-3.1-8B-Instruct")
+    paper = TableRow("centroidkv", "0.25", {}, TableCell(50.0), "CentroidKV, Table 2, Llama-3.1-8B-Instruct")
     console = plain_console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     monkeypatch.setattr(evaluate, "plain_console", lambda: console)
     evaluate._show(replace(summary, rows=(*summary.rows, paper)), "results")

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.evaluation import batching, runner
-from clusterkv_jax.evaluation.batching import Entry, Job
+from clusterkv_jax.evaluation.batching import Job, MethodEntry
 from clusterkv_jax.evaluation.report import table
-from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.evaluation.tasks import longbench
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 
 ROOT = Path(__file__).parent.parent
 BARE = {"method": "full", "budget": "1.0", "metric": "nll", "compressed": True, "cut": 0}
@@ -35,12 +35,12 @@ def jobs(count=30):
         context = tuple(range(40 + 70 * ((i - i % 3 // 2) % 4)))
         facts = {"length": len(context), "depth": i / count}
         case = Case(f"t{i % 2}/{i}", f"t{i % 2}", answers=(f"answer {i % 5}",), max_new_tokens=8, facts=facts)
-        work.append(Job(i, case, Prompt(context, (i,))))
+        work.append(Job(i, case, EncodedPrompt(context, (i,))))
     return work
 
 
-ENTRIES = [Entry("full", "1.0", ckv.Full())] + [
-    Entry("centroidkv", budget, ckv.CentroidKV(ckv.Budget(ratio=float(budget)))) for budget in ("0.5", "0.25")
+ENTRIES = [MethodEntry("full", "1.0", ckv.Full())] + [
+    MethodEntry("centroidkv", budget, ckv.CentroidKV(ckv.Budget(ratio=float(budget)))) for budget in ("0.5", "0.25")
 ]
 
 
@@ -48,7 +48,7 @@ def respond(method, prompts, max_new_tokens, stop):
     """Right answers as often as a method's budget is large; depends on the prompt alone."""
     share = 1.0 if isinstance(method, ckv.Full) else method.budget.ratio
     return [
-        Answer(f"answer {(p.question[0] if p.question[0] % 10 < 10 * share else 7) % 5}", rows=len(p.context) * share)
+        Response(f"answer {(p.question[0] if p.question[0] % 10 < 10 * share else 7) % 5}", rows=len(p.context) * share)
         for p in prompts
     ]
 
@@ -185,12 +185,12 @@ def test_a_folder_takes_methods_and_tasks_later(unbroken, tmp_path):
     assert set(run["config"]["methods"]) == {"full@1.0", "centroidkv@0.5", "centroidkv@0.25"}
     assert [session["answers"] for session in run["sessions"]] == [30, 15, 45, 0]
     with pytest.raises(ValueError, match=r"holds a run with methods full@1\.0 = 'Full\(\)', not .*int8"):
-        add([Entry("full", "1.0", ckv.Full(cache_dtype="int8"))], one_task)
+        add([MethodEntry("full", "1.0", ckv.Full(cache_dtype="int8"))], one_task)
 
 
 def test_lines_say_what_was_asked_and_expected(tmp_path):
     case = Case("a/0", "a", question="Who?", answers=("answer 0", "nobody"))
-    line = go(tmp_path, work=[Job(0, case, Prompt(tuple(range(50)), (0,)))])[0]
+    line = go(tmp_path, work=[Job(0, case, EncodedPrompt(tuple(range(50)), (0,)))])[0]
     assert (line["question"], line["expected"], line["output"]) == ("Who?", ["answer 0", "nobody"], "answer 0")
 
 
@@ -280,7 +280,7 @@ def longbench_lines(tmp_path):
         row = {"context": "text", "input": "", "answers": ["answer 0"], "all_classes": None, "length": words}
         case = longbench.kvpress_case("lcc", i, row)
         case = replace(case, facts={**case.facts, "cut": 7 * i})
-        work.append(Job(i, case, Prompt(tuple(range(50)), (i,), cut=2 * i)))
+        work.append(Job(i, case, EncodedPrompt(tuple(range(50)), (i,), cut=2 * i)))
     return go(tmp_path, work=work)
 
 

@@ -16,16 +16,16 @@ import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.cli.plan import show
 from clusterkv_jax.evaluation.report.plots import as_svg, new_figure
-from clusterkv_jax.planning import arithmetic, collectives, measure, process
-from clusterkv_jax.planning.described import Job, chip_bytes
-from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
+from clusterkv_jax.planning import arithmetic, collectives, compile_stats, process
+from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
+from clusterkv_jax.planning.plan_types import Measures, MeshLayout, PlanRequest, Sample
 from clusterkv_jax.planning.report import notes, plan, verdict
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import GIB, choose_mesh, model_ways, parse_topology
 from clusterkv_jax.runtime.sharding import named_mesh
 
 ROOT = Path(__file__).parent.parent
-ASKED = Question("llama-3.1-70b", "centroidkv", 0.2, 1024, 2, 64, "v5e:4x4", None)
+ASKED = PlanRequest("llama-3.1-70b", "centroidkv", 0.2, 1024, 2, 64, "v5e:4x4", None)
 V5E = parse_topology("v5e:4x4")
 # 1 GiB of weights; a cache of 1 GiB at 1,024 tokens, 0.5 at half; temporaries of prefill of 2 GiB, 1 at half.
 MEASURES = Measures(
@@ -40,18 +40,18 @@ MEASURES = Measures(
     weights=GIB,
     step_reads=0.819e9,
     hidden=GIB / 4,
-    cache=(Point(1024, GIB), Point(512, GIB / 2)),
-    prefill=(Point(1024, 2 * GIB), Point(512, GIB)),
+    cache=(Sample(1024, GIB), Sample(512, GIB / 2)),
+    prefill=(Sample(1024, 2 * GIB), Sample(512, GIB)),
     decode=GIB / 2,
     programs=GIB / 4,
     full_cache=5 * GIB,
-    by_ratio=(Point(0.2, GIB), Point(0.1, GIB / 2)),
+    by_ratio=(Sample(0.2, GIB), Sample(0.1, GIB / 2)),
     collectives=(collectives.Collective("all-reduce", 160, 2e6),),
     whole=(),
     layouts=(
-        Layout(1, 1, 8 * GIB, 16 * GIB, GIB / 2),
-        Layout(1, 8, GIB, 2 * GIB, GIB / 2),
-        Layout(2, 8, GIB, GIB, GIB / 4),
+        MeshLayout(1, 1, 8 * GIB, 16 * GIB, GIB / 2),
+        MeshLayout(1, 8, GIB, 2 * GIB, GIB / 2),
+        MeshLayout(2, 8, GIB, GIB, GIB / 4),
     ),
 )
 
@@ -228,7 +228,7 @@ def test_json_is_one_object_and_holds_every_number(answers):
     assert found["collectives"] == [{"kind": "all-reduce", "count": 160, "bytes": 2000000}]
     assert found["fewest_chips"] == {"chips": 8, "mesh": "model=8"}
     assert {"largest_batch", "longest_context", "largest_ratio", "roofline", "notes", "seconds"} <= found.keys()
-    assert answers == [Question("llama-3.1-8b", "centroidkv", 0.2, 4096, 2, 512, "v5e:2x4", None)]
+    assert answers == [PlanRequest("llama-3.1-8b", "centroidkv", 0.2, 4096, 2, 512, "v5e:2x4", None)]
 
 
 def test_tables_show_memory_limits_and_a_step(answers):
@@ -277,7 +277,7 @@ def test_notes_say_what_the_numbers_rest_on():
 
 def test_where_the_compiler_refuses_all_layers_few_say_what_they_would_take(monkeypatch):
     """What it refuses is said, another error is not taken for it."""
-    job = Job(model_config("demo"), ckv.Full(), named_mesh("model=1", jax.devices()[:1]), 1, 512, 32)
+    job = ProgramJob(model_config("demo"), ckv.Full(), named_mesh("model=1", jax.devices()[:1]), 1, 512, 32)
     full, said, refusals = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G of 15G hbm.", [], []
 
     def decode(self, count):
@@ -285,9 +285,9 @@ def test_where_the_compiler_refuses_all_layers_few_say_what_they_would_take(monk
             raise jax.errors.JaxRuntimeError(full)
         return decoded(self, count)
 
-    decoded = Job.decode
-    monkeypatch.setattr(Job, "decode", decode)
-    found = measure.decode_measures(job, V5E, said.append, refusals)
+    decoded = ProgramJob.decode
+    monkeypatch.setattr(ProgramJob, "decode", decode)
+    found = compile_stats.decode_measures(job, V5E, said.append, refusals)
     assert found["compiled_layers"] == (2, 4)
     assert refusals == ["The compiler refuses decoding 1 x 512 tokens: Ran out of memory in hbm."]
     assert [line.split(" for ")[0] for line in said] == [
@@ -297,15 +297,15 @@ def test_where_the_compiler_refuses_all_layers_few_say_what_they_would_take(monk
     ]
     full = "INTERNAL: a fault"
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a fault"):
-        measure.decode_measures(job, V5E, said.append, refusals)
+        compile_stats.decode_measures(job, V5E, said.append, refusals)
 
 
 def test_other_meshes_hold_the_surrogate_too():
     """The mesh of the plan is one of those that are listed, and holds there what it holds here."""
     method, mesh = ckv.OrbitKV(ckv.Budget(ratio=0.25)), named_mesh("model=2", jax.devices()[:2])
-    job = Job(model_config("demo"), method, mesh, 1, 512, 32)
+    job = ProgramJob(model_config("demo"), method, mesh, 1, 512, 32)
     assert all("surrogate" in layer for layer in job.params["layers"])
-    same = next(x for x in measure.layouts(job) if (x.data, x.model) == (1, 2))
+    same = next(x for x in compile_stats.layouts(job) if (x.data, x.model) == (1, 2))
     assert same.weights == chip_bytes(job.params)
     assert same.cache == chip_bytes((job.cache.layers, job.cache.state))
 
@@ -318,7 +318,7 @@ def test_rows_that_wait_on_a_gpu_are_counted():
 
     def estimated(method, devices):
         mesh = named_mesh(f"model={devices}", jax.devices()[:devices])
-        return measure.estimated(Job(config, method, mesh, 1, 512, 32))
+        return compile_stats.estimated(ProgramJob(config, method, mesh, 1, 512, 32))
 
     clustered, full = (estimated(method, 1) for method in (ckv.CentroidKV(budget), ckv.Full()))
     assert clustered - full == (config.num_layers - 1) * rows

@@ -25,7 +25,7 @@ def programs():
 
     arguments = model.params, model.config, METHOD
     tokens, lengths = jnp.asarray([prompt(1, 48)]), jnp.asarray([48])
-    cache, logits = ckv.prefill(*arguments, tokens, lengths, max_new_tokens=24, run=run)
+    cache, logits = ckv.prefill(*arguments, tokens, lengths, max_new_tokens=24, call=run)
     state, number = DecodeState(cache, jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros(1, bool)), jnp.int32(1)
     options = {"sampling": Sampling(), "eos_ids": (), "steps": 4}
     decoding = decode_loop.lower(*arguments, state, jax.random.key(0), number, number, **options)

@@ -12,8 +12,8 @@ import pytest
 from clusterkv_jax.evaluation import records, runner
 from clusterkv_jax.evaluation.batching import Job
 from clusterkv_jax.evaluation.report import table
-from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.responses import Response
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from tests.test_evaluation_runner import ENTRIES, jobs, part
 
 DOCS = Path(__file__).parent.parent / "docs" / "results"
@@ -127,9 +127,9 @@ def test_a_run_that_is_none_is_named(again, text, said):
 
 def test_a_line_torn_inside_of_a_letter_is_answered_again(tmp_path):
     def respond(method, prompts, *rest):
-        return [Answer("später", rows=1.0) for _ in prompts]
+        return [Response("später", rows=1.0) for _ in prompts]
 
-    job = Job(0, Case("a", "a", answers=("x",)), Prompt((1, 2)))
+    job = Job(0, Case("a", "a", answers=("x",)), EncodedPrompt((1, 2)))
     run = lambda: runner.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)  # noqa: E731
     run()
     whole = (tmp_path / runner.RESULTS).read_bytes()
@@ -148,10 +148,10 @@ def test_joining_leaves_a_torn_line_where_it_is(again):
 
 def test_a_score_that_is_no_number_is_not_written(tmp_path):
     def respond(method, prompts, *rest):
-        return [Answer(logprobs=(math.nan,), rows=1.0) for _ in prompts]
+        return [Response(logprobs=(math.nan,), rows=1.0) for _ in prompts]
 
     case = Case("book/1", "book", metric="nll", facts={"position": 2})
-    job = Job(0, case, Prompt((1, 2), (), (3,)))
+    job = Job(0, case, EncodedPrompt((1, 2), (), (3,)))
     with pytest.raises(
         ValueError, match=r"example book/1, field 'score': A score by nll is between 0 and 300, got nan"
     ):

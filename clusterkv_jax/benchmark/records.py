@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 from msgspec import Meta
 
-from clusterkv_jax.benchmark.cells import Asked, Cell
+from clusterkv_jax.benchmark.grid import Cell, GridRequest
 from clusterkv_jax.storage import schema
 from clusterkv_jax.storage.files import append_whole, write_whole
 
@@ -23,7 +23,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 
 
-class Line(TypedDict, total=False):
+class Timing(TypedDict, total=False):
     """A timing, or why there is none. Bytes are those of one device, as are the floor's.
 
     `repeat` 0 is the call that compiles; it alone has `compile_s`, bytes and `clustering_s`, seconds of clustering per
@@ -54,7 +54,7 @@ class Line(TypedDict, total=False):
     question_gain: Annotated[float, Meta(ge=0, le=10**6)]
 
 
-def read(folder: Path | None) -> list[Line]:
+def read(folder: Path | None) -> list[Timing]:
     """The timings of a folder; a torn last line is left out. Raises ValueError that names a line that is none."""
     if folder is None or not (folder / RESULTS).exists():
         return []
@@ -62,8 +62,8 @@ def read(folder: Path | None) -> list[Line]:
     for where, raw in schema.read_lines(folder / RESULTS, most=MOST_LINE):
         if raw.endswith(b"\n"):
             line = schema.from_json(schema.as_text(raw, where), where)
-            schema.check_keys(line, Line.__annotations__, where)
-            schema.checked(line, Line, where)
+            schema.check_keys(line, Timing.__annotations__, where)
+            schema.checked(line, Timing, where)
             cell_of(line, where)
             lines.append(line)
     return lines
@@ -74,7 +74,7 @@ def cell_of(line: Mapping[str, Any], where: str = "A result") -> Cell:
     return schema.checked(line.get("cell"), Cell, where)
 
 
-def add(folder: Path | None, line: Line) -> None:
+def add(folder: Path | None, line: Timing) -> None:
     """Append a timing."""
     if folder is not None:
         _mend(folder / RESULTS)
@@ -87,7 +87,7 @@ def _mend(file: Path) -> None:
         write_whole(file, whole[: whole.rfind(b"\n") + 1].decode("utf-8"))
 
 
-def begin(folder: Path | None, asked: Asked) -> list[dict[str, Any]]:
+def begin(folder: Path | None, asked: GridRequest) -> list[dict[str, Any]]:
     """The sessions that a folder has; it is made where there is none.
 
     Raises ValueError if the folder holds results of another question.
@@ -100,7 +100,7 @@ def begin(folder: Path | None, asked: Asked) -> list[dict[str, Any]]:
         return []
     content = schema.from_json(schema.read_text(folder / RUN, most=MOST_RUN), str(folder / RUN))
     schema.check_keys(content, ("asked", "sessions"), str(folder / RUN))
-    before = schema.checked(content["asked"], Asked, str(folder / RUN))
+    before = schema.checked(content["asked"], GridRequest, str(folder / RUN))
     for name, value in asdict(asked).items():
         if (other := getattr(before, name)) != value:
             raise ValueError(
@@ -117,7 +117,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def write_run(folder: Path | None, asked: Asked, sessions: list[dict[str, Any]]) -> None:
+def write_run(folder: Path | None, asked: GridRequest, sessions: list[dict[str, Any]]) -> None:
     """Write down what is asked and who runs it."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,21 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.benchmark import records, sides
-from clusterkv_jax.benchmark.cells import OURS, Asked, Cell, cells, turns
-from clusterkv_jax.benchmark.records import Line
-from clusterkv_jax.benchmark.sides import Side
-from clusterkv_jax.benchmark.summary import Row, bandwidth, rows
+from clusterkv_jax.benchmark import records, runners
+from clusterkv_jax.benchmark.grid import OURS, Cell, GridRequest, cells, turns
+from clusterkv_jax.benchmark.records import Timing
+from clusterkv_jax.benchmark.runners import Runner
+from clusterkv_jax.benchmark.summary import SummaryRow, bandwidth, rows
 
 Turn = tuple[Cell, int]
-Running = Callable[[str, Asked], AbstractContextManager[Side]]
+Running = Callable[[str, GridRequest], AbstractContextManager[Runner]]
 
 
 @dataclass(frozen=True)
 class Results:
     """What came of a benchmark: rows, what they were measured on, and sentences about what is missing."""
 
-    rows: list[Row]
+    rows: list[SummaryRow]
     about: dict[str, Any]
     notes: list[str]
 
@@ -36,12 +36,12 @@ class Step:
     total: int
     cell: Cell
     repeat: int
-    line: Line
+    line: Timing
     left_s: float
 
 
 def run(
-    asked: Asked, folder: Path | None, on_step: Callable[[Step], None], running: Running = sides.running
+    asked: GridRequest, folder: Path | None, on_step: Callable[[Step], None], running: Running = runners.running
 ) -> Results:
     """Time what the folder has no timing of yet.
 
@@ -50,7 +50,7 @@ def run(
     Raises ValueError if the folder holds another benchmark, or if this library cannot run what is asked.
     """
     sessions, lines = records.begin(folder, asked), records.read(folder)
-    notes = {peer: note for peer in asked.peers if (note := sides.missing(peer))}
+    notes = {peer: note for peer in asked.peers if (note := runners.missing(peer))}
     notes |= {
         peer: f"{peer} has nothing to do: no budget was asked for." for peer in asked.peers if not cells(asked, [peer])
     }
@@ -78,7 +78,7 @@ def run(
     return Results(rows(every, lines), about, list(notes.values()))
 
 
-def _done(lines: Sequence[Line], repeats: int) -> set[Turn]:
+def _done(lines: Sequence[Timing], repeats: int) -> set[Turn]:
     """What needs no timing any more; a cell that failed would fail again."""
     done = {(records.cell_of(line), line.get("repeat", 0)) for line in lines}
     failed = [records.cell_of(line) for line in lines if "failed" in line]
@@ -86,11 +86,11 @@ def _done(lines: Sequence[Line], repeats: int) -> set[Turn]:
 
 
 def _ask(
-    crew: Mapping[str, Side],
+    crew: Mapping[str, Runner],
     order: Sequence[Turn],
     folder: Path | None,
-    lines: list[Line],
-    pace: Callable[[Cell, int, Line], None],
+    lines: list[Timing],
+    pace: Callable[[Cell, int, Timing], None],
 ) -> None:
     """Take these sides' turns; a side that cannot run or has ended takes none, a cell that failed no more."""
     known = {(records.cell_of(line), line.get("repeat", 0)) for line in lines}
@@ -102,7 +102,7 @@ def _ask(
         answer = crew[cell.side].measure(cell, repeat)
         if answer.pop("ended", False):
             out.add(cell.side)
-        line = Line(cell=asdict(cell), repeat=repeat, **answer)
+        line = Timing(cell=asdict(cell), repeat=repeat, **answer)
         if "failed" in line:
             failed.add(cell)
         if "failed" in line or (cell, repeat) not in known:
@@ -111,11 +111,11 @@ def _ask(
         pace(cell, repeat, line)
 
 
-def _pace(total: int, on_step: Callable[[Step], None]) -> Callable[[Cell, int, Line], None]:
+def _pace(total: int, on_step: Callable[[Step], None]) -> Callable[[Cell, int, Timing], None]:
     """Counts timings, and says what is left."""
     begin, count = time.monotonic(), 0
 
-    def step(cell: Cell, repeat: int, line: Line) -> None:
+    def step(cell: Cell, repeat: int, line: Timing) -> None:
         nonlocal count
         count += 1
         left = (time.monotonic() - begin) / count * (total - count)
@@ -141,7 +141,7 @@ def _check_same(sessions: Sequence[Mapping[str, Any]], session: Mapping[str, Any
             )
 
 
-def _introduce(crew: Mapping[str, Side], session: dict[str, Any], notes: dict[str, str]) -> None:
+def _introduce(crew: Mapping[str, Runner], session: dict[str, Any], notes: dict[str, str]) -> None:
     """Add to the session what sides run with, and to the notes why a peer cannot."""
     for name, side in crew.items():
         session["versions"] |= side.hello.get("versions", {})

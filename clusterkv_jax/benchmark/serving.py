@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.benchmark.cells import Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
-from clusterkv_jax.benchmark.ours import peak_bytes, the_method
+from clusterkv_jax.benchmark.grid import Cell, GridRequest
+from clusterkv_jax.benchmark.own_runner import peak_bytes, the_method
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import Engine
 from clusterkv_jax.engine.scheduler import MOST_STEPS
@@ -30,7 +30,7 @@ ARRIVAL = 0.5
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedRequest:
     """A prompt, how many tokens follow it, and when it comes: a share of the time in which all do."""
 
     prompt: list[int]
@@ -38,17 +38,17 @@ class Request:
     at: float
 
 
-def requests(asked: Asked, vocabulary: int) -> list[Request]:
+def requests(asked: GridRequest, vocabulary: int) -> list[TimedRequest]:
     """The same for every cell: lengths spread evenly over powers of two, new tokens and arrivals over all."""
     rng, (least, most) = np.random.default_rng(0), (min(asked.lengths), max(asked.lengths))
     lengths = np.exp(rng.uniform(np.log(least), np.log(most), asked.requests)).round().astype(int)
     new = rng.integers(min(FEWEST, asked.new_tokens), asked.new_tokens + 1, asked.requests)
     at = np.sort(rng.uniform(0, 1, asked.requests))
     prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
-    return [Request(prompt, int(n), float(x)) for prompt, n, x in zip(prompts, new, at, strict=True)]
+    return [TimedRequest(prompt, int(n), float(x)) for prompt, n, x in zip(prompts, new, at, strict=True)]
 
 
-def measure(model: Model, asked: Asked, cell: Cell, repeat: int) -> dict[str, Any]:
+def measure(model: Model, asked: GridRequest, cell: Cell, repeat: int) -> dict[str, Any]:
     """All requests in an engine with `cell.batch` slots, then all questions. Repeat 0 compiles.
 
     Raises ValueError for a cell that is impossible, or that does not fit the device.
@@ -101,7 +101,7 @@ def _read(engine: Engine, prompt: list[int]) -> float:
     return after.busy_s - before.busy_s
 
 
-def step_seconds(engine: Engine, work: Sequence[Request], new_tokens: int) -> float:
+def step_seconds(engine: Engine, work: Sequence[TimedRequest], new_tokens: int) -> float:
     """Seconds of a decode step with a request in every slot."""
     for number in range(engine.stats().slots):
         engine.add(work[number % len(work)].prompt, max_new_tokens=new_tokens)
@@ -112,7 +112,7 @@ def step_seconds(engine: Engine, work: Sequence[Request], new_tokens: int) -> fl
     return (after.busy_s - before.busy_s) / (after.steps - before.steps)
 
 
-def serve(engine: Engine, work: Sequence[Request], arriving_s: float) -> float:
+def serve(engine: Engine, work: Sequence[TimedRequest], arriving_s: float) -> float:
     """Seconds from the first request to the last token, as they arrive within so many."""
     begin, rest = time.perf_counter(), list(work)
     while rest or engine.stats().active or engine.stats().waiting:

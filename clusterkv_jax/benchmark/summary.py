@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from clusterkv_jax.benchmark.cells import Cell
-from clusterkv_jax.benchmark.records import Line, cell_of
+from clusterkv_jax.benchmark.grid import Cell
+from clusterkv_jax.benchmark.records import Timing, cell_of
 
 # Tokens of an answer whose time from end to end is told.
 ANSWER = 1000
@@ -26,7 +26,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """What is known of a cell. Bytes and floor are those of one device.
 
     Attributes:
@@ -90,27 +90,27 @@ def spread(times: Sequence[float]) -> Spread | None:
     return Spread(statistics.median(times), min(times), max(times)) if times else None
 
 
-def bandwidth(lines: Sequence[Line]) -> float | None:
+def bandwidth(lines: Sequence[Timing]) -> float | None:
     """Bytes a second that this run read: the median of what stands beside the timings."""
     found = [line["bandwidth"] for line in lines if "bandwidth" in line]
     return statistics.median(found) if found else None
 
 
-def rows(order: Sequence[Cell], lines: Sequence[Line]) -> list[Row]:
+def rows(order: Sequence[Cell], lines: Sequence[Timing]) -> list[SummaryRow]:
     """A row for each cell that has lines, in this order."""
-    by_cell: dict[Cell, list[Line]] = {}
+    by_cell: dict[Cell, list[Timing]] = {}
     for line in lines:
         by_cell.setdefault(cell_of(line), []).append(line)
     reads = bandwidth(lines)
     return [_row(cell, by_cell[cell], reads) for cell in order if cell in by_cell]
 
 
-def _row(cell: Cell, lines: Sequence[Line], reads: float | None) -> Row:
+def _row(cell: Cell, lines: Sequence[Timing], reads: float | None) -> SummaryRow:
     failed = next((line["failed"] for line in lines if "failed" in line), None)
-    first = next((line for line in lines if line.get("repeat") == 0 and "failed" not in line), Line())
+    first = next((line for line in lines if line.get("repeat") == 0 and "failed" not in line), Timing())
     timed = [line for line in lines if line.get("repeat") and "failed" not in line]
     of = lambda name: spread([line[name] for line in timed if name in line])  # noqa: E731
-    row = Row(
+    row = SummaryRow(
         cell,
         failed,
         repeats=len(timed),
@@ -133,7 +133,7 @@ def _row(cell: Cell, lines: Sequence[Line], reads: float | None) -> Row:
     return replace(row, clustering=clustering / row.tpot.median)
 
 
-def as_json(row: Row) -> dict[str, Any]:
+def as_json(row: SummaryRow) -> dict[str, Any]:
     """A row for programs, with what is derived from its timings."""
     derived = ("tokens_per_s", "end_to_end_s", "over_floor")
     return asdict(row) | {name: getattr(row, name) for name in derived}

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.benchmark.cells import OURS, Cell
-from clusterkv_jax.benchmark.summary import Row, Spread
+from clusterkv_jax.benchmark.grid import OURS, Cell
+from clusterkv_jax.benchmark.summary import Spread, SummaryRow
 from clusterkv_jax.storage.files import write_whole
 
 GIB = 2**30
@@ -34,7 +34,7 @@ LEFT = ("method",)
 NONE = "–"
 
 
-def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+def markdown(rows: Sequence[SummaryRow], about: Mapping[str, Any]) -> str:
     """The table, what it was measured on, and why cells are missing."""
     # A column that says nothing of any cell is left out, but for memory: that it was not measured is worth a word.
     texts = [cells_of(row) for row in rows if row.failed is None]
@@ -47,7 +47,7 @@ def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     )
 
 
-def cells_of(row: Row) -> list[str]:
+def cells_of(row: SummaryRow) -> list[str]:
     """A row's texts under `HEAD`."""
     cell = row.cell
     return [
@@ -96,7 +96,7 @@ def name(cell: Cell) -> str:
     return f"{label(cell)}, {cell.batch:,} x {cell.length:,} tokens"
 
 
-def footnote(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+def footnote(rows: Sequence[SummaryRow], about: Mapping[str, Any]) -> str:
     """What the table was measured on, in lines of at most 120 characters."""
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     reads = about["bandwidth"]
@@ -120,7 +120,7 @@ def _three(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" if number >= 100 else f"{number:.3f}"[:5]
 
 
-def _peak(row: Row) -> str:
+def _peak(row: SummaryRow) -> str:
     if row.peak_bytes is None:
         return "not measured"
     return f"{'' if row.peak_is_own else '≤ '}{row.peak_bytes / GIB:.1f}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkv_jax.benchmark.cells import OURS, Asked, Cell
+from clusterkv_jax.benchmark.grid import OURS, Cell, GridRequest
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     os.dup2(2, 1)
     say = lambda message: print(json.dumps(message), file=answers, flush=True)  # noqa: E731
     begin = json.loads(sys.stdin.readline())
-    hello, measure = opened(begin["side"], msgspec.convert(begin["asked"], Asked))
+    hello, measure = opened(begin["side"], msgspec.convert(begin["asked"], GridRequest))
     say(hello)
     if measure is None:
         return
@@ -33,28 +33,30 @@ def main() -> None:
         say(answer(measure, msgspec.convert(turn["cell"], Cell), turn["repeat"]))
 
 
-def opened(side: str, asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]] | None]:
+def opened(side: str, asked: GridRequest) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]] | None]:
     """What the side says of itself and how it times a cell; why it cannot, and None."""
     warnings.filterwarnings("ignore")
     try:
         if side == OURS:
             return open_ours(asked)
-        from clusterkv_jax.benchmark import torch_peers
+        from clusterkv_jax.benchmark import torch_baselines
 
-        return torch_peers.open_side(side, asked)
+        return torch_baselines.open_side(side, asked)
     except Exception as error:  # whatever it is, the other sides are of interest
         return {"failed": sentence(error)}, None
 
 
-def open_ours(asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
+def open_ours(asked: GridRequest) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
     """What this library is here, and how it times a cell: requests that come and go, or batches."""
-    from clusterkv_jax.benchmark import ours, serving
+    from clusterkv_jax.benchmark import own_runner, serving
 
-    model = ours.the_model(asked)
+    model = own_runner.the_model(asked)
     measure = (
-        partial(serving.measure, model, asked) if asked.requests else partial(ours.measure, model, asked.new_tokens)
+        partial(serving.measure, model, asked)
+        if asked.requests
+        else partial(own_runner.measure, model, asked.new_tokens)
     )
-    return ours.hello(), measure
+    return own_runner.hello(), measure
 
 
 def answer(measure: Callable[[Cell, int], dict[str, Any]], cell: Cell, repeat: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from clusterkv_jax.storage.weight_files import (
     FILE_TYPES,
     IGNORED,
     SINGLE,
-    Entry,
+    TensorEntry,
     account,
     entries_of,
     is_gguf,
@@ -337,8 +337,8 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry | Quantised]
-) -> tuple[ModelConfig, dict[str, Entry | Quantised]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, TensorEntry | Quantised]
+) -> tuple[ModelConfig, dict[str, TensorEntry | Quantised]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])
@@ -352,7 +352,7 @@ def _resolve_ties(
     return config, others | {table["embed"]: embed or head}
 
 
-def _equal(a: Entry | Quantised, b: Entry | Quantised, shape: tuple[int, int]) -> bool:
+def _equal(a: TensorEntry | Quantised, b: TensorEntry | Quantised, shape: tuple[int, int]) -> bool:
     """Whether both are the table of this shape; of another shape they are refused later, by name."""
     if not a.shape == b.shape == shape:
         return False

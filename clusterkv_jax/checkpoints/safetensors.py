@@ -19,7 +19,7 @@ from clusterkv_jax.models.hf_quantization import Quantization
 from clusterkv_jax.models.hf_weights import Stored, StoredStack
 from clusterkv_jax.storage.digests import whole
 from clusterkv_jax.storage.schema import AnyPath
-from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, Entry
+from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, TensorEntry
 
 # Scales of what is no weight: activations and caches are not quantised here.
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")
@@ -44,7 +44,7 @@ class InFile:
     """A parameter in a checkpoint's files; `view()` maps it, and its numbers are read when they are asked for."""
 
     place: Stored
-    entry: Entry | Coded
+    entry: TensorEntry | Coded
 
     @property
     def where(self) -> str:
@@ -53,7 +53,7 @@ class InFile:
 
     def view(self) -> "np.ndarray | Dequantised":
         """Its numbers."""
-        if isinstance(self.entry, Entry):
+        if isinstance(self.entry, TensorEntry):
             return self.place.view(self.entry.map())
         return Dequantised(self.place, self.entry)
 
@@ -74,7 +74,7 @@ class StackInFiles:
         return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
 
 
-def in_files(place: Stored | StoredStack, entries: Mapping[str, Entry | Coded]) -> InFile | StackInFiles:
+def in_files(place: Stored | StoredStack, entries: Mapping[str, TensorEntry | Coded]) -> InFile | StackInFiles:
     """A parameter in the files that these entries are of."""
     if isinstance(place, Stored):
         return InFile(place, entries[place.name])
@@ -91,9 +91,9 @@ class Quantised:
     how: Quantization
     name: str
     matrix: tuple[int, int]
-    codes: Entry
-    scales: Entry
-    zeros: Entry | None
+    codes: TensorEntry
+    scales: TensorEntry
+    zeros: TensorEntry | None
     experts: int | None = None
 
     @property
@@ -194,7 +194,7 @@ def _numbers(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
     return np.asarray(np.arange(math.prod(shape)).reshape(shape)[index])
 
 
-def without_codes(entries: dict[str, Entry], how: Quantization | None) -> dict[str, Entry | Quantised]:
+def without_codes(entries: dict[str, TensorEntry], how: Quantization | None) -> dict[str, TensorEntry | Quantised]:
     """Entries by the names that they have in a model which is not quantised.
 
     Raises CheckpointError, in one sentence that names the tensor, where codes have not the scales that they need.
@@ -213,7 +213,7 @@ def without_codes(entries: dict[str, Entry], how: Quantization | None) -> dict[s
     return others | found
 
 
-def _quantised(name: str, codes: str, entries: dict[str, Entry], how: Quantization) -> Quantised:
+def _quantised(name: str, codes: str, entries: dict[str, TensorEntry], how: Quantization) -> Quantised:
     entry = entries[codes]
     if entry.dtype != how.type:
         raise CheckpointError(f"{codes} in {entry.path} holds {entry.dtype}; allowed: {how.type}.")
@@ -233,7 +233,7 @@ def _quantised(name: str, codes: str, entries: dict[str, Entry], how: Quantizati
     return found
 
 
-def _shape(name: str, entries: dict[str, Entry], how: Quantization) -> tuple[int, int]:
+def _shape(name: str, entries: dict[str, TensorEntry], how: Quantization) -> tuple[int, int]:
     """Rows and columns of a tensor's numbers: as stated where its codes are packed."""
     codes = entries[f"{name}{how.codes}"]
     *front, last = codes.shape or (0,)
@@ -254,7 +254,7 @@ def _shape(name: str, entries: dict[str, Entry], how: Quantization) -> tuple[int
     return rows, columns
 
 
-def _check(name: str, entry: Entry, grid: tuple[int, int], types: tuple[str, ...]) -> None:
+def _check(name: str, entry: TensorEntry, grid: tuple[int, int], types: tuple[str, ...]) -> None:
     """Raise CheckpointError for a tensor that has not a number for each block; dimensions of 1 do not count."""
     if entry.dtype not in types:
         raise CheckpointError(f"{name} in {entry.path} holds {entry.dtype}; allowed: {', '.join(types)}.")

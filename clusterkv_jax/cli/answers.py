@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class MethodRun:
     """One method's answers, one per file and question, and what they cost: all together, or each in an engine."""
 
     name: str
@@ -23,7 +23,7 @@ class Run:
     engine: Any = None
 
 
-def answers(files: list[str], questions: list[str], runs: list[Run]) -> Table:
+def answers(files: list[str], questions: list[str], runs: list[MethodRun]) -> Table:
     """Answers side by side: a row per file and question, a column per method."""
     table = Table(box=SIMPLE_HEAD, show_lines=len(runs[0].texts) > 1, title_justify="left", title_style="")
     if len(questions) == 1:
@@ -41,7 +41,7 @@ def answers(files: list[str], questions: list[str], runs: list[Run]) -> Table:
     return table
 
 
-def costs(runs: list[Run]) -> Table:
+def costs(runs: list[MethodRun]) -> Table:
     """What each method kept and how fast it was; megabytes are allocated, with room for question and answer."""
     table = Table(box=SIMPLE_HEAD)
     recalling = any(stats.recalled_rows for run in runs for stats in run.stats)
@@ -74,10 +74,10 @@ def _speed(stats: Any) -> str:
     return f"{(sum(stats.new_tokens) - len(stats.new_tokens)) / (steps * stats.tpot_s):.1f}" if steps else "-"
 
 
-def in_json(model: str, files: list[str], questions: list[str], runs: list[Run]) -> str:
+def in_json(model: str, files: list[str], questions: list[str], runs: list[MethodRun]) -> str:
     """The same as the tables, for programs; of an engine `stats` are a list, and `engine` says how all went."""
 
-    def one(run: Run) -> dict[str, Any]:
+    def one(run: MethodRun) -> dict[str, Any]:
         said = {"name": run.name, "method": repr(run.method), "texts": run.texts, "finish_reasons": run.ends}
         stats = [dataclasses.asdict(stats) for stats in run.stats]
         return said | (

@@ -121,7 +121,7 @@ def the_question(
     requests: int = 0,
 ) -> Any:
     """What is asked, checked. Raises ValueError for what no side could answer."""
-    from clusterkv_jax.benchmark.cells import Asked, check_peers, parse_batch, parse_dtypes, parse_tokens
+    from clusterkv_jax.benchmark.grid import GridRequest, check_peers, parse_batch, parse_dtypes, parse_tokens
     from clusterkv_jax.planning.shapes import model_config, packaged_shapes
     from clusterkv_jax.presets import is_file, written
     from clusterkv_jax.runtime.sharding import mesh_sizes
@@ -148,7 +148,7 @@ def the_question(
     budgets_of = tuple((entry.name, _number(entry.budget)) for entry in entries)
     others = () if requests else split(peers)  # what other libraries time are batches
     files = tuple(written(entry.method) for entry in entries if is_file(entry.name))
-    return Asked(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests, files)
+    return GridRequest(model, budgets_of, *counts, others, repeats, new_tokens, mesh, stored, requests, files)
 
 
 def _number(budget: str) -> float | int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusterkv_jax.benchmark.summary import Row
+from clusterkv_jax.benchmark.summary import SummaryRow
 from clusterkv_jax.benchmark.table import label
 from clusterkv_jax.evaluation.extras import library
 from clusterkv_jax.evaluation.report.plots import COLOURS, as_svg, new_figure
@@ -12,7 +12,7 @@ from clusterkv_jax.storage.files import write_whole
 PICTURES = {"ttft": ("seconds to the first token", 1.0), "tpot": ("ms per token", 1e3)}
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
     """A picture of each of `PICTURES` and batch; raises ValueError without matplotlib."""
     library("matplotlib", "Drawing a benchmark")
     rows = [row for row in rows if row.tpot is not None and row.served is None]
@@ -25,10 +25,10 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return files
 
 
-def _picture(rows: Sequence[Row], name: str) -> str:
+def _picture(rows: Sequence[SummaryRow], name: str) -> str:
     """A line for each method and budget, with the least and the most of the timings."""
     figure, axes = new_figure(7.5, 4.2)
-    curves: dict[str, list[Row]] = {}
+    curves: dict[str, list[SummaryRow]] = {}
     for row in rows:
         curves.setdefault(label(row.cell), []).append(row)
     text, scale = PICTURES[name]

@@ -94,7 +94,7 @@ def evaluate(
             return
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints.loading import calibrated
-        from clusterkv_jax.cli import together
+        from clusterkv_jax.cli import distributed_run
         from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
@@ -106,7 +106,7 @@ def evaluate(
         results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
         who = coordinator_address, num_processes, process_id
-        others = stack.enter_context(together.together(distributed, results, *who, peer_timeout, debug))
+        others = stack.enter_context(distributed_run.joined(distributed, results, *who, peer_timeout, debug))
         model = model if "://" in model else Path(model).as_posix()  # T/ is T
         peers = _peers(suite, model, published)
         measured = None if calibration is None else read(calibration)
@@ -117,7 +117,7 @@ def evaluate(
         check_calibrated(model, measured, {entry.name: entry.method for entry in entries})
         entries = batching.with_full(entries, preset("full", **stored_as(cache_dtype)))
         options = suites.Options(split(tasks), tuple(map(parse_count, split(lengths))), limit, data, books, seed)
-        everywhere = together.the_replicas(mesh, others)
+        everywhere = distributed_run.the_replicas(mesh, others)
         process = 0 if others is None else others.index
         if process == 0:
             stack.enter_context(results.opened())
@@ -153,13 +153,13 @@ def evaluate(
             replica.responder(each, batches, batch_size, partial(serving.__setitem__, replica.number))
             for replica, each in zip(here, networks, strict=True)
         ]
-        team = replicas.Team(everywhere, list(zip(here, answers, strict=True)), process)
+        team = replicas.ReplicaGroup(everywhere, list(zip(here, answers, strict=True)), process)
         if others is not None and process:
-            together.follow(config, batches, team, others)
+            distributed_run.serve(config, batches, team, others)
             return
         about = manifest.about(mesh, None if others is None else others.hosts)
         with pace(len(jobs) * len(entries), sum(len(replica.devices) for replica in everywhere), serving) as on_lines:
-            lines = together.answered(results, config, about, batches, team, others, on_lines)
+            lines = distributed_run.answered(results, config, about, batches, team, others, on_lines)
         summary = _write(results.folder, records.read_run(results.folder), lines, peers)
         results.complete()
         _show(summary, output)
@@ -209,15 +209,15 @@ def lm_eval(
     with ExitStack() as stack:
         stack.enter_context(one_sentence_errors(debug))
         library("lm_eval", "clusterkv lm-eval")
-        from clusterkv_jax.cli import together
+        from clusterkv_jax.cli import distributed_run
         from clusterkv_jax.evaluation import lm_eval_model
 
         use_compilation_cache(True, cache_folder)
         who = coordinator_address, num_processes, process_id
-        others = stack.enter_context(together.together(distributed, None, *who, peer_timeout, debug))
-        everywhere = together.the_replicas(mesh, others)
+        others = stack.enter_context(distributed_run.joined(distributed, None, *who, peer_timeout, debug))
+        everywhere = distributed_run.the_replicas(mesh, others)
         if others is not None and others.index:
-            lm_eval_model.follow(lm_eval_model.Pod(everywhere, others.index), others)
+            lm_eval_model.serve(lm_eval_model.Pod(everywhere, others.index), others)
         else:
             lm_eval_model.main(context.args, lm_eval_model.Pod(everywhere, 0, others))
 

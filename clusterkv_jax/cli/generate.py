@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from clusterkv_jax.cli.answers import Run, answers, costs, in_json
+from clusterkv_jax.cli.answers import MethodRun, answers, costs, in_json
 from clusterkv_jax.cli.named import budgets_of, check_prompts, chosen, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
@@ -175,13 +175,13 @@ def generate(
                 compile_ahead(network, prompts, method=candidate, **sizes, on_program=on_program)
             with _progress(name, quiet=as_json) as (progress, clear):
                 result = answer(method=candidate, progress=progress, on_text=_streamer(clear) if stream else None)
-            runs.append(Run(name, candidate, result.texts, result.finish_reasons, [result.stats]))
+            runs.append(MethodRun(name, candidate, result.texts, result.finish_reasons, [result.stats]))
         files = prompt_file if len(texts) > 1 else []
         _show(runs, model, files, question or [], as_json=as_json, streamed=stream)
 
 
 def _show(
-    runs: list[Run], model: str, files: list[str], questions: list[str], *, as_json: bool, streamed: bool = False
+    runs: list[MethodRun], model: str, files: list[str], questions: list[str], *, as_json: bool, streamed: bool = False
 ) -> None:
     """Print tables, or one JSON object; what was streamed stands there already."""
     if as_json:
@@ -204,7 +204,7 @@ def _served(
     slots: int,
     *,
     quiet: bool,
-) -> Run:
+) -> MethodRun:
     """Answers about several texts, by an engine that is as large as they need; a line says how it does."""
     import clusterkv_jax as ckv
     from clusterkv_jax.engine.metrics import stats_line
@@ -233,7 +233,7 @@ def _served(
     stats = engine.stats()
     console.print(f"{name}: {stats_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")
     ends = [result.finish_reasons[0] for result in results]
-    return Run(name, method, [result.texts[0] for result in results], ends, [r.stats for r in results], stats)
+    return MethodRun(name, method, [result.texts[0] for result in results], ends, [r.stats for r in results], stats)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def parse_entries(
 
     A calibration and a type of stored rows go before what a preset says. `meant` has names that mean another preset.
     """
-    from clusterkv_jax.evaluation.batching import Entry
+    from clusterkv_jax.evaluation.batching import MethodEntry
     from clusterkv_jax.presets import find_preset, preset
 
     if not names or not budgets:
@@ -108,12 +108,12 @@ def parse_entries(
     takes = {name: find_preset(name).takes_budget for name in names}
     whole = [budget for budget in budgets if (parse_budget(budget).ratio or 0) >= 1]
     keeps_all = [name for name in names if not takes[name]]
-    entries = [Entry("full", "1.0", preset("full", **stored))] if whole or "full" in keeps_all else []
-    entries += [Entry(name, "1.0", preset(name, **stored)) for name in keeps_all if name != "full"]
+    entries = [MethodEntry("full", "1.0", preset("full", **stored))] if whole or "full" in keeps_all else []
+    entries += [MethodEntry(name, "1.0", preset(name, **stored)) for name in keeps_all if name != "full"]
     for name in names:
         if takes[name]:
             entries += [
-                Entry(name, text, preset(meant.get(name, name), parse_budget(text), calibration, **stored))
+                MethodEntry(name, text, preset(meant.get(name, name), parse_budget(text), calibration, **stored))
                 for text in budgets
                 if text not in whole
             ]

@@ -57,11 +57,11 @@ def plan(
 ) -> None:
     """Say whether a model and its cache fit a topology: memory, limits, collectives and the least time of a token."""
     with one_sentence_errors(debug):
-        from clusterkv_jax.planning.measures import Question
+        from clusterkv_jax.planning.plan_types import PlanRequest
         from clusterkv_jax.planning.process import ask
         from clusterkv_jax.planning.report import plan as plan_of
 
-        question = Question(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh)
+        question = PlanRequest(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh)
         chips = check(question)
         if plot is not None:
             from clusterkv_jax.cli import plan_picture

@@ -7,7 +7,7 @@ import numpy as np
 
 from clusterkv_jax.evaluation.report.plots import COLOURS, new_figure
 from clusterkv_jax.planning.arithmetic import memory
-from clusterkv_jax.planning.measures import Measures
+from clusterkv_jax.planning.plan_types import Measures
 from clusterkv_jax.planning.topology import GIB, Topology
 from clusterkv_jax.storage.files import replacing
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from clusterkv_jax.cli.answers import Run
+from clusterkv_jax.cli.answers import MethodRun
 from clusterkv_jax.cli.named import budgets_of, chosen, meant
 from clusterkv_jax.cli.options import CALIBRATION, MODEL, CompilationCache, cache_dtype_option
 from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
@@ -133,7 +133,7 @@ def ask_saved(
     slots: int,
     *,
     quiet: bool,
-) -> Run:
+) -> MethodRun:
     """Answers to questions about a saved text, by the model that read it, or by `model`, which must be the same.
 
     `options` are those of `Engine.add`; without a sampling the model's own.
@@ -166,7 +166,7 @@ def ask_saved(
     if stats.compile_s > 1:
         line = f"{name}: {stats.compile_s:.1f} s of compiling"
         plain_console(stderr=True, quiet=quiet).print(line, style="dim", highlight=False, soft_wrap=True)
-    return Run(name, method, [r.texts[0] for r in results], ends, [r.stats for r in results], stats)
+    return MethodRun(name, method, [r.texts[0] for r in results], ends, [r.stats for r in results], stats)
 
 
 def _check_method(cache: Path, named: str, given: str | None) -> None:

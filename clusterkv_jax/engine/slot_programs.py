@@ -35,7 +35,7 @@ from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
-from clusterkv_jax.runtime.control_flow import repeated, where_due
+from clusterkv_jax.runtime.control_flow import cond_in_place, while_with_maintenance
 from clusterkv_jax.runtime.programs import compiler, jit
 from clusterkv_jax.runtime.sharding import constrain
 from clusterkv_jax.sampling import NOT_FINITE
@@ -277,7 +277,7 @@ def decode(
 
     said = _nothing_said(slots, sampling, steps)
     start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, said
-    step, (cache, token), _, _, said = repeated(running, one, room, compressed, start)
+    step, (cache, token), _, _, said = while_with_maintenance(running, one, room, compressed, start)
     return _laid(method, Slots(cache, token, slots.logits)), said.tokens, said.logprobs, step
 
 
@@ -326,7 +326,7 @@ def _step(
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     moved = counts > 0
     if (late := due(method, _of_moved(cache, moved))) is not None:
-        cache = where_due(late, lambda cache: _compressed(config, method, cache, moved), cache)
+        cache = cond_in_place(late, lambda cache: _compressed(config, method, cache, moved), cache)
     return cache, logits
 
 

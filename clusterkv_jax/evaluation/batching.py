@@ -6,7 +6,7 @@ jobs x entries -> batches of similar length -> their shares among replicas of th
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
@@ -16,7 +16,7 @@ WRITTEN = 16
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodEntry:
     """A row of the table: a method by its preset's name, its budget as given (a share or a number of rows)."""
 
     name: str
@@ -30,14 +30,14 @@ class Job:
 
     number: int
     case: Case
-    prompt: Prompt
+    prompt: EncodedPrompt
 
 
 @dataclass(frozen=True)
-class Batch:
+class EvaluationBatch:
     """Jobs that an entry answers together: by its method or, where its budget is impossible, by the full cache."""
 
-    entry: Entry
+    entry: MethodEntry
     method: Method
     jobs: tuple[Job, ...]
 
@@ -56,7 +56,7 @@ class Batch:
         """Whether continuations are scored; otherwise texts are written."""
         return bool(self.jobs[0].prompt.continuation)
 
-    def without(self, answered: Collection[Key]) -> "Batch | None":
+    def without(self, answered: Collection[Key]) -> "EvaluationBatch | None":
         """What is left of it; continuations are scored together, so that a sum's last bits are those of all."""
         jobs = tuple(job for key, job in zip(self.keys, self.jobs, strict=True) if key not in answered)
         return None if not jobs else self if self.scores else replace(self, jobs=jobs)
@@ -70,17 +70,19 @@ class Batch:
         return len(unique) * max(map(len, unique)) + asked + WRITTEN * written
 
 
-def with_full(entries: Sequence[Entry], full: Method) -> list[Entry]:
+def with_full(entries: Sequence[MethodEntry], full: Method) -> list[MethodEntry]:
     """The entries with the full cache, which all are held against; the first where it is not among them."""
-    return [*entries] if any(entry.name == "full" for entry in entries) else [Entry("full", "1.0", full), *entries]
+    return (
+        [*entries] if any(entry.name == "full" for entry in entries) else [MethodEntry("full", "1.0", full), *entries]
+    )
 
 
 def plan(
     jobs: Sequence[Job],
-    entries: Sequence[Entry],
+    entries: Sequence[MethodEntry],
     batch_size: int,
-    possible: Callable[[Method, Prompt, int], bool] = lambda method, prompt, new: True,
-) -> list[Batch]:
+    possible: Callable[[Method, EncodedPrompt, int], bool] = lambda method, prompt, new: True,
+) -> list[EvaluationBatch]:
     """The batches of all entries, in the order in which one process answers them.
 
     `possible` says whether a budget is possible for a prompt; where it is not, the full cache answers.
@@ -131,8 +133,8 @@ def shares(costs: Sequence[int], replicas: int) -> list[list[int]]:
 
 
 def _split(
-    entry: Entry, jobs: Sequence[Job], size: int, possible: Callable[[Method, Prompt, int], bool]
-) -> Iterator[Batch]:
+    entry: MethodEntry, jobs: Sequence[Job], size: int, possible: Callable[[Method, EncodedPrompt, int], bool]
+) -> Iterator[EvaluationBatch]:
     """The entry's batches, those that its budget is impossible for with the full cache."""
     fits = [possible(entry.method, job.prompt, job.case.max_new_tokens) for job in jobs]
     if not any(fits):
@@ -143,4 +145,4 @@ def _split(
         )
     for method, is_method in ((entry.method, True), (Full(), False)):
         for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], size):
-            yield Batch(entry, method, tuple(batch))
+            yield EvaluationBatch(entry, method, tuple(batch))

@@ -13,7 +13,7 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.calibration import AutoAt, AutoChoice, Calibration, Nats
 from clusterkv_jax.checkpoints.loading import Model, calibrated
 from clusterkv_jax.evaluation.responses import likelihoods, possible
-from clusterkv_jax.evaluation.tasks.cases import Prompt, Tokens
+from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt, Tokens
 from clusterkv_jax.methods import Auto, Full, Method
 from clusterkv_jax.text.tokenizer import encode
 
@@ -80,7 +80,7 @@ def _candidates(share: float) -> dict[AutoChoice, Method]:
     return {choice: Auto(Budget(ratio=share)).chosen(choice) for choice in get_args(AutoChoice)}
 
 
-def _fit(model: Model, methods: Iterable[Method], prompts: Sequence[Prompt]) -> bool:
+def _fit(model: Model, methods: Iterable[Method], prompts: Sequence[EncodedPrompt]) -> bool:
     return all(possible(model, method, prompt, 1) for method in methods for prompt in prompts)
 
 
@@ -89,18 +89,18 @@ def _cue(model: Model) -> Tokens:
     return tuple(encode(model.tokenizer, "\n\n"))
 
 
-def _continuing(piece: Sequence[int]) -> Prompt:
-    return Prompt(tuple(piece[:-FED]), continuation=tuple(piece[-FED:]))
+def _continuing(piece: Sequence[int]) -> EncodedPrompt:
+    return EncodedPrompt(tuple(piece[:-FED]), continuation=tuple(piece[-FED:]))
 
 
-def _repeating(piece: Sequence[int], cue: Tokens) -> Prompt:
+def _repeating(piece: Sequence[int], cue: Tokens) -> EncodedPrompt:
     """A passage from a third of the piece on, of which the first tokens are given."""
     context = tuple(piece[:-FED])
     start = len(context) // 3
-    return Prompt(context, continuation=(*cue, *context[start:])[:FED])
+    return EncodedPrompt(context, continuation=(*cue, *context[start:])[:FED])
 
 
-def _losses(model: Model, method: Method, prompts: Sequence[Prompt], cue: int) -> Losses:
+def _losses(model: Model, method: Method, prompts: Sequence[EncodedPrompt], cue: int) -> Losses:
     """Of prompts that are continued, and as many behind them that are repeated."""
     losses = [-np.asarray(answer.logprobs) for answer in likelihoods(model, method, prompts)]
     half = len(prompts) // 2

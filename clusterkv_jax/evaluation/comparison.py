@@ -18,7 +18,7 @@ _SAMPLES, _AT_ONCE = 10_000, 500
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     """A folder of results and, where one row of it is meant, its method and budget."""
 
     folder: Path
@@ -74,16 +74,16 @@ class Difference:
     same: int
 
 
-def side(text: str) -> Side:
+def side(text: str) -> ComparedRun:
     """FOLDER, or FOLDER:METHOD@BUDGET for one row of it."""
     folder, separator, row = text.rpartition(":")
     method, at, budget = row.rpartition("@")
     if not separator or not at or Path(text).exists():
-        return Side(Path(text))
-    return Side(Path(folder), method, budget)
+        return ComparedRun(Path(text))
+    return ComparedRun(Path(folder), method, budget)
 
 
-def paired(first: Side, second: Side) -> tuple[list[Pair], tuple[int, int]]:
+def paired(first: ComparedRun, second: ComparedRun) -> tuple[list[Pair], tuple[int, int]]:
     """What both sides answer, the same rows of two folders or one row of each, and how many answers either has alone.
 
     Raises ValueError where that is nothing, or was asked otherwise, and where one side alone names a row.
@@ -105,7 +105,7 @@ def paired(first: Side, second: Side) -> tuple[list[Pair], tuple[int, int]]:
     return [Pair(ours[key], theirs[key]) for key in shared], (len(ours) - len(shared), len(theirs) - len(shared))
 
 
-def answers(which: Side) -> dict[Key, Record]:
+def answers(which: ComparedRun) -> dict[Key, Record]:
     """The lines of a folder's results (.gz too), or of one row of it; a torn last line is left out."""
     found: dict[Key, Record] = {}
     for where, line in records.read_answers(records.results_file(which.folder)):

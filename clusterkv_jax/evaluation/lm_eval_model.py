@@ -28,12 +28,12 @@ from msgspec import Meta
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.checkpoints.model_dir import locate
-from clusterkv_jax.evaluation import responses, rounds
-from clusterkv_jax.evaluation.batching import Batch, Entry, Job, batches
-from clusterkv_jax.evaluation.replicas import Post, Replica, Team, replicas
-from clusterkv_jax.evaluation.responses import Answer
-from clusterkv_jax.evaluation.rounds import Rounds
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation import responses, work_queue
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, MethodEntry, batches
+from clusterkv_jax.evaluation.replicas import Post, Replica, ReplicaGroup, replicas
+from clusterkv_jax.evaluation.responses import Response
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
+from clusterkv_jax.evaluation.work_queue import WorkQueue
 from clusterkv_jax.methods import Full
 from clusterkv_jax.presets import AUTO, as_method, check_calibrated, is_calibrated
 from clusterkv_jax.sampling import Sampling
@@ -86,16 +86,16 @@ class Pod:
     process: int = 0
     post: Post | None = None
 
-    def load(self, asked: Arguments) -> tuple[Model, Callable[[Sequence[Batch]], Team]]:
+    def load(self, asked: Arguments) -> tuple[Model, Callable[[Sequence[EvaluationBatch]], ReplicaGroup]]:
         """The model on the devices of this process, and the team that answers such batches with it."""
         here = [replica for replica in self.replicas if self.process in replica.processes]
         model = here[0].load(asked.model, asked.dtype)
         models = [model, *(replica.copy(model) for replica in here[1:])]
 
-        def team(batches: Sequence[Batch]) -> Team:
+        def team(batches: Sequence[EvaluationBatch]) -> ReplicaGroup:
             size = int(asked.batch_size)
             answers = [replica.responder(each, batches, size) for replica, each in zip(here, models, strict=True)]
-            return Team(self.replicas, list(zip(here, answers, strict=True)), self.process)
+            return ReplicaGroup(self.replicas, list(zip(here, answers, strict=True)), self.process)
 
         return model, team
 
@@ -105,7 +105,7 @@ class CompressedLM(TemplateLM):
 
     # The harness makes the model itself, of texts. Without a pod it lies on the first device.
     pod: ClassVar[Pod | None] = None
-    rounds: ClassVar[Rounds] = Rounds(None)
+    queue: ClassVar[WorkQueue] = WorkQueue(None)
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class CompressedLM(TemplateLM):
         pod = self.pod or Pod(replicas(None, jax.local_devices()[:1]))
         self.entry = _entry(asked)
         self.method = self.entry.method
-        self.rounds.load(given)
+        self.queue.load(given)
         self.loaded, self.team = pod.load(asked)
         if self.loaded.tokenizer is None:
             raise ValueError(f"Model {asked.model} has no tokenizer, which the harness needs.")
@@ -168,7 +168,7 @@ class CompressedLM(TemplateLM):
         del disable_tqdm
         jobs = [self._generation(number, *request.args) for number, request in enumerate(requests)]
 
-        def keep(number: int, answer: Answer) -> None:
+        def keep(number: int, answer: Response) -> None:
             self.cache_hook.add_partial("generate_until", requests[number].args, answer.text)
 
         return [answer.text for answer in self._answers(jobs, keep)]
@@ -201,7 +201,7 @@ class CompressedLM(TemplateLM):
             context_cut = self._fit(context, len(continuation) - 1)  # the last token is foretold, never read
             jobs.append(_job(number, context_cut, continuation))
 
-        def keep(number: int, answer: Answer) -> None:
+        def keep(number: int, answer: Response) -> None:
             self.cache_hook.add_partial("loglikelihood", requests[number][0], _likelihood(answer))
 
         return [_likelihood(answer) for answer in self._answers(jobs, keep)]
@@ -215,7 +215,7 @@ class CompressedLM(TemplateLM):
         context = self._fit(self.tok_encode(text), new)
         stop = tuple(part for part in stop if part)
         case = Case(str(number), NAME, max_new_tokens=new, stop=stop, sampling=_sampling(settings))
-        return Job(number, case, Prompt(tuple(context)))
+        return Job(number, case, EncodedPrompt(tuple(context)))
 
     def _fit(self, context: list[int], new: int) -> list[int]:
         """The end of a context that is too long, as the harness's other models do, with a warning."""
@@ -227,8 +227,8 @@ class CompressedLM(TemplateLM):
         return context[-room:]
 
     def _answers(
-        self, jobs: Sequence[Job], keep: Callable[[int, Answer], None] = lambda number, answer: None
-    ) -> list[Answer]:
+        self, jobs: Sequence[Job], keep: Callable[[int, Response], None] = lambda number, answer: None
+    ) -> list[Response]:
         """Answers in the order of the jobs; prompts that are too short for the budget get the full cache.
 
         Each answer goes to `keep` as it comes: to the file of --use_cache, which a job that starts again reads.
@@ -239,12 +239,12 @@ class CompressedLM(TemplateLM):
                 "%d of %d contexts are too short for the budget: full cache.", len(fits) - sum(fits), len(fits)
             )
         asked = [
-            Batch(self.entry, method, tuple(part))
+            EvaluationBatch(self.entry, method, tuple(part))
             for method, is_method in ((self.method, True), (Full(), False))
             for part in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], self.batch_size)
         ]
-        by_number: dict[int, Answer] = {}
-        for part, answers in self.rounds.answers(self.team(asked), asked):
+        by_number: dict[int, Response] = {}
+        for part, answers in self.queue.answers(self.team(asked), asked):
             for job, answer in zip(part.jobs, answers, strict=True):
                 by_number[job.number] = answer
                 keep(job.number, answer)
@@ -259,7 +259,7 @@ def _arguments(given: dict[str, Any]) -> Arguments:
     return asked
 
 
-def _entry(asked: Arguments) -> Entry:
+def _entry(asked: Arguments) -> MethodEntry:
     """The method with its budget."""
     rows, ratio = asked.cache_tokens, asked.cache_ratio
     if ratio is not None and rows is not None:
@@ -268,7 +268,7 @@ def _entry(asked: Arguments) -> Entry:
     learned = asked.method != AUTO or is_calibrated(asked.model)
     method = as_method(asked.method, budget=budget, learned=learned, model=asked.model)
     check_calibrated(asked.model, None, {asked.method: method})
-    return Entry(asked.method, str(ratio or rows or "1.0"), method)
+    return MethodEntry(asked.method, str(ratio or rows or "1.0"), method)
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
@@ -280,12 +280,12 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     return Sampling(temperature=1.0 if temperature is None else float(temperature), **filters)
 
 
-def _likelihood(answer: Answer) -> tuple[float, bool]:
+def _likelihood(answer: Response) -> tuple[float, bool]:
     return sum(answer.logprobs), answer.greedy
 
 
 def _job(number: int, context: Sequence[int], continuation: Sequence[int]) -> Job:
-    return Job(number, Case(str(number), NAME, metric="nll"), Prompt(tuple(context), (), tuple(continuation)))
+    return Job(number, Case(str(number), NAME, metric="nll"), EncodedPrompt(tuple(context), (), tuple(continuation)))
 
 
 def register() -> None:
@@ -304,21 +304,21 @@ def main(arguments: Sequence[str], pod: Pod | None = None) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     register()
-    CompressedLM.pod, CompressedLM.rounds = pod, Rounds(None if pod is None else pod.post)
+    CompressedLM.pod, CompressedLM.queue = pod, WorkQueue(None if pod is None else pod.post)
     sys.argv = ["lm_eval", *map(_with_a_folder, arguments)]
     try:
         cli_evaluate()
     except SystemExit as end:
         if end.code:
             raise ValueError(f"The harness ended with {end.code}; it says why above.") from end
-    CompressedLM.rounds.end()
+    CompressedLM.queue.end()
 
 
-def follow(pod: Pod, post: Post) -> None:
+def serve(pod: Pod, post: Post) -> None:
     """What the other processes do while the harness runs on process 0."""
 
-    def load(given: dict[str, Any]) -> tuple[Entry, Callable[[Sequence[Batch]], Team]]:
+    def load(given: dict[str, Any]) -> tuple[MethodEntry, Callable[[Sequence[EvaluationBatch]], ReplicaGroup]]:
         asked = _arguments(given)
         return _entry(asked), pod.load(asked)[1]
 
-    rounds.follow(post, load)
+    work_queue.serve(post, load)

@@ -24,7 +24,7 @@ NLL, MOST_NLL = "nll", 300.0
 BUDGET = r"^(?=.*[1-9])([0-9]{1,10}|[0-9]?\.[0-9]{1,20})\Z"
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-# As JSON, with the fields of `Line` or `Run` and those that are not declared.
+# As JSON, with the fields of `ResultLine` or `Run` and those that are not declared.
 Record = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ class Facts(TypedDict, total=False):
     depth: Annotated[float, Meta(ge=0, le=1)]
 
 
-class Line(TypedDict):
+class ResultLine(TypedDict):
     """What was asked, what came out, and what it cost; what need not be there, earlier versions did not write."""
 
     method: str
@@ -58,7 +58,7 @@ class Line(TypedDict):
     facts: Facts
 
 
-class Asked(TypedDict):
+class RunInputs(TypedDict):
     """What was asked of which methods: a run that goes on needs no more.
 
     `methods` by name and budget, `cases` by task; earlier versions had one digest of all cases.
@@ -68,7 +68,7 @@ class Asked(TypedDict):
     cases: dict[str, str] | str
 
 
-class Config(Asked):
+class Config(RunInputs):
     """What decides a run's results, as far as tables name it."""
 
     suite: str
@@ -78,7 +78,7 @@ class Config(Asked):
 class Begun(TypedDict):
     """A run that may go on, and who ran it when."""
 
-    config: Asked
+    config: RunInputs
     sessions: list[dict[str, Any]]
 
 
@@ -126,8 +126,8 @@ def read_answers(file: Path) -> Iterator[tuple[str, Record]]:
 
 def check_line(line: Any, where: str) -> None:
     """Raise ValueError unless this is a line of results."""
-    schema.check_keys(line, Line.__annotations__, where)
-    schema.checked(line, Line, where)
+    schema.check_keys(line, ResultLine.__annotations__, where)
+    schema.checked(line, ResultLine, where)
     check_score(line["metric"], line["score"], where)
 
 

@@ -21,8 +21,8 @@ import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.checkpoints.loading import Model, load
-from clusterkv_jax.evaluation.batching import Batch, Key, shares
-from clusterkv_jax.evaluation.responses import Answer, Answers, responder
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Key, shares
+from clusterkv_jax.evaluation.responses import Answers, Response, responder
 from clusterkv_jax.runtime.sharding import fitted_mesh, mesh_sizes, named_mesh
 
 # Between two looks at what other processes have sent.
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Post(Protocol):
-    """What carries texts between processes: `cli.peers.Peers`."""
+    """What carries texts between processes: `cli.process_group.ProcessGroup`."""
 
     def tell(self, name: str, text: str) -> None:
         """Leave a text under a name."""
@@ -93,7 +93,7 @@ class Replica:
         """`responses.responder` on these devices."""
         answers = responder(model, *args)
 
-        def placed(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+        def placed(missing: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
             with self.place():
                 yield from answers(missing)
 
@@ -132,7 +132,7 @@ def replicas(mesh: str | None, devices: Sequence[Any] | None = None) -> list[Rep
 
 
 @dataclass(frozen=True)
-class Team:
+class ReplicaGroup:
     """All replicas, and what those with devices of this process answer with."""
 
     replicas: Sequence[Replica]
@@ -140,7 +140,7 @@ class Team:
     process: int = 0
 
 
-def spread(team: Team, batches: Sequence[Batch], post: Post | None = None) -> Answers:
+def scatter(team: ReplicaGroup, batches: Sequence[EvaluationBatch], post: Post | None = None) -> Answers:
     """What process 0 gives `runner.record`: batches answered by all replicas, of other processes too.
 
     Only what is not answered yet is shared out, so that another number of processes may go on. Answers of others come
@@ -149,7 +149,7 @@ def spread(team: Team, batches: Sequence[Batch], post: Post | None = None) -> An
     singles = [replace(batch, jobs=(job,)) for batch in batches for job in batch.jobs]
     numbers = _numbers(batches)
 
-    def answers(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+    def answers(missing: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
         parts = shares([batch.cost for batch in missing], len(team.replicas))
         work = [[numbers[key] for i in part for key in missing[i].keys] for part in parts]
         if post is not None:
@@ -159,7 +159,7 @@ def spread(team: Team, batches: Sequence[Batch], post: Post | None = None) -> An
             found = _next(done)
             if post is not None and time.monotonic() - looked > POLL_SECONDS:
                 sent = post.take("answers")
-                found += [(int(number), msgspec.json.decode(text, type=Answer)) for number, text in sent]
+                found += [(int(number), msgspec.json.decode(text, type=Response)) for number, text in sent]
                 looked = time.monotonic()
             for number, given in found:
                 left.discard(number)
@@ -168,7 +168,7 @@ def spread(team: Team, batches: Sequence[Batch], post: Post | None = None) -> An
     return answers
 
 
-def follow(team: Team, batches: Sequence[Batch], post: Post) -> None:
+def serve(team: ReplicaGroup, batches: Sequence[EvaluationBatch], post: Post) -> None:
     """What every other process does: its share of the work, and the answers to process 0."""
     work = msgspec.json.decode(post.hear("work"), type=list[list[int]])
     done = _begin(team, batches, work)
@@ -180,7 +180,7 @@ def follow(team: Team, batches: Sequence[Batch], post: Post) -> None:
                 post.tell(f"answers/{number}", msgspec.json.encode(given).decode())
 
 
-def _numbers(batches: Sequence[Batch]) -> dict[Key, int]:
+def _numbers(batches: Sequence[EvaluationBatch]) -> dict[Key, int]:
     """The number of each answer among all."""
     return {key: number for number, key in enumerate(key for batch in batches for key in batch.keys)}
 
@@ -196,12 +196,14 @@ def _next(done: queue.SimpleQueue[Any]) -> list[tuple[int, Any]]:
     return [item]
 
 
-def _begin(team: Team, batches: Sequence[Batch], work: Sequence[Sequence[int]]) -> queue.SimpleQueue[Any]:
+def _begin(
+    team: ReplicaGroup, batches: Sequence[EvaluationBatch], work: Sequence[Sequence[int]]
+) -> queue.SimpleQueue[Any]:
     """Starts a thread for each replica here; its queue gets (number, answer), None for an answer of another leader."""
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     numbers = _numbers(batches)
 
-    def answer_all(replica: Replica, answers: Answers, mine: Sequence[Batch]) -> None:
+    def answer_all(replica: Replica, answers: Answers, mine: Sequence[EvaluationBatch]) -> None:
         begin, leads = time.monotonic(), replica.processes[0] == team.process
         try:
             for part, given in answers(mine):

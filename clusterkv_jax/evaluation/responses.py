@@ -16,8 +16,8 @@ from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequence
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import extend_step, prefill
 from clusterkv_jax.engine import Engine, EngineStats, Handle
-from clusterkv_jax.evaluation.batching import Batch
-from clusterkv_jax.evaluation.tasks.cases import Prompt, Tokens
+from clusterkv_jax.evaluation.batching import EvaluationBatch
+from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt, Tokens
 from clusterkv_jax.generation.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.plan import check_prompts
@@ -36,7 +36,7 @@ _SLACK = 256
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """What came out: a text, or the log-likelihood of each token of a continuation and whether greedy decoding, too,
     would have written it; rows held per head after the prompt (mean over layers and heads), bytes of its cache (of an
     engine's slot where one answers), and seconds.
@@ -51,12 +51,12 @@ class Answer:
 
 
 # What answers batches; each answer is written down as it comes, in any order, with the part of a batch that it answers.
-Answers = Callable[[Sequence[Batch]], Iterator[tuple[Batch, Sequence[Answer]]]]
+Answers = Callable[[Sequence[EvaluationBatch]], Iterator[tuple[EvaluationBatch, Sequence[Response]]]]
 
 
 def responder(
     model: Model,
-    batches: Sequence[Batch],
+    batches: Sequence[EvaluationBatch],
     slots: int,
     on_stats: Callable[[EngineStats], None] = lambda stats: None,
 ) -> Answers:
@@ -70,7 +70,7 @@ def responder(
     """
     rooms = {key: _room(parts, slots) for key, parts in _by_room(batches).items()}
 
-    def answers(missing: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+    def answers(missing: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
         for key, parts in _by_room(missing).items():
             yield from texts(Engine(model, method=key[0], context_bytes=0, **rooms[key]), parts, on_stats)
         for batch in missing:
@@ -80,9 +80,9 @@ def responder(
     return answers
 
 
-def _by_room(batches: Sequence[Batch]) -> dict[tuple[Method, int], list[Batch]]:
+def _by_room(batches: Sequence[EvaluationBatch]) -> dict[tuple[Method, int], list[EvaluationBatch]]:
     """Batches of texts that an engine can serve without slots that are far too long for most."""
-    rooms: dict[tuple[Method, int], list[Batch]] = {}
+    rooms: dict[tuple[Method, int], list[EvaluationBatch]] = {}
     for batch in batches:
         if not batch.scores:
             longest = max(len(job.prompt.context) for job in batch.jobs)
@@ -90,7 +90,7 @@ def _by_room(batches: Sequence[Batch]) -> dict[tuple[Method, int], list[Batch]]:
     return rooms
 
 
-def _room(batches: Sequence[Batch], slots: int) -> dict[str, Any]:
+def _room(batches: Sequence[EvaluationBatch], slots: int) -> dict[str, Any]:
     """What sizes the engine of these batches."""
     jobs = [job for batch in batches for job in batch.jobs]
     after = [len(job.prompt.question) + job.case.max_new_tokens for job in jobs]
@@ -99,13 +99,13 @@ def _room(batches: Sequence[Batch], slots: int) -> dict[str, Any]:
 
 
 def texts(
-    engine: Engine, batches: Sequence[Batch], on_stats: Callable[[EngineStats], None]
-) -> Iterator[tuple[Batch, list[Answer]]]:
+    engine: Engine, batches: Sequence[EvaluationBatch], on_stats: Callable[[EngineStats], None]
+) -> Iterator[tuple[EvaluationBatch, list[Response]]]:
     """Answers, as they come; what is drawn has the number of its job for a seed. Their seconds are those since the ones
     before, compiling left out.
     """
     todo = deque(replace(batch, jobs=(job,)) for batch in batches for job in batch.jobs)
-    live: dict[Handle, Batch] = {}
+    live: dict[Handle, EvaluationBatch] = {}
     before, stats = 0.0, engine.stats()
     while todo or live:
         while todo and len(live) <= stats.slots:  # one waits, so that a slot which ends is taken at once
@@ -122,10 +122,10 @@ def texts(
                 result, part = handle.result(), live.pop(handle)
                 (rows,) = _rows_each(result.stats.kept_rows, [part.jobs[0].prompt.context])
                 took = {"rows": rows, "cache_bytes": result.stats.cache_bytes, "seconds": seconds}
-                yield part, [Answer(result.texts[0], **took)]
+                yield part, [Response(result.texts[0], **took)]
 
 
-def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) -> bool:
+def possible(model: Model, method: Method, prompt: EncodedPrompt, max_new_tokens: int) -> bool:
     """Whether the method's budget is possible for a prompt; of short ones too few rows may remain."""
     method = completed(model, method)
     config, tokens = model.config, len(_compressed(method, prompt) if prompt.continuation else prompt.context)
@@ -140,7 +140,7 @@ def possible(model: Model, method: Method, prompt: Prompt, max_new_tokens: int) 
 
 
 @own_settings()
-def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list[Answer]:
+def likelihoods(model: Model, method: Method, prompts: Sequence[EncodedPrompt]) -> list[Response]:
     """The continuations' log-likelihoods, fed token by token to the compressed caches of the contexts.
 
     The last token of a context is fed, too: the logits of a prompt are those of its whole cache, and the first token of
@@ -181,7 +181,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
         scores, hits = fetch((scores, hits))
     seconds = (time.perf_counter() - begin - compiled.seconds) / len(prompts)
     return [
-        Answer(
+        Response(
             logprobs=tuple(float(x) for x in scores[i, :count]),
             greedy=bool(hits[i, :count].all()),
             rows=rows[i],
@@ -192,7 +192,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[Prompt]) -> list
     ]
 
 
-def _compressed(method: Method, prompt: Prompt) -> Tokens:
+def _compressed(method: Method, prompt: EncodedPrompt) -> Tokens:
     """What is compressed of a context whose continuation is scored: all but the last token, if there are others. Where
     nothing is compressed all is read at once.
     """

@@ -22,25 +22,25 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.batching import Batch, Entry, Job, Key, plan
-from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Line, Record
-from clusterkv_jax.evaluation.responses import Answer, Answers
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, Key, MethodEntry, plan
+from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Record, ResultLine
+from clusterkv_jax.evaluation.responses import Answers, Response
 from clusterkv_jax.evaluation.scoring import CHEAP, score
 from clusterkv_jax.evaluation.settings import brief, close_run, open_run, settings
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods import Method
 from clusterkv_jax.storage import schema
 from clusterkv_jax.storage.files import append_whole, write_whole
 
 # A batch's answers, by its method, prompts, most new tokens and stop strings.
-Respond = Callable[[Method, Sequence[Prompt], int, Sequence[str]], Sequence[Answer]]
+Respond = Callable[[Method, Sequence[EncodedPrompt], int, Sequence[str]], Sequence[Response]]
 
 
 @dataclass(frozen=True)
 class _Asked:
     """A job of an entry, and whether its method answers it or, where the budget is impossible, the full cache."""
 
-    entry: Entry
+    entry: MethodEntry
     job: Job
     compressed: bool
 
@@ -50,11 +50,11 @@ def run(
     config: Mapping[str, Any],
     about: Mapping[str, Any],
     jobs: Sequence[Job],
-    entries: Sequence[Entry],
+    entries: Sequence[MethodEntry],
     respond: Respond,
     *,
     batch_size: int = 16,
-    possible: Callable[[Method, Prompt, int], bool] = lambda method, prompt, new: True,
+    possible: Callable[[Method, EncodedPrompt, int], bool] = lambda method, prompt, new: True,
     on_lines: Callable[[int, int], None] = lambda lines, tokens: None,
 ) -> list[Record]:
     """Answer what is not answered yet, one batch after the other; all lines, in the order of the batches.
@@ -83,7 +83,7 @@ def run(
 def in_turn(respond: Respond) -> Answers:
     """One batch after the other."""
 
-    def answers(batches: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+    def answers(batches: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
         for batch in batches:
             first = batch.jobs[0].case
             prompts = [job.prompt for job in batch.jobs]
@@ -96,7 +96,7 @@ def record(
     folder: Path,
     config: Mapping[str, Any],
     about: Mapping[str, Any],
-    batches: Sequence[Batch],
+    batches: Sequence[EvaluationBatch],
     answers: Answers,
     *,
     writing: AbstractContextManager[Any] | None = None,
@@ -295,7 +295,7 @@ def _claims(asked: _Asked) -> Record:
     return {"method": entry.name, "budget": entry.budget, "compressed": asked.compressed, **_of_case(asked.job)}
 
 
-def _line(asked: _Asked, answer: Answer) -> Record:
+def _line(asked: _Asked, answer: Response) -> Record:
     case = asked.job.case
     if asked.job.prompt.continuation:
         points = -sum(answer.logprobs) / len(answer.logprobs)
@@ -308,4 +308,4 @@ def _line(asked: _Asked, answer: Answer) -> Record:
     }
     line = _claims(asked) | {"output": answer.text, "score": points} | took
     records.check_score(case.metric, points, f"The answer of {_named(_key(line))}")
-    return {name: line[name] for name in Line.__annotations__}
+    return {name: line[name] for name in ResultLine.__annotations__}

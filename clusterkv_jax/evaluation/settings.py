@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.batching import Entry, Job
+from clusterkv_jax.evaluation.batching import Job, MethodEntry
 from clusterkv_jax.evaluation.records import PACKED, RESULTS, RUN, Record
 from clusterkv_jax.storage.files import write_whole
 
@@ -19,7 +19,7 @@ from clusterkv_jax.storage.files import write_whole
 def settings(
     config: Mapping[str, Any],
     jobs: Sequence[Job],
-    entries: Sequence[Entry],
+    entries: Sequence[MethodEntry],
     described: Callable[[Any], str] = repr,
 ) -> Record:
     """The configuration with its methods, and for each task (and length or position) a digest of its cases.

@@ -203,7 +203,7 @@ def compile_ahead(
         if method.holds == "host":
             return total
         compile, keys = compiler(on_program), seed_keys([0] * len(batch.texts))
-        cache, logits = prefill_batch(model, method, batch, seed_key(0), run=compile)
+        cache, logits = prefill_batch(model, method, batch, seed_key(0), call=compile)
         if len(batch.unique) != len(batch.texts):
             numbers = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
             cache, logits = compile(copy_sequences, (cache, logits), numbers)
@@ -274,7 +274,7 @@ def _read(
 
 @partial(annotate_function, name="prefill")
 def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
-    """`prefill` of a batch's different prompts; `options` are its `on_layer` and `run`."""
+    """`prefill` of a batch's different prompts; `options` are its `on_layer` and `call`."""
     return prefill(
         model.params,
         model.config,

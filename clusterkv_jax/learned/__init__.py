@@ -13,11 +13,11 @@ Scores are float32 and more is more; of equal ones the first row is the better o
 model's configuration static.
 """
 
+from clusterkv_jax.learned.attention_matching import match
 from clusterkv_jax.learned.expected import expected_attention
+from clusterkv_jax.learned.fit_rows import refit
 from clusterkv_jax.learned.leverage import compactor, draw_sketch
-from clusterkv_jax.learned.matching import match
 from clusterkv_jax.learned.output import criticalkv, dropkv, projected_norms
-from clusterkv_jax.learned.refitting import refit
 from clusterkv_jax.learned.repetition import instruction, reconstruction
 from clusterkv_jax.learned.statistics import keydiff, lagkv
 from clusterkv_jax.learned.surrogates import surrogate, surrogate_mlp

@@ -28,7 +28,7 @@ LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**25, "tpu": 2**25}
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionView:
     """What is static of a pass: rows of the piece, sinks, the layer's window and its soft cap of scores."""
 
     size: int
@@ -43,7 +43,7 @@ def attend(
     below: Float[Array, "B n"],
     counts: Int[Array, " B"],
     start: Int[Array, ""],
-    sight: Sight,
+    sight: AttentionView,
     sink_logits: Float[Array, " H"] | None = None,
     *,
     last: bool = False,
@@ -65,7 +65,7 @@ def attend(
     return None if last else attended, best
 
 
-def cut_out(x: Float[Array, "B K N D"], start: Int[Array, ""], sight: Sight) -> Float[Array, "B K rows D"]:
+def cut_out(x: Float[Array, "B K N D"], start: Int[Array, ""], sight: AttentionView) -> Float[Array, "B K rows D"]:
     """The sinks and the rows of the piece."""
     piece = jax.lax.dynamic_slice_in_dim(x, start, sight.size, axis=2)
     return jnp.concatenate([x[:, :, : sight.sinks], piece], axis=2)
@@ -78,7 +78,7 @@ def by_library(
     below: Float[Array, "B n"],
     counts: Int[Array, " B"],
     start: Int[Array, ""],
-    sight: Sight,
+    sight: AttentionView,
     *,
     last: bool,
 ) -> tuple[Float[Array, "B n H D"] | None, Float[Array, "B K G size"]]:
@@ -128,7 +128,7 @@ def _in_xla(
     below: Float[Array, "B n"],
     counts: Int[Array, " B"],
     start: Int[Array, ""],
-    sight: Sight,
+    sight: AttentionView,
     sink_logits: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
     """`attend` in blocks of queries. On a CPU one sequence goes after the other."""
@@ -158,7 +158,7 @@ def _attend_one(
     below: Float[Array, " n"],
     count: Int[Array, ""],
     start: Int[Array, ""],
-    sight: Sight,
+    sight: AttentionView,
     block: int,
     sink_logits: Float[Array, "K G"] | None,
 ) -> tuple[Float[Array, "K G n D"], Float[Array, "K G size"]]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.output import projected_norms
-from clusterkv_jax.learned.repeated_attention import Sight, attend
+from clusterkv_jax.learned.repeated_attention import AttentionView, attend
 from clusterkv_jax.models import decoder, prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_lengths, concrete
@@ -122,7 +122,7 @@ def reconstruction(
     normalize: bool = False,
     prefix: int = 0,
     lengths: Int[Array | np.ndarray, " B"] | None = None,
-    run: Callable[..., Any] = lambda program, *args: program(*args),
+    call: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> list[Float[Array, "B K N"]]:
     """The greatest attention that a row gets while the model repeats its piece of the context (KVzip, section 3).
 
@@ -142,7 +142,7 @@ def reconstruction(
         normalize: KVzip+: attention times |W_O^h v| / |h|, h the input of the attention for the token that is fed.
         prefix: tokens at the start, of a chat template, that no piece holds.
         lengths: real tokens of each sequence; N by default.
-        run: calls the programs of the passes, one for each layer and one for each piece before them.
+        call: runs the programs of the passes, one for each layer and one for each piece before them.
 
     Returns:
         scores of each layer, f32, more is more. The first `sinks` rows get the greatest of all layers and heads of
@@ -163,7 +163,7 @@ def reconstruction(
         hidden, *keys_and_values = prompt_forward.read_layer(layer, config.of_layer(len(rows)), None, hidden)
         rows.append(keys_and_values)
     options = {"chunk": chunk, "prompts": prompts, "sinks": sinks, "normalize": normalize, "prefix": prefix}
-    return repeated(params, config, rows, tokens, counts, **options, run=run)
+    return repeated(params, config, rows, tokens, counts, **options, call=call)
 
 
 def repeated(
@@ -178,27 +178,27 @@ def repeated(
     sinks: int,
     normalize: bool,
     prefix: int = 0,
-    run: Callable[..., Any] = lambda program, *args: program(*args),
+    call: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> list[Float[Any, "B K N"]]:
     """`reconstruction` behind the keys and values [B,K,N,D] of each layer, which must be finite beyond `lengths` too.
 
-    `run` calls the programs of which the passes consist.
+    `call` runs the programs of which the passes consist.
     """
     count = tokens.shape[1]
     starts = _check(count, chunk, prompts, sinks, prefix)
     pieces = []
     for start, ids in zip(starts, prompts, strict=True):
         size, here = min(chunk, count - start), jnp.int32(start)
-        hidden, positions, real = run(_feed, params, config, tokens, jnp.asarray(ids, jnp.int32), lengths, here, size)
+        hidden, positions, real = call(_feed, params, config, tokens, jnp.asarray(ids, jnp.int32), lengths, here, size)
         scores = []
         for number, (layer, (keys, values)) in enumerate(zip(params["layers"], rows, strict=True)):
             mine = config.of_layer(number)
             last = number + 1 == len(rows) and mine.window is None
             places = keys, values, here, lengths, size, min(sinks, start), normalize, last
-            hidden, score = run(_repeat_layer, layer, mine, hidden, positions, real, *places)
+            hidden, score = call(_repeat_layer, layer, mine, hidden, positions, real, *places)
             scores.append(score)
         pieces.append(scores)
-    return run(_whole, pieces, lengths, prefix, sinks)
+    return call(_whole, pieces, lengths, prefix, sinks)
 
 
 def _check_known(tokens: Any, lengths: Any, prompts: Sequence[Any], vocab_size: int) -> None:
@@ -279,7 +279,7 @@ def _repeat_layer(
         norm = jnp.linalg.norm(decoder.attention_input(layer, config, hidden).astype(jnp.float32), axis=-1)
         below = jnp.log(jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     # A token that is padding says nothing.
-    sight = Sight(size, sinks, config.window, config.soft_cap)
+    sight = AttentionView(size, sinks, config.window, config.soft_cap)
     below, sink_logits = jnp.where(real, below, jnp.inf), decoder.sink_logits(layer, config)
     attended, best = attend(q, rows, below, counts, start, sight, sink_logits, last=last)
     if normalize:

@@ -53,7 +53,7 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
-from clusterkv_jax.runtime.control_flow import in_order
+from clusterkv_jax.runtime.control_flow import sequenced
 from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 
 
@@ -289,7 +289,7 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
         if by_heads and len(late) > 1:
             alone = lambda held: _recompress_alone(method, *held, cache.position, rope)  # noqa: E731
             late_here = jnp.any(jnp.stack([*late.values()]))
-            earlier, (layer, state) = in_order(earlier, late_here, alone, (layer, state))
+            earlier, (layer, state) = sequenced(earlier, late_here, alone, (layer, state))
         else:
             before = selection if "selection" in method.needs(number) else None
             layer, state, here = _recompress_layer(method, layer, state, cache.position, rope, before)

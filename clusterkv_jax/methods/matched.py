@@ -14,7 +14,7 @@ from typing_extensions import override
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.layers import LayerCache, NewTokens
-from clusterkv_jax.learned.refitting import refit, squared_errors
+from clusterkv_jax.learned.fit_rows import refit, squared_errors
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, in_front
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.errors import check_fields, is_count

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkv_jax.planning.collectives import KINDS, Collective
-from clusterkv_jax.planning.measures import Layout, Measures, Point
+from clusterkv_jax.planning.plan_types import Measures, MeshLayout, Sample
 from clusterkv_jax.planning.topology import Chip
 
 MOST_BATCH = 2**14
@@ -58,7 +58,7 @@ class Remedies:
     batch: int
     context: int
     ratio: float | None
-    layout: Layout | None
+    layout: MeshLayout | None
 
 
 def along(y0: float, y1: float, x0: float, x1: float, x: float) -> float:
@@ -66,7 +66,7 @@ def along(y0: float, y1: float, x0: float, x1: float, x: float) -> float:
     return max(0.0, y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
-def on_line(points: Sequence[Point], at: float) -> float:
+def on_line(points: Sequence[Sample], at: float) -> float:
     """The straight line through the first and the last of these points, at `at`."""
     first, last = points[0], points[-1]
     return along(first.bytes, last.bytes, first.at, last.at, at)
@@ -138,7 +138,7 @@ def largest_ratio(measures: Measures, chip: Chip) -> float | None:
     return found / 100 if found else None
 
 
-def smallest_layout(measures: Measures, chip: Chip, *, chips: int | None = None) -> Layout | None:
+def smallest_layout(measures: Measures, chip: Chip, *, chips: int | None = None) -> MeshLayout | None:
     """The mesh of the fewest chips on which it fits, by the shapes; of `chips` chips where that is given.
 
     Temporaries other than hidden states are taken to be split as the model is.
@@ -147,7 +147,7 @@ def smallest_layout(measures: Measures, chip: Chip, *, chips: int | None = None)
     rest = max(now.prefill - measures.hidden, now.decode)
     padding = measures.cache[0].bytes / _held_now(measures) if _held_now(measures) else 1.0
 
-    def total(layout: Layout) -> float:
+    def total(layout: MeshLayout) -> float:
         batch = measures.batch / measures.batch_ways
         share = (measures.batch / layout.data) / batch * min(1.0, ways / layout.model)
         return layout.weights + layout.cache * padding + layout.hidden + rest * share + now.programs

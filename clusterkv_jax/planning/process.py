@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from clusterkv_jax.planning.measures import Measures, Question
+from clusterkv_jax.planning.plan_types import Measures, PlanRequest
 from clusterkv_jax.planning.topology import Topology, parse_topology
 
 WORKER = ("-m", "clusterkv_jax.planning.worker")
 
 
-def ask(question: Question, seconds: float, progress: Callable[[str], None]) -> Measures:
+def ask(question: PlanRequest, seconds: float, progress: Callable[[str], None]) -> Measures:
     """The measures of a question.
 
     Raises ValueError, in one sentence, for what cannot be planned, where libtpu is missing, and after `seconds`.
@@ -66,7 +66,7 @@ def environment(topology: Topology) -> dict[str, str]:
     return settings
 
 
-def _answer(process: Any, question: Question, progress: Callable[[str], None]) -> Measures:
+def _answer(process: Any, question: PlanRequest, progress: Callable[[str], None]) -> Measures:
     """What the worker says. Raises EOFError where it ends before, ValueError for what it refuses."""
     try:
         process.stdin.write(msgspec.json.encode(question).decode())

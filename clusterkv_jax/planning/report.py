@@ -3,11 +3,11 @@
 from typing import Any
 
 from clusterkv_jax.planning import arithmetic
-from clusterkv_jax.planning.measures import Layout, Measures, Question
+from clusterkv_jax.planning.plan_types import Measures, MeshLayout, PlanRequest
 from clusterkv_jax.planning.topology import GIB, Topology
 
 
-def plan(question: Question, measures: Measures, topology: Topology) -> dict[str, Any]:
+def plan(question: PlanRequest, measures: Measures, topology: Topology) -> dict[str, Any]:
     """All that is said of a question, as numbers and sentences."""
     memory, chip = arithmetic.memory(measures), topology.chip
     remedies, floor = arithmetic.remedies(measures, chip), arithmetic.roofline(measures, chip)
@@ -46,7 +46,7 @@ def plan(question: Question, measures: Measures, topology: Topology) -> dict[str
     }
 
 
-def _layout(layout: Layout | None) -> dict[str, Any] | None:
+def _layout(layout: MeshLayout | None) -> dict[str, Any] | None:
     if layout is None:
         return None
     return {"chips": layout.data * layout.model, "mesh": mesh_text({"data": layout.data, "model": layout.model})}
@@ -57,7 +57,7 @@ def mesh_text(sizes: dict[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "model")
 
 
-def notes(question: Question, measures: Measures, topology: Topology) -> list[str]:
+def notes(question: PlanRequest, measures: Measures, topology: Topology) -> list[str]:
     """What the numbers rest on, a sentence each."""
     found = []
     groups = measures.groups

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkv_jax.planning.measures import Question
+from clusterkv_jax.planning.plan_types import PlanRequest
 
 
 def say(**message: Any) -> None:
@@ -20,11 +20,11 @@ def say(**message: Any) -> None:
 
 def main() -> None:
     """Progress as it comes, then measures or an error."""
-    question = msgspec.json.decode(sys.stdin.read(), type=Question)
-    from clusterkv_jax.planning.measure import measure
+    question = msgspec.json.decode(sys.stdin.read(), type=PlanRequest)
+    from clusterkv_jax.planning.compile_stats import compiled_measures
 
     try:
-        say(measures=asdict(measure(question, lambda doing: say(progress=doing))))
+        say(measures=asdict(compiled_measures(question, lambda doing: say(progress=doing))))
     except ValueError as error:
         say(error=str(error))
 

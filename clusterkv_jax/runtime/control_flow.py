@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool
 from clusterkv_jax.runtime.dispatch import platform
 
 
-def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
+def cond_in_place(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> Any:
     """`function(tree)` if due, else `tree`.
 
     On a GPU a loop of one round or none, whose state stays where it lies: there XLA copies all that goes through a
@@ -21,21 +21,21 @@ def where_due(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -
     return _at_most_once(due, function, tree)[1]
 
 
-def repeated(
+def while_with_maintenance(
     running: Callable[[Any], Bool[Array, ""]],
     step: Callable[[Any], Any],
     room: Callable[[Any], Any],
-    mend: Callable[[Any], Any],
+    maintain: Callable[[Any], Any],
     tree: Any,
 ) -> Any:
-    """`tree = step(tree)` while `running(tree)`, and `tree = mend(tree)` after each step that leaves it no `room`.
+    """`tree = step(tree)` while `running(tree)`, and `tree = maintain(tree)` after each step that leaves it no `room`.
 
     `room` gives a whole number, of which a step takes one at most, or None, statically, where it never ends. The host
-    of a GPU waits for a number of each step, whether another one follows at once: the steps between two mends are a
+    of a GPU waits for a number of each step, whether another one follows at once: the steps between two of these are a
     loop of their own, so that there is only one. They count down the room that they begin with, which is the least of
     all layers and would take time at each step.
     """
-    mends = room(tree) is not None
+    bounded = room(tree) is not None
     first = lambda state: state[0]  # noqa: E731
 
     def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
@@ -50,13 +50,13 @@ def repeated(
 
     def until_late(state: tuple[Array, Any]) -> tuple[Array, Any]:
         *_, after = jax.lax.while_loop(first, counted, (jnp.ones((), bool), room(state[1]), state[1]))
-        after = where_due(room(after) <= 0, mend, after)
+        after = cond_in_place(room(after) <= 0, maintain, after)
         return running(after), after
 
-    return jax.lax.while_loop(first, until_late if mends else one, (running(tree), tree))[1]
+    return jax.lax.while_loop(first, until_late if bounded else one, (running(tree), tree))[1]
 
 
-def in_order(
+def sequenced(
     earlier: Bool[Array, ""], due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any
 ) -> tuple[Bool[Array, ""], Any]:
     """`function(tree)`, which leaves the tree as it is unless due, and what the next part takes as its `earlier`.

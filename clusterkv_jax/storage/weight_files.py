@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor inside a safetensors file."""
 
     path: AnyPath
@@ -122,7 +122,7 @@ class _Tensor(Struct):
     data_offsets: tuple[int, int]
 
 
-def entries_of(folder: AnyPath) -> dict[str, Entry]:
+def entries_of(folder: AnyPath) -> dict[str, TensorEntry]:
     """Every tensor of a checkpoint by name; nothing is read but the files' headers."""
     if (folder / SINGLE).is_file():
         return _header(folder / SINGLE)
@@ -182,11 +182,11 @@ def _shard(folder: AnyPath, file: str) -> AnyPath:
     return path
 
 
-def _header(path: AnyPath) -> dict[str, Entry]:
+def _header(path: AnyPath) -> dict[str, TensorEntry]:
     return header(path)[0]
 
 
-def header(path: AnyPath) -> tuple[dict[str, Entry], dict[str, str]]:
+def header(path: AnyPath) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a safetensors file by name, and its metadata; nothing is read but its header."""
     try:
         with path.open("rb") as file:
@@ -211,7 +211,7 @@ def header(path: AnyPath) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = checked(content.pop("__metadata__", {}), dict[str, str], str(path))
         tensors = checked(content, dict[str, _Tensor], str(path))
     entries = {
-        name: Entry(path, entry.dtype, entry.shape, 8 + length + entry.data_offsets[0])
+        name: TensorEntry(path, entry.dtype, entry.shape, 8 + length + entry.data_offsets[0])
         for name, entry in tensors.items()
     }
     return entries, metadata

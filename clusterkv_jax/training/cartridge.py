@@ -21,10 +21,10 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 
 # For each layer and each group of its heads: keys, values and log degrees.
-Rows = tuple[tuple[dict[str, Array], ...], ...]
+TrainedRows = tuple[tuple[dict[str, Array], ...], ...]
 
 
-def rows_of(cache: KVCache) -> Rows:
+def rows_of(cache: KVCache) -> TrainedRows:
     """What of a cache is trained. Empty slots are zeros there, and stay so: their gradient is zero.
 
     Raises ValueError for rows that are codes.
@@ -39,7 +39,7 @@ def rows_of(cache: KVCache) -> Rows:
     return tuple(tuple(map(of_group, groups(layer))) for layer in cache.layers)
 
 
-def with_rows(cache: KVCache, rows: Rows) -> KVCache:
+def with_rows(cache: KVCache, rows: TrainedRows) -> KVCache:
     """The cache with these rows in the place of its own, as `save_cache` and the decode loop take it."""
 
     def put(group: Any, row: dict[str, Array]) -> Any:

@@ -11,7 +11,7 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.generation.batch import bucket, padded
 from clusterkv_jax.storage.schema import MIB, as_text, checked, from_json, read_lines, read_text, shown
 from clusterkv_jax.text.tokenizer import Tokens, encode
-from clusterkv_jax.training.objective import Batch
+from clusterkv_jax.training.objective import TrainingBatch
 
 # The most that is read of a line, and of a text.
 MOST_LINE, MOST_TEXT = 64 * MIB, 1024 * MIB
@@ -25,7 +25,7 @@ class _Line(Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Example:
+class TrainingExample:
     """Token ids: a context that is compressed, what follows it, and how many of the last tokens are learned."""
 
     context: tuple[int, ...]
@@ -33,7 +33,7 @@ class Example:
     learned: int
 
 
-def read_examples(file: Path, model: Model, *, context_tokens: int, answer_tokens: int) -> list[Example]:
+def read_examples(file: Path, model: Model, *, context_tokens: int, answer_tokens: int) -> list[TrainingExample]:
     """The examples of a file.
 
     A `.jsonl` file has one on each line, with the keys context, answer, and question where something is asked; texts or
@@ -55,7 +55,7 @@ def read_examples(file: Path, model: Model, *, context_tokens: int, answer_token
     return examples
 
 
-def _of_lines(file: Path, model: Model) -> Iterator[Example]:
+def _of_lines(file: Path, model: Model) -> Iterator[TrainingExample]:
     ends = model.config.eos_ids[:1]
     for where, raw in read_lines(file, most=MOST_LINE):
         if not raw.strip():
@@ -68,7 +68,7 @@ def _of_lines(file: Path, model: Model) -> Iterator[Example]:
         total, most = len(context) + len(asked) + len(learned), model.config.max_positions
         if total > most:
             raise ValueError(f"{where} has {total:,} tokens, more than the model's {most:,} positions.")
-        yield Example(tuple(context), (*asked, *learned), len(learned))
+        yield TrainingExample(tuple(context), (*asked, *learned), len(learned))
 
 
 def _ids(model: Model, text: str | list[int], where: str, *, special: bool) -> Tokens:
@@ -83,7 +83,7 @@ def _ids(model: Model, text: str | list[int], where: str, *, special: bool) -> T
     return ids
 
 
-def _pieces(ids: Tokens, model: Model, context: int, answer: int) -> Iterator[Example]:
+def _pieces(ids: Tokens, model: Model, context: int, answer: int) -> Iterator[TrainingExample]:
     total, most = context + answer, model.config.max_positions
     if total > most:
         raise ValueError(
@@ -94,7 +94,7 @@ def _pieces(ids: Tokens, model: Model, context: int, answer: int) -> Iterator[Ex
     body = context - len(begin)
     for start in range(0, len(ids) - body - answer + 1, body + answer):
         piece = ids[start : start + body + answer]
-        yield Example((*begin, *piece[:body]), tuple(piece[body:]), answer)
+        yield TrainingExample((*begin, *piece[:body]), tuple(piece[body:]), answer)
 
 
 # --- batches ---
@@ -111,19 +111,19 @@ class Sizes:
     room: int
 
 
-def sizes_of(examples: Sequence[Example], model: Model) -> Sizes:
+def sizes_of(examples: Sequence[TrainingExample], model: Model) -> Sizes:
     """Sizes that hold all of these."""
     width = bucket(max(len(example.context) for example in examples), 16)
     room = bucket(max(len(example.follow) for example in examples), 8)
     return Sizes(min(width, model.config.max_positions), room)
 
 
-def batch_of(examples: Sequence[Example], sizes: Sizes) -> Batch:
+def batch_of(examples: Sequence[TrainingExample], sizes: Sizes) -> TrainingBatch:
     """Examples side by side."""
     counts = np.asarray([len(example.follow) for example in examples], np.int32)
     first = counts - np.asarray([example.learned for example in examples])
     place = np.arange(sizes.room)
-    return Batch(
+    return TrainingBatch(
         padded([example.context for example in examples], sizes.width),
         np.asarray([len(example.context) for example in examples], np.int32),
         padded([example.follow for example in examples], sizes.room),
@@ -132,7 +132,9 @@ def batch_of(examples: Sequence[Example], sizes: Sizes) -> Batch:
     )
 
 
-def batches(examples: Sequence[Example], sizes: Sizes, rows: int, seed: int, start: int) -> Iterator[Batch]:
+def batches(
+    examples: Sequence[TrainingExample], sizes: Sizes, rows: int, seed: int, start: int
+) -> Iterator[TrainingBatch]:
     """Batches of steps start, start + 1, ...; each epoch has its own order, which the seed and its number determine."""
     number, epoch, order = start * rows, -1, np.empty(0, np.int64)
     while True:

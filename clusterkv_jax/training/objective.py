@@ -28,7 +28,7 @@ from clusterkv_jax.models.parameters import Params
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Contexts, what follows each of them, and which tokens of that are learned; padded on the right."""
 
     contexts: Int[Array | np.ndarray, "B N"]
@@ -63,7 +63,7 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[
 
 
 def read(
-    params: Params, config: ModelConfig, method: Method, batch: Batch, *, through_rows: bool
+    params: Params, config: ModelConfig, method: Method, batch: TrainingBatch, *, through_rows: bool
 ) -> tuple[KVCache, Float[Array, "B V"]]:
     """The contexts' compressed caches, and the logits after each context.
 
@@ -127,7 +127,7 @@ def _group_in_place(group: Any, keys: Float[Array, "B K N D"], values: Float[Arr
 
 
 def answer_loss(
-    params: Params, config: ModelConfig, method: Method, batch: Batch, *, through_rows: bool = False
+    params: Params, config: ModelConfig, method: Method, batch: TrainingBatch, *, through_rows: bool = False
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross-entropy of the learned tokens, and the share of them that is the likeliest token."""
     cache, first = read(params, config, method, batch, through_rows=through_rows)

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.methods import Method
 from clusterkv_jax.training import loop
-from clusterkv_jax.training.examples import Example, Sizes, batch_of, batches
-from clusterkv_jax.training.objective import Batch, answer_loss
+from clusterkv_jax.training.examples import Sizes, TrainingExample, batch_of, batches
+from clusterkv_jax.training.objective import TrainingBatch, answer_loss
 from clusterkv_jax.training.trainees import Trainee
 
 
@@ -48,7 +48,7 @@ def tune(
     tuning: Tuning,
     trainee: Trainee,
     method: Method,
-    examples: Sequence[Example],
+    examples: Sequence[TrainingExample],
     sizes: Sizes,
     work: Path,
     **options: Any,
@@ -66,20 +66,20 @@ def tune(
         return {"params": trainee.weights, "opt_state": tuning.optimizer.init(trainee.weights)}
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: loop.State, batch: Batch) -> tuple[loop.State, Float[Array, "2"]]:
+    def step(state: loop.State, batch: TrainingBatch) -> tuple[loop.State, Float[Array, "2"]]:
         def loss(weights: Any) -> tuple[Array, Array]:
             return answer_loss(trainee.params_of(weights), config, method, batch, through_rows=through_rows)
 
         (value, hits), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
         return loop.updated(tuning.optimizer, state, grads), jnp.stack([value, hits])
 
-    def data(start: int) -> Iterator[Batch]:
+    def data(start: int) -> Iterator[TrainingBatch]:
         return batches(examples, sizes, tuning.rows, tuning.seed, start)
 
     return loop.run(work, new_state, step, data, steps=tuning.steps, **options)
 
 
-def _digest(examples: Sequence[Example]) -> str:
+def _digest(examples: Sequence[TrainingExample]) -> str:
     found = hashlib.sha256()
     for example in examples:
         found.update(repr(example).encode())
@@ -87,19 +87,19 @@ def _digest(examples: Sequence[Example]) -> str:
 
 
 def measured(
-    trainee: Trainee, weights: Any, method: Method, examples: Sequence[Example], sizes: Sizes
+    trainee: Trainee, weights: Any, method: Method, examples: Sequence[TrainingExample], sizes: Sizes
 ) -> tuple[float, float]:
     """Loss of the answers, and the share of their tokens that are the likeliest, each answer counting the same."""
 
     @jax.jit
-    def of_one(weights: Any, batch: Batch) -> tuple[Array, Array]:
+    def of_one(weights: Any, batch: TrainingBatch) -> tuple[Array, Array]:
         return answer_loss(trainee.params_of(weights), trainee.model.config, method, batch)
 
     each = np.asarray([of_one(weights, batch_of([example], sizes)) for example in examples])
     return float(each[:, 0].mean()), float(each[:, 1].mean())
 
 
-def check_contexts(trainee: Trainee, method: Method, examples: Sequence[Example], sizes: Sizes) -> None:
+def check_contexts(trainee: Trainee, method: Method, examples: Sequence[TrainingExample], sizes: Sizes) -> None:
     """Raise ValueError for a context that the method cannot compress: a step does not know the lengths it is given."""
     lengths = np.unique([len(example.context) for example in examples]).astype(np.int32)
     contexts = np.zeros((len(lengths), sizes.width), np.int32)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.benchmark.cells import OURS
+from clusterkv_jax.benchmark.grid import OURS
 from clusterkv_jax.benchmark.table import put_into
 from clusterkv_jax.storage.files import write_whole
 

@@ -29,7 +29,7 @@ import numpy as np
 from benchmark_common import environment, timed
 
 import clusterkv_jax as ckv
-from clusterkv_jax.benchmark.ours import random_params
+from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES

@@ -21,7 +21,7 @@ import numpy as np
 from benchmark_common import environment, kernel_times, timed
 
 import clusterkv_jax as ckv
-from clusterkv_jax.benchmark.ours import random_params
+from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.presets import preset
 

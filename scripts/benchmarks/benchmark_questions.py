@@ -12,8 +12,8 @@ import argparse
 from benchmark_common import environment
 
 import clusterkv_jax as ckv
-from clusterkv_jax.benchmark import ours
-from clusterkv_jax.benchmark.cells import Asked
+from clusterkv_jax.benchmark import own_runner
+from clusterkv_jax.benchmark.grid import GridRequest
 from clusterkv_jax.benchmark.serving import QUESTIONS, questions_seconds
 from clusterkv_jax.presets import preset
 
@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="rounds, beside the first")
     options = parser.parse_args()
     method = preset(options.method, ckv.Budget(ratio=options.ratio))
-    model = ours.the_model(Asked(options.model, ((options.method, None),), (options.tokens,), (1,), (), 1, ROOM, None))
+    model = own_runner.the_model(
+        GridRequest(options.model, ((options.method, None),), (options.tokens,), (1,), (), 1, ROOM, None)
+    )
     print(f"{environment()}, {options.model}, {options.method} {options.ratio:.3g}, {options.tokens} tokens\n")
     print("| slots | reading, s | all questions, s | as fast as reading each time | programs |\n|---|---|---|---|---|")
     for slots in options.slots or [16]:

@@ -21,7 +21,7 @@ import numpy as np
 from benchmark_common import environment, kernel_times, timed
 
 import clusterkv_jax as ckv
-from clusterkv_jax.benchmark.ours import device_bytes, random_params, read_bandwidth
+from clusterkv_jax.benchmark.own_runner import device_bytes, random_params, read_bandwidth
 from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.quantised import CODES

@@ -31,7 +31,7 @@ from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.presets import preset
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.text.tokenizer import decode
-from clusterkv_jax.training.cartridge import Rows, divergence, logits_after, rows_of, with_rows
+from clusterkv_jax.training.cartridge import TrainedRows, divergence, logits_after, rows_of, with_rows
 
 ROOM = 64  # tokens of a question and its answer
 PLACES = 12  # tokens of a question that are learned, the same number for all, so that a teacher's answers take little
@@ -154,7 +154,7 @@ def train(
     def step(rows: Any, state: Any, params: Any, cache: KVCache, *data: Array) -> tuple[Any, Any, Array]:
         tokens, places, learned, teacher = data
 
-        def loss(rows: Rows) -> Array:
+        def loss(rows: TrainedRows) -> Array:
             said = logits_after(params, config, method, with_rows(cache, rows), tokens, places)
             return divergence(teacher, said, learned)
 

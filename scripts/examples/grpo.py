@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import copy_sequences
-from clusterkv_jax.training.objective import Batch, logits_of, logprobs, read
+from clusterkv_jax.training.objective import TrainingBatch, logits_of, logprobs, read
 
 CLASSES = 4
 SYMBOLS = 60  # of the toy's 61 tokens; symbol s is of class s mod CLASSES
@@ -86,7 +86,7 @@ def policy_loss(
     """
     lengths = jnp.full(task.contexts, task.context_tokens, jnp.int32)
     counts = jnp.full(drawn.shape[0], task.new_tokens, jnp.int32)
-    batch = Batch(contexts, lengths, jnp.zeros((task.contexts, task.new_tokens), jnp.int32), counts, drawn > -1)
+    batch = TrainingBatch(contexts, lengths, jnp.zeros((task.contexts, task.new_tokens), jnp.int32), counts, drawn > -1)
     params, config, method = small.params, small.config, small.method
     cache, first = read(params, config, method, batch, through_rows=True)
     cache, first = copy_sequences((cache, first), jnp.repeat(jnp.arange(task.contexts), task.group))

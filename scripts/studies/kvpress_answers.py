@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from clusterkv_jax.checkpoints.loading import Checkpoint
 from clusterkv_jax.evaluation.batching import Job
-from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.evaluation.scoring import score
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.storage.weight_files import is_gguf
 from clusterkv_jax.text.tokenizer import decode
 
@@ -100,7 +100,7 @@ def _prefill(model: Any, press: Any, context: Sequence[int]) -> Any:
 
 
 @torch.no_grad()
-def read(model: Any, press: Any, prompt: Prompt) -> Read:
+def read(model: Any, press: Any, prompt: EncodedPrompt) -> Read:
     """Compress a context and feed its question at its true positions."""
     cache = _prefill(model, press, prompt.context)
     modules = [layer.self_attn for layer in model.model.layers]
@@ -164,7 +164,7 @@ def responder(model: Any, press: Any, tokenizer: Any, end_ids: Sequence[int], jo
     """respond(...) of `runner.run`."""
     by_prompt = {job.prompt: job for job in jobs}
 
-    def respond(_: Any, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str]) -> list[Answer]:
+    def respond(_: Any, prompts: Sequence[EncodedPrompt], max_new_tokens: int, stop: Sequence[str]) -> list[Response]:
         begin, asked, each = time.perf_counter(), [by_prompt[prompt] for prompt in prompts], []
         for job in asked:
             torch.manual_seed(job.number)  # Compactor draws a sketch
@@ -180,6 +180,6 @@ def responder(model: Any, press: Any, tokenizer: Any, end_ids: Sequence[int], jo
         texts = map(text, write(model, each, ended))
         seconds = (time.perf_counter() - begin) / len(each)
         told = zip(texts, each, strict=True)
-        return [Answer(said, rows=one.rows, cache_bytes=one.nbytes, seconds=seconds) for said, one in told]
+        return [Response(said, rows=one.rows, cache_bytes=one.nbytes, seconds=seconds) for said, one in told]
 
     return respond

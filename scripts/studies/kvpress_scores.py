@@ -29,7 +29,7 @@ from clusterkv_jax.checkpoints.loading import Checkpoint, open_checkpoint
 from clusterkv_jax.cli.options import split
 from clusterkv_jax.cli.terminal import pace
 from clusterkv_jax.evaluation import runner
-from clusterkv_jax.evaluation.batching import Entry, Job
+from clusterkv_jax.evaluation.batching import Job, MethodEntry
 from clusterkv_jax.evaluation.records import Record
 from clusterkv_jax.evaluation.report.table import budget_name, cell_text, notes, summarize
 from clusterkv_jax.evaluation.tasks import suites
@@ -93,7 +93,7 @@ def answer(
                 press.threshold = kvpress.threshold(network, press.press, share, others())
             respond = kvpress.responder(network, press, tokenizer, ends, jobs)
             with pace(len(jobs), 1, {}) as on_lines:
-                folder, entry = output / f"{name}-{share}", Entry(name, str(share), cast(Any, name))
+                folder, entry = output / f"{name}-{share}", MethodEntry(name, str(share), cast(Any, name))
                 runner.run(folder, told, about, jobs, [entry], respond, batch_size=BATCH, on_lines=on_lines)
 
 

@@ -34,7 +34,9 @@ TASKS = (
 )
 
 
-def entries(measured: Calibration, budget: float, others: list[float], merged: list[float]) -> list[batching.Entry]:
+def entries(
+    measured: Calibration, budget: float, others: list[float], merged: list[float]
+) -> list[batching.MethodEntry]:
     """The rows of the table."""
     looks_up = np.asarray(measured.kept_shares(budget)) >= 1
     rows: dict[str, Any] = {}
@@ -46,7 +48,7 @@ def entries(measured: Calibration, budget: float, others: list[float], merged: l
     given = spread(kept(measured, budget))
     rows |= {"kvzap": ckv.KVzap(given)}
     rows |= {f"orbitkv, {part:.4g} of lookups merged": ckv.OrbitKV(given, merged=part) for part in merged}
-    return [batching.Entry(name, f"{method.budget.ratio:.4f}", method) for name, method in rows.items()]
+    return [batching.MethodEntry(name, f"{method.budget.ratio:.4f}", method) for name, method in rows.items()]
 
 
 def kept(measured: Calibration, budget: float) -> Float[np.ndarray, "L K"]:

@@ -20,13 +20,13 @@ pytest.importorskip("orbax.checkpoint", reason="training: pip install 'clusterkv
 
 from clusterkv_jax.training import examples, loop, tuning
 from clusterkv_jax.training.cartridge import divergence, logits_after, rows_of, with_rows
-from clusterkv_jax.training.objective import Batch, answer_loss, in_place_of, logprobs, read
+from clusterkv_jax.training.objective import TrainingBatch, answer_loss, in_place_of, logprobs, read
 from clusterkv_jax.training.trainees import of_model
 
 MERGING = ckv.GravityKV(ckv.Budget(ratio=0.5), sinks=2, recent=4)
 CONTEXTS = np.asarray([prompt(1, 32), prompt(2, 32)], np.int32)
 FOLLOW = np.asarray([prompt(3, 6), prompt(4, 6)], np.int32)
-BATCH = Batch(
+BATCH = TrainingBatch(
     CONTEXTS,
     np.asarray([32, 27], np.int32),
     FOLLOW,
@@ -223,7 +223,7 @@ def test_examples_learn_answers_and_the_end_alone(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"context": [1, 2, 3], "question": [4], "answer": [5, 6]}\n\n{"context": [7], "answer": [8]}\n')
     found = examples.read_examples(file, model, context_tokens=16, answer_tokens=4)
-    assert found == [examples.Example((1, 2, 3), (4, 5, 6, 60), 3), examples.Example((7,), (8, 60), 2)]
+    assert found == [examples.TrainingExample((1, 2, 3), (4, 5, 6, 60), 3), examples.TrainingExample((7,), (8, 60), 2)]
     batch = examples.batch_of(found, examples.Sizes(4, 5))
     np.testing.assert_array_equal(batch.follow, [[4, 5, 6, 60, 0], [8, 60, 0, 0, 0]])
     np.testing.assert_array_equal(batch.learned, [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

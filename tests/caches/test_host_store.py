@@ -15,7 +15,7 @@ from clusterkv_jax.cache import host_store
 from clusterkv_jax.cache.layers import take_sequences
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation import batching, responses, runner
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.parameters import abstract
@@ -235,7 +235,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
     """Interrupted and out of memory, torn in a line too; and with the scores of the device store."""
     contexts = [tuple(prompt(i, n)) for i, n in enumerate((60, 48, 52))]
     jobs = [
-        batching.Job(i, Case(f"nll/{i}", "nll", metric="nll"), Prompt(context, (), tuple(prompt(9 + i, 6))))
+        batching.Job(i, Case(f"nll/{i}", "nll", metric="nll"), EncodedPrompt(context, (), tuple(prompt(9 + i, 6))))
         for i, context in enumerate(contexts)
     ]
     calls = []
@@ -250,7 +250,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
         return answer(*operands)
 
     def go(name, respond, method=HOST):
-        entries, possible = [batching.Entry("clusterkv", "0.5", method)], partial(responses.possible, tiny())
+        entries, possible = [batching.MethodEntry("clusterkv", "0.5", method)], partial(responses.possible, tiny())
         folder, config = tmp_path / name, {"methods": {"clusterkv@0.5": repr(method)}}
         return runner.run(folder, config, {}, jobs, entries, respond, batch_size=1, possible=possible)
 

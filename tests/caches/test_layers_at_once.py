@@ -53,7 +53,7 @@ def prefill(method, model=None, lengths=(48, 33)):
 
     texts = [prompt(i, 48) for i in range(len(lengths))]
     cache = ckv.prefill(
-        model.params, model.config, method, np.asarray(texts), np.asarray(lengths), max_new_tokens=24, run=run
+        model.params, model.config, method, np.asarray(texts), np.asarray(lengths), max_new_tokens=24, call=run
     )
     return cache, called
 

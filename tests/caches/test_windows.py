@@ -15,11 +15,11 @@ from clusterkv_jax.cache.layers import WindowCache, groups, occupancy, overflowe
 from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.decoding import append_step_jit, decode_step, prefill
-from clusterkv_jax.learned.repeated_attention import Sight, attend
+from clusterkv_jax.learned.repeated_attention import AttentionView, attend
 from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.observation import calibrate
-from clusterkv_jax.planning.described import Job
-from clusterkv_jax.planning.measure import few_and_more
+from clusterkv_jax.planning.abstract_request import ProgramJob
+from clusterkv_jax.planning.compile_stats import few_and_more
 from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.tiny import calmed, prompt, sliding, tiny
 
@@ -159,7 +159,7 @@ def test_a_saved_cache_goes_on_as_it_was(tmp_path):
 def test_a_plan_counts_windows_as_windows():
     model = sliding()
     cache, _ = read(model, [prompt(1, 30)], METHOD, reserve=24)
-    job = Job(model.config, METHOD, named_mesh("model=1", jax.devices()[:1]), 1, 32, 24)
+    job = ProgramJob(model.config, METHOD, named_mesh("model=1", jax.devices()[:1]), 1, 32, 24)
     shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]  # noqa: E731
     windows = [job.cache.layers[i] for i in model.config.sliding_layers]
     assert shapes(windows) == shapes([cache.layers[i] for i in model.config.sliding_layers])
@@ -189,7 +189,7 @@ def test_a_repetition_looks_as_far_as_the_window(window, soft_cap):
     q, k, v = (jnp.asarray(rng.normal(size=(2, 30, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     whole = causal_attention(q, k, v, window=window, soft_cap=soft_cap)
     rows = [jnp.swapaxes(x[:, part], 1, 2) for part in (slice(18), slice(18, None)) for x in (k, v)]
-    sight = Sight(6, 2, window, soft_cap)
+    sight = AttentionView(6, 2, window, soft_cap)
     counts, below = jnp.full(2, 18), jnp.zeros((2, 12))
     got, _ = attend(q[:, 18:], tuple(rows), below, counts, jnp.int32(12), sight)
     assert relative(got, whole[:, 18:]) < 1e-5

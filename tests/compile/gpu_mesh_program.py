@@ -19,8 +19,8 @@ from described import LLAMA
 from jax.experimental import topologies
 
 import clusterkv_jax as ckv
+from clusterkv_jax.planning.abstract_request import ProgramJob
 from clusterkv_jax.planning.collectives import per_step
-from clusterkv_jax.planning.described import Job
 from clusterkv_jax.runtime.sharding import named_mesh
 
 LAYERS = 2
@@ -33,7 +33,7 @@ def main() -> None:
         platform="cuda", topology_name="h100", topology="1 x 2 x 1", target_config=target
     )
     mesh = named_mesh("model=2", pair.devices)
-    job = Job(replace(LLAMA, num_layers=LAYERS), ckv.Full(), mesh, batch=1, context=8192, new_tokens=32)
+    job = ProgramJob(replace(LLAMA, num_layers=LAYERS), ckv.Full(), mesh, batch=1, context=8192, new_tokens=32)
     text = job.decode(LAYERS).compile().as_text()
     reductions = re.findall(r"%input_reduce_fusion[.\w]* = .*linear/dot_general", text)
     print(json.dumps({"collectives": list(map(asdict, per_step(text, 2))), "reductions": len(reductions)}))

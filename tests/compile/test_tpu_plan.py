@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from clusterkv_jax.planning import arithmetic
-from clusterkv_jax.planning.measures import Measures
+from clusterkv_jax.planning.plan_types import Measures
 from tests.support.processes import compiled
 
 pytestmark = [

@@ -14,7 +14,7 @@ from dataclasses import replace
 import described
 
 import clusterkv_jax as ckv
-from clusterkv_jax.planning.described import Job, chip_bytes
+from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import preset
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
@@ -38,7 +38,7 @@ def compile_loop(name: str, layers: int, batch: int, tokens: int, topology: str 
     devices = tpu_devices(topology)
     mesh = fitted_mesh(named_mesh(f"model={len(devices)}", devices), described.LLAMA.num_kv_heads)
     config = replace(described.LLAMA, num_layers=layers)
-    job = Job(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS)
+    job = ProgramJob(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS)
     compiled = job.decode(layers).compile()
     memory = compiled.memory_analysis()
     return {

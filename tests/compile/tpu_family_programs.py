@@ -12,7 +12,7 @@ from tpu_decode_program import COLLECTIVE, largest_array
 
 import clusterkv_jax as ckv
 from clusterkv_jax.models import registry
-from clusterkv_jax.planning.described import Job, chip_bytes
+from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
@@ -26,7 +26,7 @@ def compiled(published: dict[str, Any]) -> dict[str, float]:
     config = registry.from_hf(published | {name: value for name, value in WIDE.items() if name in published})
     devices = tpu_devices("v5e:2x2")
     mesh = fitted_mesh(named_mesh("data=2,model=2", devices), config.num_kv_heads)
-    job = Job(config, ckv.CentroidKV(ckv.Budget(ratio=0.2)), mesh, batch=2, context=2048, new_tokens=256)
+    job = ProgramJob(config, ckv.CentroidKV(ckv.Budget(ratio=0.2)), mesh, batch=2, context=2048, new_tokens=256)
     program = job.decode(config.num_layers).compile()
     text = program.as_text()
     return {

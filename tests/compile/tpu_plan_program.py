@@ -11,26 +11,26 @@ import json
 import sys
 from dataclasses import asdict, replace
 
-from clusterkv_jax.planning import measure
+from clusterkv_jax.planning import compile_stats
+from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
 from clusterkv_jax.planning.collectives import per_step
-from clusterkv_jax.planning.described import Job, chip_bytes
 from clusterkv_jax.planning.devices import devices_of
-from clusterkv_jax.planning.measures import Question
+from clusterkv_jax.planning.plan_types import PlanRequest
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import choose_mesh, parse_topology
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh
 
 
-def whole_programs(question: Question) -> dict[str, float]:
+def whole_programs(question: PlanRequest) -> dict[str, float]:
     """The decode program of all layers, and every program of prefill, by their own memory_analysis()."""
     config, topology = model_config(question.model), parse_topology(question.topology)
     _, text = choose_mesh(config, topology.count, question.batch, question.mesh)
     mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
-    method = measure.question_method(question)
-    job = Job(config, method, mesh, question.batch, question.context, question.new_tokens)
+    method = compile_stats.requested_method(question)
+    job = ProgramJob(config, method, mesh, question.batch, question.context, question.new_tokens)
     decode = job.decode(config.num_layers).compile()
     memory = decode.memory_analysis()
-    line = measure.decode_by_few_layers(job, topology, lambda doing: None, [])
+    line = compile_stats.decode_by_few_layers(job, topology, lambda doing: None, [])
     other = replace(job, context=question.context * 3 // 2)
     read, compress = other.calls[1:3]
     reading, compression = (call.lowered.compile().memory_analysis() for call in (read, compress))
@@ -51,5 +51,5 @@ def whole_programs(question: Question) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    asked = Question(sys.argv[1], sys.argv[3], 0.2, int(sys.argv[4]), 1, 256, sys.argv[2], None)
-    print(json.dumps({"plan": asdict(measure.measure(asked)), "direct": whole_programs(asked)}))
+    asked = PlanRequest(sys.argv[1], sys.argv[3], 0.2, int(sys.argv[4]), 1, 256, sys.argv[2], None)
+    print(json.dumps({"plan": asdict(compile_stats.compiled_measures(asked)), "direct": whole_programs(asked)}))

@@ -15,7 +15,7 @@ import described
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.planning.described import Job, chip_bytes
+from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
 from clusterkv_jax.planning.devices import tpu_devices
 from clusterkv_jax.presets import list_presets, preset
 from clusterkv_jax.runtime.sharding import named_mesh
@@ -32,7 +32,7 @@ def method_of(name: str) -> Any:
 def compile_layer(name: str, config: ModelConfig, tokens: int) -> dict[str, float]:
     """Layer 0 of a model over one prompt of `tokens` tokens, a fifth of it kept."""
     mesh = named_mesh("model=1", tpu_devices("v5p:2x2x1")[:1])
-    read, compress = Job(config, method_of(name), mesh, 1, tokens, 128).calls[1:3]
+    read, compress = ProgramJob(config, method_of(name), mesh, 1, tokens, 128).calls[1:3]
     layer, rows = compress.out[0], chip_bytes(read.out[1])
     reading, compression = (call.lowered.compile().memory_analysis() for call in (read, compress))
     return {

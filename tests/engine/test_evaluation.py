@@ -9,19 +9,19 @@ import clusterkv_jax as ckv
 from clusterkv_jax.engine import prefill
 from clusterkv_jax.evaluation import batching, runner
 from clusterkv_jax.evaluation.responses import responder
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from tests.engine.test_engine import METHOD, written
 from tests.support.tiny import prompt
 
-ENTRIES = [batching.Entry("full", "1.0", ckv.Full()), batching.Entry("centroidkv", "0.5", METHOD)]
+ENTRIES = [batching.MethodEntry("full", "1.0", ckv.Full()), batching.MethodEntry("centroidkv", "0.5", METHOD)]
 CONTEXTS = (40, 40, 40, 90, 50, 50)  # of equal length: the same; of two powers of two
 CASES = [Case(f"t/{i}", "t", answers=("x",), max_new_tokens=4 + i % 2) for i in range(len(CONTEXTS))]
-PROMPTS = [Prompt(tuple(prompt(length, length)), (i + 1,)) for i, length in enumerate(CONTEXTS)]
+PROMPTS = [EncodedPrompt(tuple(prompt(length, length)), (i + 1,)) for i, length in enumerate(CONTEXTS)]
 JOBS = [batching.Job(i, case, text) for i, (case, text) in enumerate(zip(CASES, PROMPTS, strict=True))]
 BATCHES = batching.plan(JOBS, ENTRIES, 2)
 
 
-def said(part: batching.Batch) -> ckv.Result:
+def said(part: batching.EvaluationBatch) -> ckv.Result:
     (job,) = part.jobs
     context, question = [list(job.prompt.context)], [list(job.prompt.question)]
     options = {"method": part.method, "max_new_tokens": job.case.max_new_tokens}

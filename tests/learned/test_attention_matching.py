@@ -49,7 +49,7 @@ def test_matching_does_not_depend_on_blocks_of_queries():
     file, meta = golden("attention_matching_case0")
     inputs = arrays(file["queries"], file["keys"], file["values"])
     whole = learned.match(*inputs, None, meta["t"])
-    with mock.patch("clusterkv_jax.learned.matching.MASS_AT_ONCE", 7 * 61):
+    with mock.patch("clusterkv_jax.learned.attention_matching.MASS_AT_ONCE", 7 * 61):
         blocks = learned.match(*inputs, None, meta["t"])
     np.testing.assert_array_equal(blocks[0], whole[0])
     close(blocks[1], whole[1], 1e-3)

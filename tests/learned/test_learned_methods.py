@@ -15,7 +15,7 @@ from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.pages import unpaged
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
-from clusterkv_jax.evaluation.tasks.cases import Prompt
+from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt
 from clusterkv_jax.generation.batch import make_batch
 from clusterkv_jax.generation.generate import compile_ahead
 from clusterkv_jax.learned.repetition import prompts as repeat_prompts
@@ -187,7 +187,7 @@ def test_a_tokenizer_gives_the_words():
 
 def test_likelihoods_of_continuations():
     """An evaluation's other way into a model."""
-    case = Prompt(tuple(PROMPTS[0]), (), tuple(prompt(8, 5)))
+    case = EncodedPrompt(tuple(PROMPTS[0]), (), tuple(prompt(8, 5)))
     (answer,) = likelihoods(tiny(), ZIP, [case])
     assert len(answer.logprobs) == 5
     assert answer.rows == 12

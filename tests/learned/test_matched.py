@@ -14,7 +14,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.decoding import extend_step
-from clusterkv_jax.learned.refitting import squared_errors
+from clusterkv_jax.learned.fit_rows import squared_errors
 from clusterkv_jax.methods import matched
 from clusterkv_jax.models.config import Rope
 from tests.support.methods import SHAPE, named

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clusterkv_jax.learned.repeated_attention import Sight, attend, by_library
+from clusterkv_jax.learned.repeated_attention import AttentionView, attend, by_library
 
 BATCH, KV_HEADS, GROUP, DIM, ROWS, FED = 3, 2, 2, 8, 40, 23
 
@@ -32,7 +32,7 @@ def test_pieces_attended_to_apart_are_one_attention(start, sinks, last):
     counts = jnp.asarray([ROWS, start + 5, max(1, start - 3)])
     real = (np.arange(FED)[None] < 11 + counts[:, None] - start) & (counts > start)[:, None]
     below = jnp.where(real, draw(BATCH, FED), jnp.inf)
-    args = q, rows, below, counts, jnp.int32(start), Sight(12, sinks, None, None)
+    args = q, rows, below, counts, jnp.int32(start), AttentionView(12, sinks, None, None)
     attended, best = by_library(library, *args, last=last)
     expected, best_expected = attend(*args, last=last)
     there = (start + np.arange(12)[None] < counts[:, None])[:, None, None]

@@ -15,8 +15,8 @@ import clusterkv_jax as ckv
 from clusterkv_jax import calibration, observation
 from clusterkv_jax.calibration import PARTS, Calibration
 from clusterkv_jax.checkpoints.loading import calibrated
-from clusterkv_jax.learned.fitting import products, ridge
-from clusterkv_jax.learned.network import network
+from clusterkv_jax.learned.mlp import fit_mlp
+from clusterkv_jax.learned.ridge import fit_ridge, products
 from clusterkv_jax.learned.surrogates import predicted_scores
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny import prompt, random_params, taught, tiny
@@ -37,7 +37,7 @@ def test_ridge_is_least_squares_and_says_what_it_explains():
     sums = np.asarray(products(hidden[:150], scores[:150].T), np.float64) + np.asarray(
         products(hidden[150:], scores[150:].T), np.float64
     )
-    fit = ridge(sums, 2)
+    fit = fit_ridge(sums, 2)
     ones = np.concatenate([hidden, np.ones((400, 1))], axis=1)
     expected = np.linalg.lstsq(ones, scores, rcond=None)[0]
     np.testing.assert_allclose(fit.arrays["weights"], expected[:-1], atol=0.01)
@@ -52,8 +52,8 @@ def test_ridge_is_least_squares_and_says_what_it_explains():
 def test_a_network_fits_what_a_line_cannot():
     hidden, _ = rows(2, count=20000, inputs=64)
     scores = np.abs(hidden[:, :2]).astype(np.float32) * 2
-    line = ridge(np.asarray(products(hidden, scores.T), np.float64), 2)
-    curve = network(hidden, scores)
+    line = fit_ridge(np.asarray(products(hidden, scores.T), np.float64), 2)
+    curve = fit_mlp(hidden, scores)
     assert line.explained.max() < 0.1
     assert curve.explained.min() > 0.5
     predicted = predicted_scores(jax.tree.map(jnp.asarray, curve.arrays), jnp.asarray(hidden[None, -1000:]))[0].T
@@ -63,7 +63,7 @@ def test_a_network_fits_what_a_line_cannot():
 
 def test_too_little_text_is_one_sentence():
     with pytest.raises(ValueError, match="surrogate of 12 inputs needs more than 12 rows of text, got 12"):
-        ridge(np.asarray(products(*(x[:12] if i == 0 else x[:12].T for i, x in enumerate(rows(1)))), np.float64), 2)
+        fit_ridge(np.asarray(products(*(x[:12] if i == 0 else x[:12].T for i, x in enumerate(rows(1)))), np.float64), 2)
     model = dataclasses.replace(tiny(), tokenizer=object())
     with pytest.raises(ValueError, match="surrogate of 32 inputs needs more than 32 rows of text, got 16"):
         observation.calibrate(model, [list(range(20))])

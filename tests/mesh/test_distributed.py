@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from clusterkv_jax import cli
-from clusterkv_jax.evaluation import rounds
-from clusterkv_jax.evaluation.batching import Batch, Entry, Job, shares
-from clusterkv_jax.evaluation.replicas import Replica, Team, replicas, spread
-from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation import work_queue
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, MethodEntry, shares
+from clusterkv_jax.evaluation.replicas import Replica, ReplicaGroup, replicas, scatter
+from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.evaluation.runner import in_turn
-from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods import Full
 from tests.support import job as processes
 from tests.support.job import answers, evaluated, stub
@@ -93,12 +93,12 @@ def test_replicas_answer_at_the_same_time():
     both = threading.Barrier(2, timeout=30)
 
     def respond(method, prompts, new, stop):
-        return [Answer(str(both.wait()))]
+        return [Response(str(both.wait()))]
 
-    entry = Entry("full", "1.0", Full())
-    jobs = [Job(i, Case(str(i), "t"), Prompt((1, 2, 3))) for i in range(8)]
-    batches = [Batch(entry, Full(), (job,)) for job in jobs]
-    answers = spread(Team(everywhere, [(replica, in_turn(respond)) for replica in everywhere]), batches)
+    entry = MethodEntry("full", "1.0", Full())
+    jobs = [Job(i, Case(str(i), "t"), EncodedPrompt((1, 2, 3))) for i in range(8)]
+    batches = [EvaluationBatch(entry, Full(), (job,)) for job in jobs]
+    answers = scatter(ReplicaGroup(everywhere, [(replica, in_turn(respond)) for replica in everywhere]), batches)
     assert {batch.jobs[0].number for batch, _ in answers(batches)} == set(range(8))
 
 
@@ -130,27 +130,29 @@ def test_batches_that_process_0_comes_upon_as_it_goes():
 
     def team(process):
         def respond(given, prompts, new, stop):
-            return [Answer(f"{process} {given == method} {new} {stop}", rows=len(p.context)) for p in prompts]
+            return [Response(f"{process} {given == method} {new} {stop}", rows=len(p.context)) for p in prompts]
 
-        return Team(everywhere, [(everywhere[process], in_turn(respond))], process)
+        return ReplicaGroup(everywhere, [(everywhere[process], in_turn(respond))], process)
 
     def load(process, about):
         loaded.append(about)
-        return Entry("full", "1.0", method), lambda batches: team(process)
+        return MethodEntry("full", "1.0", method), lambda batches: team(process)
 
     others = [
-        threading.Thread(target=rounds.follow, args=(board, partial(load, process)), daemon=True) for process in (1, 2)
+        threading.Thread(target=work_queue.serve, args=(board, partial(load, process)), daemon=True)
+        for process in (1, 2)
     ]
     for other in others:
         other.start()
-    ours = rounds.Rounds(board)
+    ours = work_queue.WorkQueue(board)
     ours.load({"model": "demo"})
     for size in (4, 1, 0, 2):
         jobs = [
-            Job(i, Case(str(i), "t", max_new_tokens=5, stop=("\n",)), Prompt(tuple(range(9 + i)))) for i in range(size)
+            Job(i, Case(str(i), "t", max_new_tokens=5, stop=("\n",)), EncodedPrompt(tuple(range(9 + i))))
+            for i in range(size)
         ]
         methods = [method, Full()] * 2
-        batches = [Batch(Entry("full", "1.0", method), methods[job.number], (job,)) for job in jobs]
+        batches = [EvaluationBatch(MethodEntry("full", "1.0", method), methods[job.number], (job,)) for job in jobs]
         answers = {batch.jobs[0].number: answer for batch, [answer] in ours.answers(team(0), batches)}
         assert [answers[i].rows for i in range(size)] == [9 + i for i in range(size)]
         said = [answers[i].text.split(" ", 1) for i in range(size)]

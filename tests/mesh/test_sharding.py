@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import clusterkv_jax as ckv
-from clusterkv_jax.benchmark.ours import random_params
+from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import (
     auto_mesh,

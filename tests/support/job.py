@@ -136,22 +136,22 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
     """One process of the job."""
     import jax
 
-    from clusterkv_jax.cli.together import answered, follow, together
+    from clusterkv_jax.cli.distributed_run import answered, joined, serve
     from clusterkv_jax.evaluation import batching, manifest, outputs, replicas, runner
-    from clusterkv_jax.evaluation.responses import Answer
-    from clusterkv_jax.evaluation.tasks.cases import Case, Prompt
+    from clusterkv_jax.evaluation.responses import Response
+    from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
     from clusterkv_jax.methods import Full
 
-    def respond(method: Any, prompts: Sequence[Prompt], new: int, stop: Sequence[str]) -> list[Answer]:
+    def respond(method: Any, prompts: Sequence[EncodedPrompt], new: int, stop: Sequence[str]) -> list[Response]:
         time.sleep(sum(len(prompt.context) for prompt in prompts) / 2000)
-        return [Answer(str(sum(prompt.context) % 7), rows=len(prompt.context)) for prompt in prompts]
+        return [Response(str(sum(prompt.context) % 7), rows=len(prompt.context)) for prompt in prompts]
 
     lengths = [20 + 37 * i % 180 for i in range(EXAMPLES)]
     jobs = [
-        batching.Job(i, Case(f"t/{i}", f"t{i % 3}", answers=("3",)), Prompt(tuple(range(i, i + length))))
+        batching.Job(i, Case(f"t/{i}", f"t{i % 3}", answers=("3",)), EncodedPrompt(tuple(range(i, i + length))))
         for i, length in enumerate(lengths)
     ]
-    entries = [batching.Entry("full", "1.0", Full())]
+    entries = [batching.MethodEntry("full", "1.0", Full())]
     config = runner.settings({"suite": "stub", "model": "stub"}, jobs, entries)
     batches = batching.plan(jobs, entries, 2)
     with ExitStack() as stack:
@@ -161,12 +161,12 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
             stack.enter_context(bucket(Path(cloud), "my-bucket"))
         results = outputs.at(output)
         peers = stack.enter_context(
-            together(count != "0", results, address, int(count), int(index), float(timeout), False)
+            joined(count != "0", results, address, int(count), int(index), float(timeout), False)
         )
         everywhere = replicas.replicas(None)
         process = 0 if peers is None else peers.index
         here = [(replica, runner.in_turn(respond)) for replica in everywhere if process in replica.processes]
-        team = replicas.Team(everywhere, here, process)
+        team = replicas.ReplicaGroup(everywhere, here, process)
         assert jax.process_count() == int(count)
         if process == 0:
             stack.enter_context(results.opened())
@@ -174,7 +174,7 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
             results.complete()
         else:
             assert peers is not None
-            follow(config, batches, team, peers)
+            serve(config, batches, team, peers)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_all_rows_are_those_read_bit_for_bit(name):
         return result
 
     batch = make_batch(model, texts, questions=None, max_new_tokens=10, stop=(), prefill_chunk=None, streams=False)
-    cache, _ = prefill_batch(model, ckv.Full(), batch, jax.random.key(0), run=run)
+    cache, _ = prefill_batch(model, ckv.Full(), batch, jax.random.key(0), call=run)
     assert len(read) == len(cache.layers)
     assert model.config.global_layers
     for number in model.config.global_layers:

@@ -16,7 +16,7 @@ _APART = 38  # between two ticks of the horizontal axis, at least
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A place on a line, where its interval ends, and what it is called."""
 
     x: float
@@ -27,11 +27,11 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """Points from left to right; `colour` is a number below `COLOURS`, and a dashed line has none."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
     colour: int | None
 
 
@@ -51,7 +51,7 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
-def draw(lines: Sequence[Line], across: Axis, up: Axis) -> str:
+def draw(lines: Sequence[Curve], across: Axis, up: Axis) -> str:
     """The chart, read aloud as its axes' names; values beyond an axis lie on its end."""
 
     def x(value: float) -> float:

@@ -11,7 +11,7 @@ _LETTERS = 240
 
 
 @dataclass(frozen=True)
-class Example:
+class ShownExample:
     """One question and its answers, as (method, budget, text, score in per cent); texts are cut where they are long."""
 
     task: str
@@ -21,7 +21,7 @@ class Example:
     answers: tuple[tuple[str, str, str, float], ...]
 
 
-def examples(lines: Sequence[Mapping[str, Any]]) -> Iterator[Example]:
+def examples(lines: Sequence[Mapping[str, Any]]) -> Iterator[ShownExample]:
     """A few of every task, first those whose answers are least alike; none of lines that do not say their question."""
     by_example: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -40,13 +40,13 @@ def _likeness(answers: Sequence[Mapping[str, Any]]) -> float:
     return min(scores) - max(scores)
 
 
-def _example(answers: Sequence[Mapping[str, Any]]) -> Example:
+def _example(answers: Sequence[Mapping[str, Any]]) -> ShownExample:
     ordered = sorted(answers, key=lambda line: line["method"] != "full")[:_ANSWERS]
     first = ordered[0]
     shown = tuple(
         (line["method"], budget_name(line["budget"]), excerpt(line["output"]), 100 * line["score"]) for line in ordered
     )
-    return Example(
+    return ShownExample(
         first["task"], first["id"], excerpt(first.get("question", "")), excerpt(" | ".join(first["expected"])), shown
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.evaluation.report.charts import COLOURS, Axis, Line, Point, draw
-from clusterkv_jax.evaluation.report.table import Row, Summary, budget_name, cell_text
+from clusterkv_jax.evaluation.report.charts import COLOURS, Axis, Curve, CurvePoint, draw
+from clusterkv_jax.evaluation.report.table import Summary, TableRow, budget_name, cell_text
 
 _MOST_PANELS, _MOST_NEEDLES = 6, 120
 _PERPLEXITIES = (1, 2, 5, 10, 20, 50, 100, 150, 200, 300, 500, 1000, 2000, 5000, 10_000, 100_000)  # that an axis names
@@ -23,7 +23,7 @@ class Picture:
 
     heading: str
     svg: str
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     left_out: str = ""
 
 
@@ -48,12 +48,12 @@ def score_over_share(summary: Summary) -> Picture | None:
     ticks = tuple((share, f"{share:.1%}".replace(".0%", "%")) for share in shares)
     across = Axis("share of the cache kept", shares[0] / spread, shares[-1] * spread, ticks, log=True)
     lines = [
-        Line(name, tuple(_point(row, row.share, summary) for row in sorted(of, key=lambda row: row.share)), number)
+        Curve(name, tuple(_point(row, row.share, summary) for row in sorted(of, key=lambda row: row.share)), number)
         for number, (name, of) in enumerate({m: [row for row in shown if row.method == m] for m in methods}.items())
     ]
     if full is not None:
         ends = tuple(_point(full, end, summary) for end in (across.low, across.high))
-        lines.insert(0, Line("full cache", ends, None))
+        lines.insert(0, Curve("full cache", ends, None))
     up = _perplexities(lines) if summary.perplexity else Axis("average score", 0, 100, _PER_CENTS)
     heading = "Perplexity over share of the cache" if summary.perplexity else "Average score over share of the cache"
     return Picture(heading, draw(lines, across, up), tuple(lines), left_out)
@@ -74,13 +74,13 @@ def perplexity_by_position(summary: Summary) -> Iterator[Picture]:
         for row in summary.measured:
             if row.method == "full" or (row.budget == budget and row.method in methods):
                 colour = None if row.method == "full" else methods.index(row.method)
-                lines.append(Line("full cache" if colour is None else row.method, _by_place(row, places), colour))
+                lines.append(Curve("full cache" if colour is None else row.method, _by_place(row, places), colour))
         heading = f"Perplexity by position, {budget_name(budget)} kept" if budget else "Perplexity by position"
         yield Picture(heading, draw(lines, across, _perplexities(lines)), tuple(lines), left_out)
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedlePicture:
     """Mean scores by depth: the tenths that were asked, rows of method, budget, length and a score or None for each
     tenth, and how many more rows there are.
     """
@@ -90,7 +90,7 @@ class Needles:
     left_out: int
 
 
-def needles(lines: Sequence[Mapping[str, Any]]) -> Needles:
+def needles(lines: Sequence[Mapping[str, Any]]) -> NeedlePicture:
     """How well needles are found at which depth; no rows without lines that have depth and length."""
     scores: dict[tuple[str, str, int], dict[int, list[float]]] = {}
     for line in lines:
@@ -104,7 +104,7 @@ def needles(lines: Sequence[Mapping[str, Any]]) -> Needles:
         (method, budget_name(budget), length, tuple(_mean(scores[method, budget, length].get(i)) for i in tenths))
         for method, budget, length in ordered[:_MOST_NEEDLES]
     )
-    return Needles(tenths, rows, len(ordered) - len(rows))
+    return NeedlePicture(tenths, rows, len(ordered) - len(rows))
 
 
 _PER_CENTS = tuple((tick, f"{tick}") for tick in range(0, 101, 20))
@@ -114,7 +114,7 @@ def _mean(scores: Sequence[float] | None) -> float | None:
     return None if scores is None else 100 * float(np.mean(scores))
 
 
-def _best(rows: Sequence[Row], low_is_good: bool) -> tuple[list[str], str]:
+def _best(rows: Sequence[TableRow], low_is_good: bool) -> tuple[list[str], str]:
     """The methods with the best averages, as many as there are colours, in the table's order; what is left out."""
     best: dict[str, float] = {}
     for row in rows:
@@ -125,24 +125,24 @@ def _best(rows: Sequence[Row], low_is_good: bool) -> tuple[list[str], str]:
     return [name for name in best if name in chosen], left_out
 
 
-def _point(row: Row, x: float, summary: Summary) -> Point:
+def _point(row: TableRow, x: float, summary: Summary) -> CurvePoint:
     cell = row.average
     title = f"{row.name}: {cell_text(cell, summary.perplexity)}"
-    return Point(x, cell.value, cell.value - cell.below, cell.value + cell.above, title)
+    return CurvePoint(x, cell.value, cell.value - cell.below, cell.value + cell.above, title)
 
 
-def _by_place(row: Row, places: Sequence[int]) -> tuple[Point, ...]:
+def _by_place(row: TableRow, places: Sequence[int]) -> tuple[CurvePoint, ...]:
     """The row's mean over books at each place that it has."""
     points = []
     for place in places:
         logs = [math.log(cell.value) for name, cell in row.cells.items() if name.endswith(f"@{place}")]
         if logs:
             value = math.exp(sum(logs) / len(logs))
-            points.append(Point(place, value, value, value, f"{row.name} at {place:,}: {value:.2f}"))
+            points.append(CurvePoint(place, value, value, value, f"{row.name} at {place:,}: {value:.2f}"))
     return tuple(points)
 
 
-def _perplexities(lines: Sequence[Line]) -> Axis:
+def _perplexities(lines: Sequence[Curve]) -> Axis:
     """An axis by logarithms around all values."""
     values = [point.y for line in lines for point in line.points]
     low, high = min(values) / 1.15, max(values) * 1.15

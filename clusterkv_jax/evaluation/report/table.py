@@ -19,7 +19,7 @@ _ORDER = {task: i for i, task in enumerate((*ruler.TASKS, *longbench.TASKS, *tur
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A mean in per cent (for "nll": a perplexity) of `count` examples, and how far its 95 % interval reaches."""
 
     value: float
@@ -29,7 +29,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One method and budget: a cell per column that it has, their average, and where the numbers are from.
 
     Of what is measured also the share of the cache that the budget is, and, where the lines say, mean megabytes of an
@@ -38,8 +38,8 @@ class Row:
 
     method: str
     budget: str
-    cells: Mapping[str, Cell]
-    average: Cell
+    cells: Mapping[str, TableCell]
+    average: TableCell
     source: str = "measured"
     share: float = 1.0
     megabytes: float | None = None
@@ -61,14 +61,14 @@ class Summary:
     """A table: columns in their suite's order, rows in order of the run, the full cache first; remarks go below it."""
 
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     perplexity: bool
     uncompressed: int = 0
     cut: int = 0
     remarks: tuple[str, ...] = ()
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[TableRow]:
         """The rows of the run, without those of papers."""
         return [row for row in self.rows if row.measured]
 
@@ -101,7 +101,7 @@ def summarize(lines: Sequence[Line], sessions: Sequence[Mapping[str, Any]] = ())
     )
 
 
-def _measured(group: tuple[str, str], by_task: Mapping[str, Sequence[Line]], perplexity: bool) -> Row:
+def _measured(group: tuple[str, str], by_task: Mapping[str, Sequence[Line]], perplexity: bool) -> TableRow:
     """The row of a method and budget."""
     method, budget = group
     cells = {name: _cell([line["score"] for line in lines], perplexity) for name, lines in by_task.items()}
@@ -122,7 +122,7 @@ def _mean(lines: Sequence[Line], name: str) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _unlike(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+def _unlike(rows: Sequence[TableRow], columns: Sequence[str]) -> list[str]:
     """What to say of rows that do not answer all that others do."""
     counts = [tuple(row.cells[name].count if name in row.cells else 0 for name in columns) for row in rows]
     most = tuple(map(max, zip(*counts, strict=True)))
@@ -159,29 +159,33 @@ def wilson(scores: Sequence[float]) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def _cell(scores: Sequence[float], perplexity: bool) -> Cell:
+def _cell(scores: Sequence[float], perplexity: bool) -> TableCell:
     n, mean = len(scores), float(np.mean(scores))
     if not perplexity:
         low, high = wilson(scores)
         # At 0 and 100 % the interval ends in the mean, but for rounding.
-        return Cell(100 * mean, 100 * max(0.0, mean - low), 100 * max(0.0, high - mean), n)
+        return TableCell(100 * mean, 100 * max(0.0, mean - low), 100 * max(0.0, high - mean), n)
     half = Z95 * float(np.std(scores, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
-    return Cell(math.exp(mean), math.exp(mean) - math.exp(mean - half), math.exp(mean + half) - math.exp(mean), n)
+    return TableCell(math.exp(mean), math.exp(mean) - math.exp(mean - half), math.exp(mean + half) - math.exp(mean), n)
 
 
-def _row(method: str, budget: str, cells: Mapping[str, Cell], perplexity: bool, source: str = "measured") -> Row:
+def _row(
+    method: str, budget: str, cells: Mapping[str, TableCell], perplexity: bool, source: str = "measured"
+) -> TableRow:
     values = [cell.value for cell in cells.values()]
     mean = math.exp(float(np.mean(np.log(values)))) if perplexity else float(np.mean(values))
     below = math.sqrt(sum(cell.below**2 for cell in cells.values())) / len(cells)
     above = math.sqrt(sum(cell.above**2 for cell in cells.values())) / len(cells)
-    return Row(method, budget, cells, Cell(mean, below, above, sum(cell.count for cell in cells.values())), source)
+    return TableRow(
+        method, budget, cells, TableCell(mean, below, above, sum(cell.count for cell in cells.values())), source
+    )
 
 
 # --- what papers print ---
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedScores:
     """A table of a paper, from `configs/evaluation/published/`."""
 
     name: str
@@ -190,10 +194,10 @@ class Published:
     model: str
     protocol: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
 
-def published(name: str) -> Published:
+def published(name: str) -> PublishedScores:
     """One table by the name of its file. Raises ValueError for an unknown one."""
     folder = resources.files("clusterkv_jax.configs") / "evaluation" / "published"
     names = sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml"))
@@ -204,15 +208,15 @@ def published(name: str) -> Published:
     columns, source = tuple(content["columns"]), content["source"]
     label = f"{source}, {content['model'].split('/')[-1]}"
     rows = tuple(_published_row(row, columns, label) for row in content["rows"])
-    return Published(name, source, content["suite"], content["model"], content["protocol"], columns, rows)
+    return PublishedScores(name, source, content["suite"], content["model"], content["protocol"], columns, rows)
 
 
-def _published_row(row: Mapping[str, Any], columns: Sequence[str], source: str) -> Row:
+def _published_row(row: Mapping[str, Any], columns: Sequence[str], source: str) -> TableRow:
     """A row of scores, null where one is not printed, or of an average alone."""
     if "average" in row:
-        return Row(row["method"], row["budget"], {}, Cell(row["average"]), source)
+        return TableRow(row["method"], row["budget"], {}, TableCell(row["average"]), source)
     pairs = zip(columns, row["scores"], strict=True)
-    return _row(row["method"], row["budget"], {task: Cell(x) for task, x in pairs if x is not None}, False, source)
+    return _row(row["method"], row["budget"], {task: TableCell(x) for task, x in pairs if x is not None}, False, source)
 
 
 def published_names() -> list[str]:
@@ -228,14 +232,14 @@ def matching(suite: str, model: str) -> list[str]:
     return [t.name for t in tables if t.suite == suite_name and t.model.split("/")[-1].lower() == last]
 
 
-def beside(summary: Summary, tables: Sequence[Published]) -> Summary:
+def beside(summary: Summary, tables: Sequence[PublishedScores]) -> Summary:
     """The summary with the tables' rows, as far as they have its columns, behind the measured ones.
 
     Their averages are those of the columns shown. A row of an average alone stands there only if its tasks, of whatever
     lengths, are those shown.
     """
     tasks = {name.split("@")[0] for name in summary.columns}
-    extra: list[Row] = []
+    extra: list[TableRow] = []
     protocols: list[str] = []
     for table in tables:
         before = len(extra)
@@ -257,7 +261,7 @@ def budget_name(budget: str) -> str:
     return f"{budget} rows" if budget.isdigit() and budget != "1" else f"{float(budget):.1%}".replace(".0%", "%")
 
 
-def cell_text(cell: Cell | None, perplexity: bool) -> str:
+def cell_text(cell: TableCell | None, perplexity: bool) -> str:
     """A number, with its interval where there is one."""
     if cell is None:
         return "-"

@@ -44,7 +44,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """The tokens of a case: what is compressed, what is fed afterwards, what is scored; `cut` counts those left out."""
 
     context: Tokens
@@ -78,7 +78,7 @@ def counter(tokenizer: Any) -> Callable[[str], int]:
     return lambda text: of_short(text) if len(text) < _SHORT else count(text)
 
 
-def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
+def build_prompt(case: Case, tokenizer: Any, limit: int) -> EncodedPrompt:
     """The tokens of a case, inside the chat template where the tokenizer has one and the case wants it.
 
     The template goes around the context, and what it puts behind that stands between question and
@@ -95,13 +95,13 @@ def build_prompt(case: Case, tokenizer: Any, limit: int) -> Prompt:
         ValueError: naming the case and the numbers, if it does not fit.
     """
     if case.reading is not None:
-        prompt = Prompt(case.reading[0], (), case.reading[1])
+        prompt = EncodedPrompt(case.reading[0], (), case.reading[1])
     else:
         whole = not (case.question or case.answer_prefix)
         before, after, special = _wrap(case, tokenizer, whole)
         rest = after + case.answer_prefix
         context = encode(tokenizer, before, add_special_tokens=special)
-        prompt = Prompt(tuple(context), tuple(encode(tokenizer, rest)))
+        prompt = EncodedPrompt(tuple(context), tuple(encode(tokenizer, rest)))
     new = len(prompt.continuation) or case.max_new_tokens
     room = limit - len(prompt.question) - new
     if len(prompt.context) <= room:

@@ -31,7 +31,7 @@ class _Answered(TypedDict):
     length: int
 
 
-class Row(_Answered, total=False):
+class LongBenchRecord(_Answered, total=False):
     """A row as LongBench's authors publish it, with an input, or of kvpress's data set, with the template's parts."""
 
     input: str

@@ -106,7 +106,7 @@ def from_example(example: Example, name: str, facts: Mapping[str, Any]) -> Case:
 Answers = Annotated[list[str | int], Meta(min_length=1)]
 
 
-class Row(TypedDict, total=False):
+class RulerRecord(TypedDict, total=False):
     """A row whole as RULER writes it (input, outputs), or divided (context, question, answer_prefix, answer), whose
     answer may be a list written as Python.
     """

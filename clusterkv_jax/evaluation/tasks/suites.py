@@ -6,7 +6,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clusterkv_jax.evaluation.tasks import documents, gsm8k, longbench, reading, retrieval, ruler, sources, state, turns
+from clusterkv_jax.evaluation.tasks import (
+    documents,
+    gsm8k,
+    longbench,
+    perplexity,
+    retrieval,
+    ruler,
+    sources,
+    state,
+    turns,
+)
 from clusterkv_jax.evaluation.tasks.cases import Case, counter
 from clusterkv_jax.evaluation.tasks.haystack import Book, book
 from clusterkv_jax.text.tokenizer import encode
@@ -190,10 +200,10 @@ def _ruler_rows(options: Options, tasks: tuple[str, ...], tokenizer: Any, positi
             named = next(
                 (task for task in sorted(ruler.TASKS, key=len, reverse=True) if file.name.startswith(task)), None
             )
-            published = ruler.published(sources.read_rows(file, ruler.Row), length, named)
+            published = ruler.published(sources.read_rows(file, ruler.RulerRecord), length, named)
         else:
             hub = ("simonjegou/ruler", str(length), "test")
-            published = ruler.published(sources.rows(None, "ruler", hub, ruler.Row), length)
+            published = ruler.published(sources.rows(None, "ruler", hub, ruler.RulerRecord), length)
         examples += [
             case for task in tasks for case in _limited([c for c in published if c.task == task], options.limit)
         ]
@@ -208,7 +218,7 @@ def _ruler_subset(options: Options, tasks: tuple[str, ...], tokenizer: Any, posi
         )
     (length,) = options.lengths
     hub = ("simonjegou/ruler", str(length), "test")
-    published = ruler.published(sources.rows(options.data, f"ruler_{length}", hub, ruler.Row), length)
+    published = ruler.published(sources.rows(options.data, f"ruler_{length}", hub, ruler.RulerRecord), length)
     subset = [published[i] for i in ruler.papers_subset(len(published))]
     return [case for task in tasks for case in _limited([c for c in subset if c.task == task], options.limit)]
 
@@ -230,8 +240,8 @@ def _longbench_official(options: Options, tasks: tuple[str, ...], tokenizer: Any
     ]
 
 
-def _longbench_rows(task: str, hub: str, options: Options) -> Sequence[longbench.Row]:
-    return _limited(sources.rows(options.data, task, (hub, task, "test"), longbench.Row), options.limit)
+def _longbench_rows(task: str, hub: str, options: Options) -> Sequence[longbench.LongBenchRecord]:
+    return _limited(sources.rows(options.data, task, (hub, task, "test"), longbench.LongBenchRecord), options.limit)
 
 
 def _present(options: Options, tasks: tuple[str, ...]) -> tuple[str, ...]:
@@ -255,7 +265,7 @@ def _pg19(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: i
 
 def _long_answers(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
     lengths, books = _lengths(options, positions), sources.books(options.books)
-    return _read(books, lengths, options, tasks, tokenizer, reading.answers)
+    return _read(books, lengths, options, tasks, tokenizer, perplexity.answers)
 
 
 def _wikitext(options: Options, tasks: tuple[str, ...], tokenizer: Any, positions: int) -> list[Case]:
@@ -275,7 +285,7 @@ def _read(
     options: Options,
     tasks: tuple[str, ...],
     tokenizer: Any,
-    cut: Callable[..., Iterator[Case]] = reading.segments,
+    cut: Callable[..., Iterator[Case]] = perplexity.segments,
 ) -> list[Case]:
     """Every book, or those named as tasks, cut into cases."""
     if missing := [task for task in tasks if task not in texts]:

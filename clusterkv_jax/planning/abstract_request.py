@@ -69,7 +69,7 @@ def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramCall:
     """A program with its arguments, and its described results."""
 
     program: Any
@@ -79,7 +79,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ProgramJob:
     """Prompts of `context` tokens each, and up to `new_tokens` that follow them."""
 
     config: ModelConfig
@@ -104,13 +104,13 @@ class Job:
         return self._traced[0]
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[ProgramCall, ...]:
         """The programs that prefill calls, in their order; equal calls are the same object."""
         return self._traced[1]
 
     @cached_property
-    def _traced(self) -> tuple[KVCache, tuple[Call, ...]]:
-        known: dict[Any, Call] = {}
+    def _traced(self) -> tuple[KVCache, tuple[ProgramCall, ...]]:
+        known: dict[Any, ProgramCall] = {}
         calls, caches = [], []
 
         def run(program: Any, *args: Any) -> Any:
@@ -119,7 +119,7 @@ class Job:
             key = program, tree, *((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
             if key not in known:
                 lowered = program.lower(*args)
-                known[key] = Call(
+                known[key] = ProgramCall(
                     program, args, placed(lowered.out_info, self.method, self.mesh, self.hidden.shape), lowered
                 )
             calls.append(known[key])
@@ -127,7 +127,7 @@ class Job:
 
         def read(key: Any, tokens: Any) -> int:
             lengths = np.full(self.batch, self.context, np.int32)
-            sizes: Any = {"max_new_tokens": self.new_tokens, "key": key, "run": run}
+            sizes: Any = {"max_new_tokens": self.new_tokens, "key": key, "call": run}
             caches.append(prefill(self.params, self.config, self.method, tokens, lengths, **sizes)[0])
             return 0
 

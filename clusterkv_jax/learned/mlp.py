@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from clusterkv_jax.learned.fitting import Fit, check_rows
+from clusterkv_jax.learned.ridge import SurrogateFit, check_rows
 from clusterkv_jax.learned.surrogates import predicted_scores
 from clusterkv_jax.runtime.prng import seed_key
 
@@ -17,7 +17,7 @@ RATE, DECAY, EPOCHS, BATCH, HELD_OUT = 5e-3, 1e-2, 15, 512, 0.05
 Parameters = dict[str, Array]
 
 
-def network(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], seed: int = 0) -> Fit:
+def fit_mlp(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], seed: int = 0) -> SurrogateFit:
     """The surrogate with an inner layer, by AdamW with a cosine schedule (KVzap's recipe); what it explains is measured
     on the last rows, which are held out.
 
@@ -52,7 +52,7 @@ def network(hidden: Float[np.ndarray, "R M"], scores: Float[np.ndarray, "R K"], 
     arrays["inner_weights"] /= scale[:, None].astype(np.float32)
     arrays["inner_bias"] -= (mean.astype(np.float32) @ arrays["inner_weights"]).astype(np.float32)
     total = np.maximum(scores[train:].var(axis=0), np.finfo(np.float32).tiny)
-    return Fit(arrays, 1 - rest / total, rest)
+    return SurrogateFit(arrays, 1 - rest / total, rest)
 
 
 def _start(key: Array, inputs: int, bias: Float[Array, " K"]) -> Parameters:

@@ -19,8 +19,8 @@ import torch  # pyright: ignore[reportMissingImports]
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.utils import logging
 
-from clusterkv_jax.benchmark.cells import PEERS, Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
+from clusterkv_jax.benchmark.grid import PEERS, Cell, GridRequest
 from clusterkv_jax.checkpoints.model_dir import locate
 from clusterkv_jax.planning.shapes import packaged_shapes
 from clusterkv_jax.runtime.extras import versions
@@ -29,7 +29,7 @@ WINDOW = 64  # of kvpress's SnapKV
 WARM_UP_STEPS = 4  # of a compiled step, which is recorded in the first ones
 
 
-def open_side(side: str, asked: Asked) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
+def open_side(side: str, asked: GridRequest) -> tuple[dict[str, Any], Callable[[Cell, int], dict[str, Any]]]:
     """What a peer is, and how it times a cell. Raises ValueError for a mesh: a peer runs on one device."""
     if asked.mesh is not None:
         raise ValueError(f"{side} runs on one device, not on the mesh {asked.mesh}.")

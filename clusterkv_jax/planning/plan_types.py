@@ -8,7 +8,7 @@ from clusterkv_jax.planning.collectives import Collective
 
 
 @dataclass(frozen=True)
-class Point:
+class Sample:
     """Bytes of a chip at a context, or with a cache ratio: `at` says which."""
 
     at: float
@@ -16,7 +16,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """What a chip of another mesh holds, by the shapes alone."""
 
     data: int
@@ -67,21 +67,21 @@ class Measures:
     weights: float
     step_reads: float
     hidden: float
-    cache: tuple[Point, ...]
-    prefill: tuple[Point, ...]
+    cache: tuple[Sample, ...]
+    prefill: tuple[Sample, ...]
     decode: float
     programs: float
     full_cache: float
-    by_ratio: tuple[Point, ...]
+    by_ratio: tuple[Sample, ...]
     collectives: tuple[Collective, ...]
     whole: tuple[str, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[MeshLayout, ...]
     refusals: tuple[str, ...] = ()
     learned: bool = False
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What is to be planned, in the words of the command."""
 
     model: str

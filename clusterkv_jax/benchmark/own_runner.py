@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from clusterkv_jax.benchmark.cells import Asked, Cell
 from clusterkv_jax.benchmark.common import random_prompt
+from clusterkv_jax.benchmark.grid import Cell, GridRequest
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, occupancy, take_sequences
 from clusterkv_jax.checkpoints.loading import Model, load
@@ -57,7 +57,7 @@ def the_device() -> str:
     return f"{cores} {platform.machine()} core{'' if cores == 1 else 's'}"
 
 
-def the_model(asked: Asked) -> Model:
+def the_model(asked: GridRequest) -> Model:
     """The model with its weights, or random ones where a packaged shape has none; it never ends a text.
 
     Random weights are given positions for all that is asked.

@@ -21,11 +21,11 @@ from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.models.prompt_forward import TOKENS_AT_ONCE
+from clusterkv_jax.planning.abstract_request import ProgramCall, ProgramJob, chip_bytes, placed
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
-from clusterkv_jax.planning.described import Call, Job, chip_bytes, placed
 from clusterkv_jax.planning.devices import devices_of
-from clusterkv_jax.planning.measures import Layout, Measures, Point, Question
+from clusterkv_jax.planning.plan_types import Measures, MeshLayout, PlanRequest, Sample
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
 from clusterkv_jax.presets import preset
@@ -46,7 +46,7 @@ ALIGNED = 1024
 Progress = Callable[[str], None]
 
 
-def question_method(question: Question, share: float = 1.0) -> Method:
+def requested_method(question: PlanRequest, share: float = 1.0) -> Method:
     """The method of a question, with this share of its ratio. Raises ValueError for one that cannot be planned."""
     budget = None if question.ratio is None else Budget(ratio=question.ratio * share)
     method = preset(question.method, budget)
@@ -61,7 +61,7 @@ def question_method(question: Question, share: float = 1.0) -> Method:
     return method
 
 
-def measure(question: Question, progress: Progress = lambda doing: None) -> Measures:
+def compiled_measures(question: PlanRequest, progress: Progress = lambda doing: None) -> Measures:
     """Everything that a plan is made of, for the topology of the question, in a process that can compile for it.
 
     Raises ValueError, in one sentence, for what cannot be planned.
@@ -70,7 +70,7 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
     sizes, text = choose_mesh(config, topology.count, question.batch, question.mesh)
     mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
     check_divides(abstract(config), mesh)
-    job = Job(config, question_method(question), mesh, question.batch, question.context, question.new_tokens)
+    job = ProgramJob(config, requested_method(question), mesh, question.batch, question.context, question.new_tokens)
     progress(f"tracing {question.context:,} tokens")
     _check(job)
     jobs = [job, replace(job, context=second_context(job))]
@@ -89,11 +89,11 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
         weights=chip_bytes(job.params) * weights,
         step_reads=step_reads(job, weights, cache),
         hidden=chip_bytes(job.hidden),
-        cache=tuple(Point(at.context, chip_bytes(at.cache) * cache) for at in jobs),
+        cache=tuple(Sample(at.context, chip_bytes(at.cache) * cache) for at in jobs),
         prefill=tuple(prefill),
         full_cache=chip_bytes(full.cache) * cache,
         by_ratio=tuple(
-            Point(ratio, chip_bytes(replace(job, method=question_method(question, share)).cache) * cache)
+            Sample(ratio, chip_bytes(replace(job, method=requested_method(question, share)).cache) * cache)
             for ratio, share in ratios.items()
         ),
         whole=whole_axes(abstract(config), mesh),
@@ -103,14 +103,14 @@ def measure(question: Question, progress: Progress = lambda doing: None) -> Meas
     )
 
 
-def _check(job: Job) -> None:
+def _check(job: ProgramJob) -> None:
     """Traces the plan's own request, so that what is wrong with it is said of it and not of another."""
     if job.context > job.config.max_positions:
         raise ValueError(f"--context {job.context} exceeds the model's {job.config.max_positions} positions.")
     _ = job.cache
 
 
-def second_context(job: Job) -> int:
+def second_context(job: ProgramJob) -> int:
     """Another context, for the slope: three quarters, so that long prompts are read in parts in both; or twice where
     that would be short.
     """
@@ -118,7 +118,7 @@ def second_context(job: Job) -> int:
     return less if less >= SHORTEST else min(2 * job.context, job.config.max_positions)
 
 
-def halves(job: Job) -> Iterator[Job]:
+def halves(job: ProgramJob) -> Iterator[ProgramJob]:
     """The same job with its context, and with ever shorter ones, for compilers that refuse the longer."""
     yield job
     context = job.context // 2
@@ -146,7 +146,7 @@ def _batch_ways(mesh: Mesh, batch: int) -> int:
 # --- TPUs: compiled ---
 
 
-def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+def _for_tpu(job: ProgramJob, topology: Topology, progress: Progress) -> tuple[list[Sample], dict[str, Any]]:
     """Temporaries of prefill at two contexts, and what the decode programs tell."""
     refusals: list[str] = []
     for at in halves(job):
@@ -159,7 +159,7 @@ def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Poi
             except jax.errors.JaxRuntimeError as error:
                 refusals.append(_refusal(error, doing))
                 break
-            points.append(Point(near.context, compiled))
+            points.append(Sample(near.context, compiled))
             code = max(code, program)
         if len(points) == 2:
             decode = decode_measures(job, topology, progress, refusals)
@@ -167,7 +167,7 @@ def _for_tpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Poi
     raise ValueError(f"{topology.name} cannot read even a short prompt: {refusals[-1][:-1]}.")
 
 
-def prefill_temporaries(job: Job) -> tuple[float, float]:
+def prefill_temporaries(job: ProgramJob) -> tuple[float, float]:
     """The most that a program of prefill needs beside parameters and caches, and the size of all programs.
 
     Of layers with different plans, the one that leaves the largest cache is compiled and the one that leaves the
@@ -187,7 +187,7 @@ def prefill_temporaries(job: Job) -> tuple[float, float]:
     return max(needs), code
 
 
-def needed(job: Job, call: Call, memory: Any) -> float:
+def needed(job: ProgramJob, call: ProgramCall, memory: Any) -> float:
     """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
     needs = memory.temp_size_in_bytes + memory.output_size_in_bytes
     if _plan(call):  # what was read of the layer is there beside the hidden states, and the cache is counted already
@@ -198,7 +198,7 @@ def needed(job: Job, call: Call, memory: Any) -> float:
     return needs + (chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0)
 
 
-def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+def decode_measures(job: ProgramJob, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
     """What the decode program of all layers tells, or where the compiler refuses it, the line through few layers."""
     count = job.config.num_layers
     progress(f"compiling decode of all {count} layers for {topology.name}")
@@ -210,7 +210,9 @@ def decode_measures(job: Job, topology: Topology, progress: Progress, refusals: 
     return _extrapolated(job, (count,), [whole])
 
 
-def decode_by_few_layers(job: Job, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+def decode_by_few_layers(
+    job: ProgramJob, topology: Topology, progress: Progress, refusals: list[str]
+) -> dict[str, Any]:
     """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
     layers = few_and_more(job.config)
     for at in halves(job):
@@ -228,7 +230,7 @@ def decode_by_few_layers(job: Job, topology: Topology, progress: Progress, refus
     raise ValueError(f"{topology.name} cannot decode even {layers[0]} layers: {refusals[-1][:-1]}.")
 
 
-def _extrapolated(job: Job, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
+def _extrapolated(job: ProgramJob, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
     memories = [one.memory_analysis() for one in found]
     few, more, total = layers[0], layers[-1], job.config.num_layers
     line = lambda name: along(getattr(memories[0], name), getattr(memories[-1], name), few, more, total)  # noqa: E731
@@ -246,7 +248,7 @@ def _extrapolated(job: Job, layers: tuple[int, ...], found: list[Any]) -> dict[s
     }
 
 
-def _first(job: Job, layers: int) -> tuple[Any, KVCache]:
+def _first(job: ProgramJob, layers: int) -> tuple[Any, KVCache]:
     """Parameters and cache of the first layers."""
     params = {**job.params, "layers": job.params["layers"][:layers]}
     return params, replace(job.cache, layers=job.cache.layers[:layers], state=job.cache.state[:layers])
@@ -263,14 +265,14 @@ def _refusal(error: Exception, doing: str) -> str:
 # --- GPUs: arithmetic ---
 
 
-def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Point], dict[str, Any]]:
+def _for_gpu(job: ProgramJob, topology: Topology, progress: Progress) -> tuple[list[Sample], dict[str, Any]]:
     """The same, of temporaries that are estimated."""
     layers = few_and_more(job.config)
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
     jobs = job, replace(job, context=second_context(job))
-    return [Point(at.context, chip_bytes(at.hidden) + estimated(at)) for at in jobs], {
+    return [Sample(at.context, chip_bytes(at.hidden) + estimated(at)) for at in jobs], {
         "compiled_layers": (),
         # The logits, and the cache of a layer that is compressed.
         "decode": logits + max(map(chip_bytes, job.cache.layers)),
@@ -281,7 +283,7 @@ def _for_gpu(job: Job, topology: Topology, progress: Progress) -> tuple[list[Poi
     }
 
 
-def estimated(job: Job) -> float:
+def estimated(job: ProgramJob) -> float:
     """Temporaries of a layer's prefill beside hidden states, by its arrays: those of every token, those of as many
     tokens as go through projections and MLP at once, and rows of layers before it that wait to be compressed with it.
     """
@@ -308,7 +310,7 @@ def estimated(job: Job) -> float:
     return here + _waiting(job)
 
 
-def _waiting(job: Job) -> float:
+def _waiting(job: ProgramJob) -> float:
     """Bytes of what the other layers of a workspace hold."""
     plan = next(filter(None, map(_plan, job.calls)), None)
     if plan is None or job.mesh.size > 1:
@@ -321,12 +323,12 @@ def _waiting(job: Job) -> float:
 # --- shapes ---
 
 
-def _plan(call: Call) -> LayerPlan | None:
+def _plan(call: ProgramCall) -> LayerPlan | None:
     """The plan of a layer, of a program that compresses one."""
     return next((x for x in call.args if isinstance(x, LayerPlan)), None)
 
 
-def step_reads(job: Job, weights: float, cache: float) -> float:
+def step_reads(job: ProgramJob, weights: float, cache: float) -> float:
     """Bytes that a decode step reads: parameters but for the table of embeddings, of which it takes a row, and for
     experts that no token chooses, where all choose others; of the cache all, or of a method that keeps more than it
     attends to, the rows of its budget and its index.
@@ -342,7 +344,7 @@ def step_reads(job: Job, weights: float, cache: float) -> float:
     return (chip_bytes(job.params) - table - _idle(job)) * weights + rows * cache
 
 
-def _idle(job: Job) -> float:
+def _idle(job: ProgramJob) -> float:
     """Bytes of experts that no token of a step chooses."""
     experts = job.config.experts
     if experts is None:
@@ -352,7 +354,7 @@ def _idle(job: Job) -> float:
     return sum(held) * max(0.0, 1 - tokens * experts.per_token / experts.count)
 
 
-def layouts(job: Job) -> Iterator[Layout]:
+def layouts(job: ProgramJob) -> Iterator[MeshLayout]:
     """What a chip holds on other meshes of two axes, by the shapes alone."""
     powers = [2**i for i in range(MOST_CHIPS.bit_length())]
     for model in (size for size in powers if job.config.num_heads % size == 0):
@@ -361,4 +363,6 @@ def layouts(job: Job) -> Iterator[Layout]:
             mesh: Any = AbstractMesh((data, split, model // split), ("data", "model", "slots"))
             weights = chip_bytes(job.params_on(mesh))
             cache = chip_bytes(placed((job.cache.layers, job.cache.state), job.method, mesh))
-            yield Layout(data, model, weights, cache, math.prod(job.hidden.shape) * job.hidden.dtype.itemsize / data)
+            yield MeshLayout(
+                data, model, weights, cache, math.prod(job.hidden.shape) * job.hidden.dtype.itemsize / data
+            )

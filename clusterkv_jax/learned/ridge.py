@@ -16,7 +16,7 @@ RIDGE = 1e-3
 
 
 @dataclass(frozen=True)
-class Fit:
+class SurrogateFit:
     """A layer's surrogate.
 
     Attributes:
@@ -51,7 +51,7 @@ def add_products(
     return total + products(hidden, scores)
 
 
-def ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> Fit:
+def fit_ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> SurrogateFit:
     """The linear surrogate of least squares, with a penalty of `RIDGE` times the mean variance of its inputs; solved in
     double precision.
 
@@ -67,7 +67,7 @@ def ridge(sums: Float[np.ndarray, "columns columns"], heads: int) -> Fit:
     rest = np.maximum(total - 2 * np.sum(weights * cross, axis=0) + np.sum(weights * (own @ weights), axis=0), 0)
     arrays = {"weights": weights, "bias": mean[inputs:] - mean[:inputs] @ weights}
     arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
-    return Fit(arrays, 1 - rest / np.maximum(total, np.finfo(np.float64).tiny), rest)
+    return SurrogateFit(arrays, 1 - rest / np.maximum(total, np.finfo(np.float64).tiny), rest)
 
 
 def check_rows(rows: int, inputs: int) -> None:

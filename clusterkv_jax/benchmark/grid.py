@@ -41,7 +41,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GridRequest:
     """A whole benchmark; a run that was stopped goes on where another one asks the same.
 
     Attributes:
@@ -106,7 +106,7 @@ def check_peers(names: Sequence[str]) -> None:
             raise ValueError(f"--peers takes each of {', '.join(PEERS)} once, got {', '.join(names)}.")
 
 
-def cells(asked: Asked, sides: Sequence[str]) -> list[list[Cell]]:
+def cells(asked: GridRequest, sides: Sequence[str]) -> list[list[Cell]]:
     """Cells of these sides that take turns, the smaller caches first: memory's peak is then that of the last one."""
     lengths = (max(asked.lengths),) if asked.requests else asked.lengths
     groups = sorted(((n, b) for n in lengths for b in asked.batches), key=lambda group: group[0] * group[1])
@@ -114,7 +114,7 @@ def cells(asked: Asked, sides: Sequence[str]) -> list[list[Cell]]:
     return [sorted(group, key=_size) for group in rows.values() if group]
 
 
-def _of_side(asked: Asked, side: str, length: int, batch: int) -> Iterator[Cell]:
+def _of_side(asked: GridRequest, side: str, length: int, batch: int) -> Iterator[Cell]:
     if side == OURS:
         for method, budget in asked.entries:
             yield from (Cell(side, method, budget, length, batch, dtype) for dtype in asked.cache_dtypes)

@@ -1,8 +1,9 @@
 """Rows of any method, refitted: biases and values that answer reference queries as all rows would (2602.16284).
 
-`matching` selects rows and solves by singular values. Here rows are there already, single ones or centroids, and the
-fit goes from what they were: everything that is solved is a Gram matrix, summed over blocks of queries, so that memory
-is O(t^2 + block N) and heads and sequences may be mapped over. The ridge pulls towards what was there.
+`attention_matching` selects rows and solves by singular values. Here rows are there already, single ones or
+centroids, and the fit goes from what they were: everything that is solved is a Gram matrix, summed over blocks of
+queries, so that memory is O(t^2 + block N) and heads and sequences may be mapped over. The ridge pulls
+towards what was there.
 """
 
 from collections.abc import Sequence

@@ -9,20 +9,20 @@ from typing import Any
 
 import jax
 
-from clusterkv_jax.cli.peers import Peers, join
 from clusterkv_jax.cli.process import ERROR, INTERRUPTED, RESTART
+from clusterkv_jax.cli.process_group import ProcessGroup, join
 from clusterkv_jax.cli.terminal import sentence
 from clusterkv_jax.evaluation import replicas, runner
-from clusterkv_jax.evaluation.batching import Batch
+from clusterkv_jax.evaluation.batching import EvaluationBatch
 from clusterkv_jax.evaluation.outputs import Lost, Output
-from clusterkv_jax.evaluation.replicas import Replica, Team
+from clusterkv_jax.evaluation.replicas import Replica, ReplicaGroup
 from clusterkv_jax.runtime.errors import shown
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def together(
+def joined(
     distributed: bool,
     output: Output | None,
     address: str | None,
@@ -30,7 +30,7 @@ def together(
     index: int | None,
     timeout: float,
     debug: bool,
-) -> Iterator[Peers | None]:
+) -> Iterator[ProcessGroup | None]:
     """The processes of a job, all of which end when the block does; None where there is one process alone.
 
     Each of them notes in logs/process-K.log of the output, if there is one, what it does.
@@ -60,7 +60,7 @@ def together(
         peers.fail(sentence(error), ERROR)
 
 
-def the_replicas(mesh: str | None, peers: Peers | None) -> list[Replica]:
+def the_replicas(mesh: str | None, peers: ProcessGroup | None) -> list[Replica]:
     """As `replicas.replicas`; without a mesh, one process alone uses its first device."""
     alone = mesh is None and peers is None
     return replicas.replicas(mesh, jax.local_devices()[:1] if alone else None)
@@ -70,24 +70,26 @@ def answered(
     output: Output,
     config: Mapping[str, Any],
     about: Mapping[str, Any],
-    batches: Sequence[Batch],
-    team: Team,
-    peers: Peers | None,
+    batches: Sequence[EvaluationBatch],
+    team: ReplicaGroup,
+    peers: ProcessGroup | None,
     on_lines: Any,
 ) -> list[Any]:
     """`runner.record` by all replicas, which process 0 alone calls."""
     if peers is not None:
         peers.tell("config", _as_text(config))
-        answers = replicas.spread(team, batches, peers)
+        answers = replicas.scatter(team, batches, peers)
         writing = output.sending(peers.writing)
         return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
     alone = len(team.replicas) == 1
-    answers = team.here[0][1] if alone else replicas.spread(team, batches)
+    answers = team.here[0][1] if alone else replicas.scatter(team, batches)
     writing = output.sending(nullcontext())
     return runner.record(output.folder, config, about, batches, answers, writing=writing, on_lines=on_lines)
 
 
-def follow(config: Mapping[str, Any], batches: Sequence[Batch], team: Team, peers: Peers) -> None:
+def serve(
+    config: Mapping[str, Any], batches: Sequence[EvaluationBatch], team: ReplicaGroup, peers: ProcessGroup
+) -> None:
     """What the other processes do. Raises ValueError where process 0 was asked something else."""
     theirs, ours = json.loads(peers.hear("config")), json.loads(_as_text(config))
     for name in {**theirs, **ours}:
@@ -96,7 +98,7 @@ def follow(config: Mapping[str, Any], batches: Sequence[Batch], team: Team, peer
                 f"Process 0 runs with {name} = {shown(theirs.get(name))}, and this process with "
                 f"{shown(ours.get(name))}; give all processes the same command."
             )
-    replicas.follow(team, batches, peers)
+    replicas.serve(team, batches, peers)
 
 
 def _as_text(config: Mapping[str, Any]) -> str:

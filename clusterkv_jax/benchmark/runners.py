@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from clusterkv_jax.benchmark.cells import PEERS, Asked, Cell
+from clusterkv_jax.benchmark.grid import PEERS, Cell, GridRequest
 
 WORKER = ("-m", "clusterkv_jax.benchmark.worker")
 
 
 @dataclass(frozen=True)
-class Side:
+class Runner:
     """A side that runs.
 
     Attributes:
@@ -40,7 +40,7 @@ def missing(side: str) -> str | None:
 
 
 @contextmanager
-def running(name: str, asked: Asked) -> Iterator[Side]:
+def running(name: str, asked: GridRequest) -> Iterator[Runner]:
     """A side in a process of its own, which ends with the block."""
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
@@ -50,7 +50,7 @@ def running(name: str, asked: Asked) -> Iterator[Side]:
         try:
             ask = partial(_exchange, process, log)
             hello = ask({"side": name, "asked": msgspec.to_builtins(asked)})
-            yield Side(hello, lambda cell, repeat: ask({"cell": asdict(cell), "repeat": repeat}))
+            yield Runner(hello, lambda cell, repeat: ask({"cell": asdict(cell), "repeat": repeat}))
         finally:
             process.kill()
 

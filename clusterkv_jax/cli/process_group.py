@@ -38,7 +38,7 @@ WRITE_SECONDS = 8
 _log = logging.getLogger(__name__)
 
 
-class Peers:
+class ProcessGroup:
     """This process and those it works with.
 
     Attributes:
@@ -195,7 +195,7 @@ class Peers:
         return next((i for i, seen in self._seen.items() if contact - seen > self._timeout), None)
 
 
-def join(address: str | None, count: int | None, index: int | None, timeout: float) -> Peers:
+def join(address: str | None, count: int | None, index: int | None, timeout: float) -> ProcessGroup:
     """Meet the other processes of the job. On TPU pods and under SLURM, jax finds them without arguments.
 
     Raises ValueError for some of the arguments without the others, or none where nothing says who the others are.
@@ -205,7 +205,7 @@ def join(address: str | None, count: int | None, index: int | None, timeout: flo
         raise ValueError("--coordinator-address, --num-processes and --process-id are given together, or none of them.")
     if count is not None and index is not None and index >= count:
         raise ValueError(f"--process-id is at most {count - 1} with --num-processes {count}, got {index}.")
-    # SIGTERM is for `Peers`.
+    # SIGTERM is for `ProcessGroup`.
     jax.config.update("jax_enable_preemption_service", False)
     # Without a callback jax ends the process itself, with code 1, when process 0 is gone. With one, jaxlib 0.10 aborts,
     # which `_on_abort` catches.
@@ -229,7 +229,7 @@ def join(address: str | None, count: int | None, index: int | None, timeout: flo
         setattr(library, name, original)
     state = distributed.global_state
     _let_all_write_programs(state)
-    return Peers(state.client, state.process_id, state.num_processes, str(state.coordinator_address), timeout)
+    return ProcessGroup(state.client, state.process_id, state.num_processes, str(state.coordinator_address), timeout)
 
 
 def _let_all_write_programs(state: Any) -> None:

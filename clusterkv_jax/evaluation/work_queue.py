@@ -2,7 +2,7 @@
 
 rounds/R/order        a model to load (an object), a number of batches to answer, or null: there is no more to do
 rounds/R/batches/I    a batch: whether the method answers it or the full cache, and its jobs
-rounds/R/work ...     as `replicas.spread` tells them
+rounds/R/work ...     as `replicas.scatter` tells them
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from clusterkv_jax.evaluation import replicas
-from clusterkv_jax.evaluation.batching import Batch, Entry, Job
-from clusterkv_jax.evaluation.replicas import Post, Team
-from clusterkv_jax.evaluation.responses import Answer
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, MethodEntry
+from clusterkv_jax.evaluation.replicas import Post, ReplicaGroup
+from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.methods import Full
 
 
@@ -40,7 +40,7 @@ class _Round:
         return self.post.take(self._name(folder))
 
 
-class Rounds:
+class WorkQueue:
     """What process 0 orders; where it is alone (`post` is None) nobody need hear it."""
 
     def __init__(self, post: Post | None) -> None:
@@ -50,10 +50,12 @@ class Rounds:
         """A model by its arguments, which all following batches are for."""
         self._order(about)
 
-    def answers(self, team: Team, batches: Sequence[Batch]) -> Iterator[tuple[Batch, Sequence[Answer]]]:
+    def answers(
+        self, team: ReplicaGroup, batches: Sequence[EvaluationBatch]
+    ) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
         """The answers of all replicas as they come, each with its batch."""
         texts = [msgspec.json.encode((batch.compressed, batch.jobs)).decode() for batch in batches]
-        yield from replicas.spread(team, batches, self._order(len(batches), texts))(batches)
+        yield from replicas.scatter(team, batches, self._order(len(batches), texts))(batches)
 
     def end(self) -> None:
         """There is no more to do."""
@@ -69,7 +71,10 @@ class Rounds:
         return here
 
 
-def follow(post: Post, load: Callable[[dict[str, Any]], tuple[Entry, Callable[[Sequence[Batch]], Team]]]) -> None:
+def serve(
+    post: Post,
+    load: Callable[[dict[str, Any]], tuple[MethodEntry, Callable[[Sequence[EvaluationBatch]], ReplicaGroup]]],
+) -> None:
     """What every other process does, until there is no more to do; `load` says who answers such batches, and by which
     method.
     """
@@ -83,9 +88,9 @@ def follow(post: Post, load: Callable[[dict[str, Any]], tuple[Entry, Callable[[S
                 entry, team = load(about)
             case int(size) if entry is not None and team is not None:
                 batches = [_batch(here.hear(f"batches/{i}"), entry) for i in range(size)]
-                replicas.follow(team(batches), batches, here)
+                replicas.serve(team(batches), batches, here)
 
 
-def _batch(text: str, entry: Entry) -> Batch:
+def _batch(text: str, entry: MethodEntry) -> EvaluationBatch:
     compressed, jobs = msgspec.json.decode(text, type=tuple[bool, tuple[Job, ...]])
-    return Batch(entry, entry.method if compressed else Full(), jobs)
+    return EvaluationBatch(entry, entry.method if compressed else Full(), jobs)
