@@ -118,6 +118,33 @@ def test_several_answers_have_seeds_that_follow_each_other(client, server):
     assert done.usage.completion_tokens == 24
 
 
+def test_log_probabilities_are_the_model_s(client):
+    ask = {"model": NAME, "temperature": 0, "max_tokens": 6}
+    chat = client.chat.completions.create(messages=[USER], logprobs=True, top_logprobs=3, **ask)
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 6
+    for token in content:  # greedy
+        assert [each.logprob for each in token.top_logprobs] == sorted(e.logprob for e in token.top_logprobs)[::-1]
+        assert token.logprob == token.top_logprobs[0].logprob < 0
+    stream = client.chat.completions.create(messages=[USER], logprobs=True, stream=True, **ask)
+    pieces = [piece for chunk in stream if chunk.choices[0].logprobs for piece in chunk.choices[0].logprobs.content]
+    assert [piece.logprob for piece in pieces] == pytest.approx([token.logprob for token in content])
+    text = f"<user>{USER['content']}<assistant>"
+    plain = client.completions.create(prompt=text, logprobs=1, **ask).choices[0].logprobs
+    assert plain.token_logprobs == pytest.approx([token.logprob for token in content])
+    assert plain.text_offset[0] == 0
+
+
+def test_a_bias_decides_and_a_penalty_counts(client, http):
+    ask = {"model": NAME, "prompt": "Once", "max_tokens": 6, "temperature": 0}
+    letter = "A"
+    (token,) = http.post("/tokenize", json={"prompt": letter}).json()["tokens"]
+    biased = client.completions.create(**ask, logit_bias={str(token): 100})
+    assert biased.choices[0].text == 6 * letter
+    varied = client.completions.create(**ask, logit_bias={str(token): 100}, extra_body={"repetition_penalty": 1000})
+    assert varied.choices[0].text != 6 * letter
+
+
 def test_an_answer_ends_before_a_stop_string(client, claude, answer):
     stop = answer.texts[0].strip("\ufffd")[3:5]
     before = answer.texts[0][: answer.texts[0].index(stop)]
@@ -246,8 +273,10 @@ def test_errors_are_those_that_clients_know(address, client, claude):
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(**ask, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="response_format"):
+    with pytest.raises(openai.BadRequestError, match="token that ends a text"):
         client.chat.completions.create(**ask, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(**ask, tool_choice="required")
     with pytest.raises(openai.APIStatusError, match="64 KiB") as large:
         client.completions.create(model=NAME, prompt="x" * 2**17)
     assert large.value.status_code == 413

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from tests.support.server import TEMPLATE, running, wait_for
 
 USER = {"role": "user", "content": "Who are you?"}
 FUNCTION = {"name": "weather", "description": "now", "parameters": {"type": "object"}}
-DRAWING = {"temperature": 0.5, "top_p": 0.9, "stream": False, "n": 1, "stop": ["x"], "logit_bias": {}}
+DRAWING = {"temperature": 0.5, "top_p": 0.9, "stream": False, "n": 1, "stop": ["x"], "logit_bias": {"1": 1.0}}
 BODIES = {
     "/v1/completions": {"prompt": "Once", "max_tokens": 1, "seed": 1, **DRAWING},
     "/v1/chat/completions": {
@@ -108,6 +109,38 @@ def test_a_server_that_is_told_to_end_lets_answers_end():
 
 def ask(tokens):
     return {"prompt": "The ship", "max_tokens": tokens, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def ending():
+    """The address of a server whose model can end a text, which is drawn as JSON is."""
+    model = byte_model(TEMPLATE)
+    model.tokenizer.add_special_tokens({"eos_token": "<end>"})
+    model = replace(model, config=replace(model.config, eos_ids=(256,)))
+    with running(make_server(model, Settings("bytes"), slots=1, max_tokens=256, reserve=128)) as address:
+        yield address
+
+
+def test_answers_of_a_schema_are_json_of_it(ending):
+    pytest.importorskip("llguidance")
+    rules = {"ok": {"type": "boolean"}, "who": {"enum": ["Ann", "Bob"]}}
+    schema = {"type": "object", "properties": rules, "required": ["ok", "who"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    ask = {"messages": [USER], "temperature": 1, "seed": 3, "n": 2, "response_format": wanted}
+    choices = httpx.post(f"{ending}/v1/chat/completions", json=ask, timeout=60).json()["choices"]
+    flat = {"type": "json_schema", "name": "person", "schema": schema}
+    other = httpx.post(f"{ending}/v1/responses", json={"input": [USER], "text": {"format": flat}}, timeout=60).json()
+    claude = {"messages": [USER], "max_tokens": 60, "output_config": {"format": flat}}
+    told = httpx.post(f"{ending}/v1/messages", json=claude, timeout=60).json()
+    texts = [choice["message"]["content"] for choice in choices]
+    texts += [other["output"][0]["content"][0]["text"], told["content"][0]["text"]]
+    for answer in map(json.loads, texts):
+        assert set(answer) == {"ok", "who"}
+        assert answer["ok"] in (True, False)
+        assert answer["who"] in ("Ann", "Bob")
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
+    refused = httpx.post(f"{ending}/v1/chat/completions", json=ask | {"response_format": wrong})
+    assert "nonsense" in refused.json()["error"]["message"]
 
 
 def test_a_conversation_is_cut_before_the_last_user_s_turn():

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from clusterkv_jax.engine import RequestOutput, SamplingParams
+from clusterkv_jax.engine import Request, RequestOutput, SamplingParams
 from clusterkv_jax.serve import metrics
 from clusterkv_jax.serve.errors import ApiError, as_api_error
+from clusterkv_jax.serve.grammar import allowed_tokens
 from clusterkv_jax.serve.prefixes import after_shared, context_of
 from clusterkv_jax.serve.prompts import Prompt
 from clusterkv_jax.serve.server import Server
@@ -29,6 +30,7 @@ class Asked:
         stream: whether somebody waits for single tokens.
         path: of the interface, for the log.
         ignored: fields of the request that nothing is done with.
+        schema: of the JSON that an answer is to be; None for any text.
     """
 
     prompt: Callable[[], Prompt] = field(repr=False)
@@ -37,6 +39,7 @@ class Asked:
     stream: bool
     path: str
     ignored: Sequence[str] = ()
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +72,17 @@ async def begin(server: Server, asked: Asked) -> Running:
         question = prompt.tokens[len(shared) :]
         max_tokens = min(max_tokens, server.limits["reserve"] - len(question))
     params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
-    make = server.engine.request
-    request = await asyncio.to_thread(make, text, question, params=params, stream=asked.stream)
+    request = await asyncio.to_thread(_request, server, asked, text, question, params)
     stream = server.served.submit(request)
     counted = len(shared) if there else 0
     metrics.count(server.metrics, prompt_tokens=len(prompt.tokens), prefix_cache_queries=len(prompt.tokens))
     metrics.count(server.metrics, prefix_cache_hits=counted)
     return Running(asked, stream, number, len(prompt.tokens), counted, len(shared) - counted, begin, int(time.time()))
+
+
+def _request(server: Server, asked: Asked, text: Any, question: Any, params: SamplingParams) -> Request:
+    allowed = None if asked.schema is None else allowed_tokens(server.model, asked.schema)
+    return server.engine.request(text, question, params=params, stream=asked.stream, allowed_tokens=allowed)
 
 
 async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOutput, None]:
@@ -113,7 +120,9 @@ async def collected(server: Server, running: Running) -> list[RequestOutput]:
 
 
 def _longer(old: RequestOutput, new: RequestOutput) -> RequestOutput:
-    return replace(new, text=old.text + new.text, token_ids=(*old.token_ids, *new.token_ids))
+    logprobs = None if old.logprobs is None or new.logprobs is None else (*old.logprobs, *new.logprobs)
+    ids = (*old.token_ids, *new.token_ids)
+    return replace(new, text=old.text + new.text, token_ids=ids, logprobs=logprobs)
 
 
 def _most_tokens(server: Server, prompt: int, wanted: int | None) -> int:

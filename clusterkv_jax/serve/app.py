@@ -114,7 +114,8 @@ def _check_key(keys: tuple[str, ...], request: Request) -> None:
         return
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     given = (token.strip() if kind.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
-    right = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+    # starlette reads a header's bytes as Latin-1.
+    right = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
     if not any(right):
         message = "A valid API key is needed, as 'Authorization: Bearer KEY' or x-api-key."
         raise ApiError(message, 401, code="invalid_api_key")

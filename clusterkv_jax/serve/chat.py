@@ -13,6 +13,8 @@ from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import DONE, event, json_response, streamed, unless_gone
+from clusterkv_jax.serve.grammar import schema_of
+from clusterkv_jax.serve.logprobs import ChatLogprobs, of_chat
 from clusterkv_jax.serve.openai import FINISH_REASONS, Drawing, StreamOptions, Usage, how, usage_of
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
@@ -85,7 +87,7 @@ class Choice(Struct):
     index: int
     message: Answer
     finish_reason: str | None
-    logprobs: Any = None
+    logprobs: ChatLogprobs | None = None
 
 
 class Delta(Struct):
@@ -94,7 +96,7 @@ class Delta(Struct):
     index: int
     delta: Answer
     finish_reason: str | None = None
-    logprobs: Any = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Struct, kw_only=True, omit_defaults=True):
@@ -112,19 +114,19 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
     """The endpoint."""
     body, ignored = await bodies.parsed(raw, ChatRequest)
     bodies.check_model(body.model, server.settings.model_name)
-    bodies.refuse(body, tool_choice="none" if body.tool_choice == "none" else "auto", response_format={"type": "text"})
-    bodies.refuse(body, logprobs=False, top_logprobs=0)
+    bodies.refuse(body, tool_choice="none" if body.tool_choice == "none" else "auto")
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     variables = dict(body.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
     messages, cut = as_messages(body.messages)
     conversation = continued(Conversation(messages, cut, variables), bool(body.continue_final_message))
     asked = Asked(
         partial(of_conversation, server.model, conversation),
-        how(body),
+        how(body) | {"logprobs": (body.top_logprobs or 0) if body.logprobs else None},
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         bool(body.stream),
         request.url.path,
         ignored,
+        schema_of(body.response_format),
     )
     running = await unless_gone(request, begin(server, asked))
     if body.stream:
@@ -134,7 +136,8 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
     for each in answers:
         text, calls = calls_in(each.text) if tools else (each.text, [])
         message = Answer("assistant", text if text or not calls else None, _tool_calls(running, each.index, calls))
-        choices.append(Choice(each.index, message, "tool_calls" if calls else FINISH_REASONS[each.finish_reason]))
+        reason = "tool_calls" if calls else FINISH_REASONS[each.finish_reason]
+        choices.append(Choice(each.index, message, reason, of_chat(server.model.tokenizer, each.logprobs)))
     usage = usage_of(running, sum(len(each.token_ids) for each in answers))
     return json_response(_completion(server, running, "chat.completion", choices, usage))
 
@@ -180,8 +183,9 @@ async def _chunks(server: Server, running: Running, options: StreamOptions, tool
                 called = _tool_calls(running, index, calls)
                 delta = Answer(None, text[len(before) :] or None, called)
                 reason = "tool_calls" if calls else reason
-                if delta.content or called or reason:
-                    yield event(chunk([Delta(index, delta, reason)], usage))
+                logprobs = of_chat(server.model.tokenizer, output.logprobs)
+                if delta.content or called or reason or logprobs:
+                    yield event(chunk([Delta(index, delta, reason, logprobs)], usage))
         if options.include_usage:
             yield event(chunk([], usage_of(running, tokens)))
     except Exception as error:

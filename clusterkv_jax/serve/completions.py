@@ -1,5 +1,6 @@
 """OpenAI's `/v1/completions`: texts or token ids as they are."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -9,10 +10,12 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from clusterkv_jax.engine import RequestOutput
 from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import DONE, event, json_response, streamed, unless_gone
+from clusterkv_jax.serve.logprobs import CompletionLogprobs, of_completion
 from clusterkv_jax.serve.openai import FINISH_REASONS, Drawing, StreamOptions, Usage, how, usage_of
 from clusterkv_jax.serve.prompts import Prompt, of_text
 from clusterkv_jax.serve.server import Server
@@ -38,7 +41,7 @@ class Choice(Struct):
     index: int
     text: str
     finish_reason: str | None = None
-    logprobs: Any = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(Struct, kw_only=True, omit_defaults=True):
@@ -56,10 +59,10 @@ async def completions(server: Server, request: Request, raw: bytes) -> Response:
     """The endpoint."""
     body, ignored = await bodies.parsed(raw, CompletionRequest)
     bodies.check_model(body.model, server.settings.model_name)
-    bodies.refuse(body, echo=False, suffix="", best_of=body.n or 1, logprobs=None)
+    bodies.refuse(body, echo=False, suffix="", best_of=body.n or 1)
     asked = Asked(
         partial(_prompt, server, body.prompt),
-        how(body),
+        how(body) | {"logprobs": body.logprobs},
         body.max_tokens,
         bool(body.stream),
         request.url.path,
@@ -69,18 +72,19 @@ async def completions(server: Server, request: Request, raw: bytes) -> Response:
     if body.stream:
         return streamed(_chunks(server, running, body.stream_options or StreamOptions()), running)
     answers = await unless_gone(request, collected(server, running))
-    choices = [Choice(each.index, each.text, FINISH_REASONS[each.finish_reason]) for each in answers]
+    choices = [_choice(server, each) for each in answers]
     tokens = sum(len(each.token_ids) for each in answers)
     return json_response(_completion(server, running, choices, usage=usage_of(running, tokens)))
 
 
 async def _chunks(server: Server, running: Running, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-    tokens = 0
+    tokens, letters = 0, Counter[int]()
     try:
         async with aclosing(outputs(server, running)) as pieces:
             async for output in pieces:
                 tokens += len(output.token_ids)
-                choice = Choice(output.index, output.text, FINISH_REASONS[output.finish_reason])
+                choice = _choice(server, output, letters[output.index])
+                letters[output.index] += len(output.text)
                 usage = usage_of(running, tokens) if options.continuous_usage_stats else None
                 yield event(_completion(server, running, [choice], usage=usage))
         if options.include_usage:
@@ -88,6 +92,12 @@ async def _chunks(server: Server, running: Running, options: StreamOptions) -> A
     except Exception as error:
         yield event(error_body("openai", as_api_error(error)))
     yield DONE
+
+
+def _choice(server: Server, output: RequestOutput, letters: int = 0) -> Choice:
+    """An answer, or what follows so many letters of it."""
+    logprobs = of_completion(server.model.tokenizer, output.logprobs, letters)
+    return Choice(output.index, output.text, FINISH_REASONS[output.finish_reason], logprobs)
 
 
 def _completion(server: Server, running: Running, choices: list[Choice], usage: Usage | None) -> Completion:

@@ -16,6 +16,7 @@ from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
+from clusterkv_jax.serve.grammar import schema_of
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.tools import Call, as_template_call, calls_in, visible
@@ -56,6 +57,12 @@ class Tool(Struct):
     input_schema: dict[str, Any] = {}
 
 
+class OutputConfig(Struct):
+    """What kind of text is wanted."""
+
+    format: dict[str, Any] | None = None
+
+
 class CountRequest(Struct, kw_only=True):
     """Messages whose tokens are counted."""
 
@@ -75,6 +82,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: OutputConfig | None = None
 
 
 class Usage(Struct):
@@ -106,9 +114,9 @@ async def messages(server: Server, request: Request, raw: bytes) -> Response:
     how["stop"] = tuple(body.stop_sequences)
     conversation = _conversation(server, body)
     prompt, tools = partial(of_conversation, server.model, conversation), "tools" in conversation.variables
-    running = await unless_gone(
-        request, begin(server, Asked(prompt, how, body.max_tokens, body.stream, request.url.path, ignored))
-    )
+    schema = schema_of(None if body.output_config is None else body.output_config.format)
+    asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, ignored, schema)
+    running = await unless_gone(request, begin(server, asked))
     if body.stream:
         return streamed(_events(server, running, body.stop_sequences, tools), running)
     (answer,) = await unless_gone(request, collected(server, running))

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from clusterkv_jax.serve.answers import Running
-from clusterkv_jax.serve.body import refuse
+from clusterkv_jax.serve.errors import ApiError
+from clusterkv_jax.storage.schema import shown
 
 # Most answers, stop strings and tokens with a bias of one request: more are an accident or an attack.
 Few, Many = Meta(ge=1, le=128), Meta(max_length=1024)
@@ -62,9 +63,14 @@ def usage_of(running: Running, tokens: int) -> Usage:
 
 
 def how(body: Drawing) -> dict[str, Any]:
-    """The fields of `SamplingParams`. Raises ApiError for what the engine cannot do."""
-    refuse(body, ignore_eos=False, min_tokens=0, logit_bias={})
-    refuse(body, frequency_penalty=0, presence_penalty=0, repetition_penalty=1)
-    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n")}
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop
-    return given | {"stop": stop and tuple(stop), "stop_token_ids": body.stop_token_ids and tuple(body.stop_token_ids)}
+    """The fields of `SamplingParams`. Raises ApiError for a bias of what is no token id."""
+    given = {name: getattr(body, name) for name in Drawing.__struct_fields__}
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    for name in ("stop", "stop_token_ids"):
+        given[name] = None if given[name] is None else tuple(given[name])
+    if body.logit_bias is not None:
+        if wrong := [token for token in body.logit_bias if not (token.isascii() and token.isdigit())]:
+            raise ApiError(f"logit_bias must name token ids, got {shown(repr(wrong[0]))}.", param="logit_bias")
+        given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+    return given
