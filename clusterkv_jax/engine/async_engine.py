@@ -23,8 +23,12 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock, self._arriving, self._closed, self._stopping = threading.Lock(), 0, False, False
+        # Answers of requests that the owner has not seen yet, and requests to be cancelled, by their numbers.
+        self._arriving: dict[int, int] = {}
+        self._cancelled: set[int] = set()
+        self._lock, self._closed, self._stopping = threading.Lock(), False, False
         self._error: Exception | None = None
+        engine.on_pause(self._cancel_asked)
         self._thread = threading.Thread(target=self._work, name="clusterkv-engine", daemon=True)
         self._thread.start()
 
@@ -43,14 +47,15 @@ class AsyncEngine:
         stream = OutputStream(partial(self.cancel, request.request_id), request)
         with self._lock:
             self._check_open()
-            self.engine.check_room(request, self._arriving)
-            self._arriving += request.params.n
+            self.engine.check_room(request, sum(self._arriving.values()))
+            self._arriving[request.request_id] = request.params.n
             self._inbox.put(partial(self._add, request, stream))
         return stream
 
     def cancel(self, request_id: int) -> None:
         """End a request, all its answers; one that has ended, or was never handed over, is none."""
-        self._inbox.put(partial(self.engine.cancel, request_id))
+        self._cancelled.add(request_id)
+        self._inbox.put(self._cancel_asked)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """What `function(engine, *args)` returns in the thread that owns the engine, between two of its steps.
@@ -109,8 +114,14 @@ class AsyncEngine:
 
     def _add(self, request: Request, stream: "OutputStream") -> None:
         with self._lock:
-            self._arriving -= request.params.n
-        self.engine.submit(request, stream.put)
+            self.engine.submit(request, stream.put)
+            del self._arriving[request.request_id]
+
+    def _cancel_asked(self) -> None:
+        """End what was cancelled, while a prompt is read too; what has not arrived yet, when it has."""
+        for request_id in self._cancelled - self._arriving.keys():
+            self._cancelled.discard(request_id)
+            self.engine.cancel(request_id)
 
     def _stop(self) -> None:
         self._stopping = True

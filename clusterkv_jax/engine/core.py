@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,10 @@ from clusterkv_jax.runtime.sharding import on_mesh
 from clusterkv_jax.text.stops import shorten, show
 
 
+class _NobodyWaitsError(Exception):
+    """Ends the reading of a prompt whose request was cancelled."""
+
+
 class EngineCore:
     """The queue, the slots and what becomes of requests. One thread uses it.
 
@@ -58,6 +62,7 @@ class EngineCore:
         schedule: who waits and who runs.
         handles: of all requests that have not come to an end.
         listeners: what `Engine.stream` reads.
+        on_pause: called while a prompt is read, now and then; may cancel requests.
     """
 
     def __init__(
@@ -74,7 +79,8 @@ class EngineCore:
         self.entering, self.most_waiting = entering, most_waiting
         with own_settings(), self._on_mesh():
             self.runner = ModelRunner(model, method, layout)
-        self.prefiller = Prefiller(model, method, layout, contexts)
+        self.prefiller = Prefiller(model, method, layout, contexts, self._pause)
+        self.on_pause: Callable[[], None] = lambda: None
         self.schedule = Schedule((), (None,) * layout.slots)
         self.handles: dict[Key, Handle] = {}
         self.listeners: list[deque[tuple[Handle, str]]] = []
@@ -156,24 +162,41 @@ class EngineCore:
             entered += len(requests)
             placed = zip(requests, self.schedule.free, strict=False)
             new = [slot for request, slot in placed if self._admit(request, slot)]
+            new = [slot for slot in new if self.schedule.running[slot] is not None]  # who has not been cancelled since
             self.runner.append_questions({slot: self.schedule.sequence(slot).request for slot in new})
             self._sample_first(new)
 
     def _admit(self, request: Request, slot: int) -> bool:
-        """Put a request's cache into a slot; False if its prompt cannot be read."""
+        """Put a request's cache into a slot; False if its prompt cannot be read, or nobody waits for it any more."""
+        if request.key not in self.handles:
+            return False
         try:
             if request.context is None:
                 result = self.prefiller.of_prompt(request, self.schedule.waiting[1:2])
             else:
                 result = self.prefiller.of_context(request.context, request.batch.max_new_tokens)
             self.runner.insert(slot, result)
+        except _NobodyWaitsError:
+            return False
         except (ValueError, MemoryError) as error:
             self._finish(RunningSequence(request), "failed", error)
+            return False
+        if request.key not in self.handles:
             return False
         sequence = RunningSequence(request, seed_words(request.seed), result.rows)
         self.schedule = place(self.schedule, slot, sequence)
         self.handles[request.key].state = "active"
         return True
+
+    def _pause(self, request: Request | None) -> None:
+        """Between two layers of a prompt: those go on for whose tokens somebody waits. Raises _NobodyWaitsError for a
+        request that was cancelled meanwhile.
+        """
+        self.on_pause()
+        if any(self.schedule.sequence(slot).request.stream for slot in self.schedule.decoding):
+            self._decode()
+        if request is not None and request.key not in self.handles:
+            raise _NobodyWaitsError
 
     def _sample_first(self, new: list[int]) -> None:
         """Draw the first tokens of new slots."""
@@ -198,7 +221,8 @@ class EngineCore:
         self._count(steps=steps, active_steps=int((tokens != -1).sum()))
         now = self.now()
         for slot in active:
-            self._emit(slot, tokens[slot].tolist(), now, logprobs)
+            if self.schedule.running[slot] is not None:  # nobody who listens has cancelled it since
+                self._emit(slot, tokens[slot].tolist(), now, logprobs)
 
     def _masks(self, slots: Sequence[int]) -> dict[int, np.ndarray]:
         """Allowed tokens of those slots that have a grammar; a request whose grammar fails is at its end."""
@@ -228,21 +252,24 @@ class EngineCore:
             if sequence.ended:
                 self._finish(sequence, "finished", self._result(slot, sequence, now))
             else:
-                self.schedule = place(self.schedule, slot, self._say(sequence))
+                self._say(slot, sequence)
         except ValueError as error:
             self._finish(sequence, "failed", error)
 
-    def _say(self, sequence: RunningSequence) -> RunningSequence:
-        """Pass on what is new of a sequence, where somebody listens."""
+    def _say(self, slot: int, sequence: RunningSequence) -> None:
+        """A sequence goes on; pass on what is new of it, where somebody listens."""
         handle = self.handles[sequence.request.key]
-        if self.listeners or handle.on_output is not None:
-            shown, tokenizer = sequence.shown, self.model.tokenizer
-            if tokenizer is not None:
-                stops = sequence.request.batch.stops
-                shown = show(tokenizer, 0, list(sequence.tokens), shown, stops, False, lambda *_: None)
-            self._deliver(handle, output_of(sequence, shown))
-            sequence = replace(sequence, shown=shown, said=len(sequence.tokens))
-        return sequence
+        listened = self.listeners or handle.on_output is not None
+        if not listened:
+            self.schedule = place(self.schedule, slot, sequence)
+            return
+        shown, tokenizer = sequence.shown, self.model.tokenizer
+        if tokenizer is not None:
+            stops = sequence.request.batch.stops
+            shown = show(tokenizer, 0, list(sequence.tokens), shown, stops, False, lambda *_: None)
+        said = replace(sequence, shown=shown, said=len(sequence.tokens))
+        self.schedule = place(self.schedule, slot, said)
+        self._deliver(handle, output_of(sequence, shown))
 
     # --- small parts ---
 

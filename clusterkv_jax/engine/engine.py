@@ -61,6 +61,8 @@ class Engine:
         context_disk_bytes: of those in `context_folder`.
         context_folder: a folder that exists, for contexts that no memory has room for; None leaves them out.
         prefill_chunk: as in `generate`.
+        prefill_tokens: tokens of prompts that are read between two calls of the decode program, if somebody waits for
+            each token of a stream. A long prompt is read some layers at a time, so that its result does not change.
         keep_short: as in `generate`.
 
     Raises:
@@ -87,6 +89,7 @@ class Engine:
         context_disk_bytes: int = DISK_BYTES,
         context_folder: str | os.PathLike[str] | None = None,
         prefill_chunk: int | None = None,
+        prefill_tokens: int = 2048,
         keep_short: bool = False,
     ) -> None:
         named = method_for(model, method, budget=budget, ratio=ratio, tokens=tokens)
@@ -95,10 +98,11 @@ class Engine:
         sums = {"context_host_bytes": context_host_bytes, "context_disk_bytes": context_disk_bytes}
         sums |= {"max_waiting_bytes": max_waiting_bytes, "context_bytes": context_bytes or 0}
         sums |= {"device_bytes": device_bytes or 0}
+        counts |= {"prefill_tokens": prefill_tokens}
         counts |= {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
         check_arguments(named, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, named)
-        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, keep_short
+        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, prefill_tokens, keep_short
         with own_settings(), on_mesh(model.mesh, model.config.num_kv_heads):
             self._layout = make_layout(model, self.method, *sizes)
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}
@@ -193,6 +197,10 @@ class Engine:
     def check_room(self, request: Request, ahead: int = 0) -> None:
         """Raise EngineFull if the queue has no place for a request, with `ahead` others before it."""
         self._core.check_room(request, ahead)
+
+    def on_pause(self, function: Callable[[], None]) -> None:
+        """Call a function, which may cancel requests, wherever the engine pauses while it reads a prompt."""
+        self._core.on_pause = function
 
     def cancel(self, request_id: int) -> None:
         """End a request, all of its answers, now. Of one that has ended nothing changes."""

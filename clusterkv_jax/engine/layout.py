@@ -48,6 +48,7 @@ class Layout:
         context_bytes: for contexts on the device.
         memory: the plan of the device's memory.
         prefill_chunk: as in `generate`.
+        prefill_tokens: of prompts that are read between two calls of the decode program.
     """
 
     slots: int
@@ -59,6 +60,7 @@ class Layout:
     context_bytes: int
     memory: MemoryPlan
     prefill_chunk: int | None
+    prefill_tokens: int
 
 
 def check_arguments(method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]) -> None:
@@ -81,6 +83,7 @@ def make_layout(
     context_bytes: int | None,
     device_bytes: int | None,
     prefill_chunk: int | None,
+    prefill_tokens: int,
     keep_short: bool,
 ) -> Layout:
     """The layout of an engine with these arguments. Raises ValueError for what does not fit `device_bytes`."""
@@ -98,6 +101,7 @@ def make_layout(
     plans = slot_plans(config, method, request)
     one, logits = template(params, config, method, plans, width, **sizes)
     contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
+    reading = prefill_chunk, prefill_tokens
     memory = memory_plan(params, config, (one, logits), slots, width, contexts)
     check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
-    return Layout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, prefill_chunk)
+    return Layout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, *reading)

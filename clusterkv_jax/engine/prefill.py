@@ -1,7 +1,7 @@
 """Prefill: a prompt read with the model, or a saved cache from its file, into what a slot takes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,20 @@ from clusterkv_jax.text.tokenizer import Tokens
 
 
 class Prefiller:
-    """Reads prompts and contexts: what the store holds of them, or else with the model."""
+    """Reads prompts and contexts: what the store holds of them, or else with the model.
 
-    def __init__(self, model: Model, method: Method, layout: Layout, store: ContextStore) -> None:
+    While it reads, it pauses now and then, with the request that is read or None.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        method: Method,
+        layout: Layout,
+        store: ContextStore,
+        pause: Callable[[Request | None], None],
+    ) -> None:
+        self._pause = pause
         self.model, self.method, self.layout, self._contexts = model, method, layout, store
         self._held: tuple[Request, PrefillResult] | None = None
 
@@ -70,7 +81,7 @@ class Prefiller:
             new = answer_tokens(limits, len(tokens)) if max_new_tokens is None else max_new_tokens
             batch = self.batch(tokens, None, max_new_tokens=new)
             context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._contexts, in_chat)
-            result = prefill_batch(self.model, self.method, self.layout, batch, seed)
+            result = self._read(batch, seed)
         self._contexts.put(number, result)
         return context
 
@@ -86,7 +97,7 @@ class Prefiller:
         """
         if not rows_alike(self.model, self.method, context, max_new_tokens):
             batch = self.batch(list(context.tokens), None, max_new_tokens=max_new_tokens)
-            return prefill_batch(self.model, self.method, self.layout, batch, context.seed)
+            return self._read(batch, context.seed)
         if (result := self._contexts.get(context.number)) is not None:
             return result
         if context.file is not None:
@@ -95,7 +106,7 @@ class Prefiller:
                 raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
         else:
             batch = self.batch(list(context.tokens), None, max_new_tokens=context.max_new_tokens)
-            result = prefill_batch(self.model, self.method, self.layout, batch, context.seed)
+            result = self._read(batch, context.seed)
         self._contexts.put(context.number, result)
         return result
 
@@ -104,7 +115,7 @@ class Prefiller:
         held, self._held = self._held, None
         if held is None or not request.reads_as(held[0]):
             del held  # there is room for one prompt at a time
-            result = prefill_batch(self.model, self.method, self.layout, request.batch, request.read_seed)
+            result = self._read(request.batch, request.read_seed, request)
         else:
             result = held[1]
         if any(request.reads_as(other) for other in following):
@@ -116,10 +127,24 @@ class Prefiller:
         if self._held is not None and not any(request.reads_as(self._held[0]) for request in following):
             self._held = None
 
+    def _read(self, batch: Batch, seed: int, request: Request | None = None) -> PrefillResult:
+        return prefill_batch(self.model, self.method, self.layout, batch, seed, partial(self._pause, request))
 
-def prefill_batch(model: Model, method: Method, layout: Layout, batch: Batch, seed: int) -> PrefillResult:
-    """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it."""
+
+def prefill_batch(
+    model: Model, method: Method, layout: Layout, batch: Batch, seed: int, pause: Callable[[], None]
+) -> PrefillResult:
+    """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it.
+
+    It pauses after so many layers as come to `layout.prefill_tokens` tokens through all of them.
+    """
     request = request_of_batch(model, method, batch)
+    every = max(1, model.config.num_layers * layout.prefill_tokens // batch.width)
+
+    def on_layer(number: int, _: jax.Array) -> None:
+        if (number + 1) % every == 0:
+            pause()
+
     cache, logits = prefill(
         model.params,
         model.config,
@@ -133,6 +158,7 @@ def prefill_batch(model: Model, method: Method, layout: Layout, batch: Batch, se
         whole=batch.whole,
         plans=layout.plans,
         key=seed_key(seed),
+        on_layer=on_layer,
     )
     return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
