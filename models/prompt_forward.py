@@ -9,23 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from clusterkv_jax.blocks.context_parallel import attention_over_tokens
+from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.models import decoder
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
-from clusterkv_jax.runtime.dispatch import platform
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import constrain, constrain_cache, token_ways
-
-# Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
-# activations of 14,336 columns in bf16 stay below a GB each.
-TOKENS_AT_ONCE = 32768
-TOKENS_IN_CACHES = 1024  # the same on a CPU, whose caches hold the activations of so many
-
-
-def tokens_at_once() -> int:
-    """Tokens of all sequences that a layer takes at once on the device that is compiled for, attention apart."""
-    return TOKENS_IN_CACHES if platform() == "cpu" else TOKENS_AT_ONCE
 
 
 def _positions(batch: int, width: int) -> Int[Array, "B N"]:

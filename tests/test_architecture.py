@@ -118,3 +118,47 @@ def test_earlier_paths_lead_to_the_same_functions(name):
     home = {"conversion": "checkpoints.convert", "host_store": "cache.host_store"}[module]
     found = getattr(importlib.import_module(f"clusterkv_jax.{module}"), function)
     assert found is getattr(importlib.import_module(f"clusterkv_jax.{home}"), function)
+
+
+def taken_from(module, file):
+    """The names that a file imports from a module."""
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == module]
+    return {name.name for node in found for name in node.names}
+
+
+def products(file):
+    """The products of arrays that a file asks for."""
+    kinds = {"einsum", "matmul", "dot", "dot_general", "tensordot", "ragged_dot"}
+    tree = list(ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))))
+    signs = [node for node in tree if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)]
+    return signs + [node for node in tree if isinstance(node, ast.Attribute) and node.attr in kinds]
+
+
+# Who may still choose by the platform: none is added, since a choice is a backend of a block or of an op.
+CHOOSE_BY_PLATFORM = {
+    "cache/host_store.py",
+    "generation/generate.py",
+    "kmeans.py",
+    "learned/repeated_attention.py",
+    "methods/by_head.py",
+    "methods/compressing.py",
+    "methods/families/clustering.py",
+    "methods/orbitkv.py",
+    "methods/plan.py",
+    "soft_matching.py",
+}
+
+
+def test_blocks_and_kernels_alone_choose_by_the_platform():
+    above = [file for file in files() if not file.startswith(("runtime/", "kernels/", "blocks/"))]
+    asking = {
+        file for file in above if taken_from("clusterkv_jax.runtime.dispatch", file) & {"platform", "device_kind"}
+    }
+    assert asking == CHOOSE_BY_PLATFORM
+
+
+def test_linear_alone_multiplies_with_weights():
+    with_weights = [file for file in files() if file.startswith(("blocks/", "models/", "training/"))]
+    found = {file for file in with_weights if products(file)}
+    assert found == {"blocks/linear.py", "blocks/causal_attention.py", "blocks/tiled_attention.py"}

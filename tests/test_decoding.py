@@ -11,12 +11,13 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import decoding
+from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
 from clusterkv_jax.cache.pages import unpaged
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.models import decoder, parameters, prompt_forward
+from clusterkv_jax.models import decoder, parameters
 from tests.support.methods import every_method, named
 from tests.support.tiny import VOCAB, prompt, taught, tiny
 
@@ -107,7 +108,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
         lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths, None)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
-    most = prompt_forward.tokens_at_once() // batch
+    most = tokens_at_once() // batch
     assert inner(most) == {most}
     assert inner(most + 64) == {most // 2 + 32}
 

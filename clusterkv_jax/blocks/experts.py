@@ -106,7 +106,7 @@ def _with_down_bias(
         return out
     bias = weights["down_bias"].astype(jnp.float32)
     by_expert = jnp.sum(jax.nn.one_hot(chosen, len(bias)) * shares[..., None], axis=2)
-    return out + jnp.einsum("bte,em->btm", by_expert, bias, precision=jax.lax.Precision.HIGHEST).astype(out.dtype)
+    return out + linear(by_expert, bias).astype(out.dtype)
 
 
 def _of_tokens(

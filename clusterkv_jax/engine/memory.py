@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.prompt_forward import tokens_at_once
 from clusterkv_jax.runtime.sharding import HEAD_AXES, ambient_mesh, partition
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.cache.layers import LayerCache, from_tokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
@@ -41,7 +42,7 @@ def projected_norms(
         weights = output[head].astype(jnp.float32)
 
         def norm(row: Float[Array, " D"]) -> Float[Array, ""]:
-            return jnp.linalg.norm(jnp.matmul(row, weights, precision=HIGHEST), ord=order)
+            return jnp.linalg.norm(linear(row, weights), ord=order)
 
         return jax.lax.map(norm, rows[head // (heads // kv_heads)], batch_size=min(ROWS_AT_ONCE, batch * count))
 

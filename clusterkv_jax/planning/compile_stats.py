@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from clusterkv_jax.blocks.linear import TOKENS_AT_ONCE
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.methods import Full, Method
@@ -20,7 +21,6 @@ from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once, pro
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import abstract
-from clusterkv_jax.models.prompt_forward import TOKENS_AT_ONCE
 from clusterkv_jax.planning.abstract_request import ProgramCall, ProgramJob, chip_bytes, placed
 from clusterkv_jax.planning.arithmetic import along, of_all_layers
 from clusterkv_jax.planning.collectives import per_step
