@@ -8,7 +8,7 @@ import openai
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.serve import Settings, make_server
+from clusterkv_jax.serve import Settings, make_server, warm_up
 from tests.support.byte_model import byte_model
 from tests.support.server import TEMPLATE, running, wait_for
 
@@ -27,6 +27,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def address(server):
+    warm_up(server)
     with running(server) as address:
         yield address
 

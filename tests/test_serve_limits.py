@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
+from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.serve import Settings, make_server
 from clusterkv_jax.serve.prompts import Conversation, Prompt, joined, of_conversation
 from clusterkv_jax.serve.tools import Call, calls_in, visible
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import check_sentence
-from tests.support.byte_model import byte_model
+from tests.support.byte_model import byte_model, byte_tokenizer
 from tests.support.server import TEMPLATE, running, wait_for
 
 USER = {"role": "user", "content": "Who are you?"}
@@ -79,36 +80,31 @@ def test_a_full_queue_says_when_to_come_back(address, server):
     wait_for(lambda: server.served.stats().active == 0)
 
 
-def test_a_server_that_is_told_to_end_lets_answers_end():
-    command = [
-        sys.executable,
-        "-m",
-        "clusterkv_jax",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--slots",
-        "1",
-        "--method",
-        "full",
-    ]
-    command += ["--max-tokens", "256", "--reserve", "128", "--shutdown-timeout", "60"]
+@pytest.fixture
+def folder(tmp_path):
+    """A model in files, for a command."""
+    (tmp_path / "tokens.json").write_text(byte_tokenizer().to_str())
+    model, target = byte_model(), tmp_path / "bytes"
+    save_huggingface(target, model.params, model.config, tokenizer_json=tmp_path / "tokens.json", dtype="float32")
+    return target
+
+
+def test_a_command_that_is_told_to_end_lets_answers_end(folder):
+    room = ["--port", "0", "--slots", "1", "--max-tokens", "128", "--reserve", "64", "--method", "full"]
+    command = [sys.executable, "-m", "clusterkv_jax", "serve", str(folder), *room]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        address = next(line for line in process.stderr if "http://" in line).split()[-1]
-        with httpx.stream("POST", f"{address}/v1/completions", json=ask(40), timeout=60) as response:
+        said, address = next(line for line in process.stderr if "http://" in line).rsplit(maxsplit=1)
+        body = {"prompt": "The ship", "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             first = next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        assert first.startswith("data: ")
-        assert rest[-1] == "data: [DONE]"
         assert process.wait(60) in (0, -signal.SIGTERM)
-
-
-def ask(tokens):
-    return {"prompt": "The ship", "max_tokens": tokens, "stream": True}
+    assert said.startswith("bytes · full · 1 slots")
+    assert first.startswith("data: ")
+    assert rest[-1] == "data: [DONE]"
 
 
 @pytest.fixture(scope="module")

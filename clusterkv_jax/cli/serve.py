@@ -72,7 +72,7 @@ def serve(
         for needed in ("starlette", "uvicorn", "prometheus_client"):
             library(needed, "clusterkv serve", "serve")
         use_compilation_cache(compilation_cache)
-        from clusterkv_jax.serve import Settings, bound, make_server, uvicorn_server
+        from clusterkv_jax.serve import Settings, bound, make_server, uvicorn_server, warm_up
         from clusterkv_jax.storage.schema import MIB
 
         name = served_model_name or Path(model).name or model
@@ -84,9 +84,11 @@ def serve(
         with bound(host, port) as listener:
             network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
             server = make_server(network, settings, method=kept, **room)
+            console = plain_console(stderr=True, highlight=False, soft_wrap=True)
+            with console.status("Compiling ..."):
+                warm_up(server)
             _log_to_standard_error()
             address = f"http://{host}:{listener.getsockname()[1]}"
-            console = plain_console(stderr=True, highlight=False, soft_wrap=True)
             console.print(f"{name} · {method} · {slots} slots · {address}", style="dim", markup=False)
             uvicorn_server(server).run(sockets=[listener])
 

@@ -82,3 +82,8 @@ def make_server(
     engine = Engine(model, max_tokens=max_tokens, reserve=reserve, **{"keep_short": True, **options})
     most = min(max_tokens, model.config.max_positions)
     return Server(model, engine, AsyncEngine(engine), {"max_tokens": most, "reserve": min(reserve, most)}, settings)
+
+
+def warm_up(server: Server) -> None:
+    """Compile what every answer runs, by a short one, so that no client waits for it."""
+    server.served.call(lambda engine: engine.generate([[0] * 8], questions=[[0]], max_new_tokens=2)).result()
