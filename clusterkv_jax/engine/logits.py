@@ -55,8 +55,8 @@ class Logprobs:
     """Log probabilities of B drawn tokens, and of the k most likely ones, by the model's logits as they are."""
 
     drawn: Float[Array, "B ..."]
-    top_ids: Int[Array, "B ... k"]
-    top: Float[Array, "B ... k"]
+    top_ids: Int[Array, "B ... _"]
+    top: Float[Array, "B ... _"]
 
 
 def logits_state(sequences: Sequence[Any], masks: dict[int, np.ndarray], vocab_size: int, reserve: int) -> LogitsState:
