@@ -1,11 +1,11 @@
 """The cache of all slots and the programs over it: one sequence per slot, shapes that never change.
 
-    template   the shapes of one sequence's cache, of the longest request
-    insert     a compressed prompt into a slot, at a traced number
-    extract    a copy of a slot
-    append_question  question tokens into it
+    template         the shapes of one sequence's cache, of the longest request
+    insert           a compressed prompt into a slot, at a traced number
+    extract          a copy of a slot
+    append_question  question tokens into slots
     sample_first     the first token of slots that are new
-    decode     decode steps of the slots that are active, until a limit or until too few are
+    decode           decode steps of the slots that are active, until a limit or until too few are
 
 A slot without a token in a step neither grows nor is compressed, whatever it holds.
 """
