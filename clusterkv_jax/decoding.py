@@ -143,7 +143,10 @@ def prefill(
 
         known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
         planned = cache(partial(planned_layer, config, method, request, *known))
-        following = lambda number: planned(number + 1)[0] if number + 1 < config.num_layers else None  # noqa: E731
+
+        def following(number):
+            return planned(number + 1)[0] if number + 1 < config.num_layers else None
+
         done, waiting, selection, workspace, draws, layers = [], [], None, None, None, layers_in_a_row(config)
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
@@ -416,7 +419,10 @@ def _read_layer(
     """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in its next
     place, rows beyond the lengths zeroed.
     """
-    on_tokens = lambda x: constrain(x, "batch", "tokens", None)  # noqa: E731
+
+    def on_tokens(x):
+        return constrain(x, "batch", "tokens", None)
+
     entering = on_tokens(decoder.attention_input(weights, config, hidden)) if "hidden" in parts else None
     surrogate = weights["surrogate"] if "scores" in parts else None
     hidden, q, k, v, scores = prompt_forward.over_prompt(weights, config, chunk, hidden, surrogate)

@@ -83,8 +83,13 @@ def _repeated(move: Callable[..., Any], state: Any, most: int) -> Any:
     """
     if platform() == "gpu":
         return jax.lax.fori_loop(0, most, move, state)
-    unfinished = lambda state: (state[0] < most) & jnp.any(state[1][-1])  # noqa: E731
-    step = lambda state: (state[0] + 1, move(None, state[1]))  # noqa: E731
+
+    def unfinished(state):
+        return (state[0] < most) & jnp.any(state[1][-1])
+
+    def step(state):
+        return (state[0] + 1, move(None, state[1]))
+
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 

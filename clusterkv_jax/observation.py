@@ -142,7 +142,10 @@ def calibrate(
         _add_hidden(model, sequences[i], sums, i)
     saved, saving, total = time.monotonic(), 0.0, layers_read(model, sequences)
     for i in range(int(sums["sequences"]), len(sequences)):
-        done = lambda layers, i=i: progress and progress(i * (total // len(sequences)) + layers, total)  # noqa: E731
+
+        def done(layers, i=i):
+            return progress and progress(i * (total // len(sequences)) + layers, total)
+
         _add(model, sequences[i], sums, i, AdaKV(Budget(ratio=ratio)), chunk, threshold, done)
         if resume is not None and (begin := time.monotonic()) - saved > max(SAVE_SECONDS, SAVE_EACH * saving):
             _keep(resume, sums, text.hexdigest())

@@ -50,10 +50,15 @@ def limit_of(
 
     def count(is_one: Callable[[Array, Array], Array]) -> Array:
         """How many scores `is_one` is true for. Threads add up their own, so that they meet once, not in every tile."""
-        add = lambda number, key, total: total + is_one(number, key).astype(jnp.int32)  # noqa: E731
+
+        def add(number, key, total):
+            return total + is_one(number, key).astype(jnp.int32)
+
         return jnp.sum(over_tiles(add, jnp.zeros(size, jnp.int32)))
 
-    least = lambda _, key, low: jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST)))  # noqa: E731
+    def least(_, key, low):
+        return jnp.minimum(low, jnp.min(jnp.where(key > LOWEST, key, HIGHEST)))
+
     lowest = over_tiles(least, jnp.int32(HIGHEST))
     highest = over_tiles(lambda _, key, high: jnp.maximum(high, jnp.max(key)), jnp.int32(LOWEST))
 

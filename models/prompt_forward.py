@@ -127,8 +127,13 @@ def _by_chunks(function: Callable[..., Any], chunk: int, into: Any, *read: Shape
     Devices that share a prompt's tokens each take chunks of their own: their parts stand as sequences.
     """
     batch, width, parts = *read[0].shape[:2], token_ways(read[0].shape[1])
-    apart = lambda x: x.reshape(batch * parts, width // parts, *x.shape[2:])  # noqa: E731
-    together = lambda x: constrain(x.reshape(batch, width, *x.shape[2:]), "batch", "tokens", *[None] * (x.ndim - 2))  # noqa: E731
+
+    def apart(x):
+        return x.reshape(batch * parts, width // parts, *x.shape[2:])
+
+    def together(x):
+        return constrain(x.reshape(batch, width, *x.shape[2:]), "batch", "tokens", *[None] * (x.ndim - 2))
+
     result = _chunk_after_chunk(function, chunk, jax.tree.map(apart, into), *map(apart, read))
     return jax.tree.map(together, result)
 
@@ -140,7 +145,10 @@ def _chunk_after_chunk(function: Callable[..., Any], chunk: int, into: Any, *rea
 
     def body(number: Array, into: Any) -> Any:
         start = jnp.minimum(number * size, width - size)
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)  # noqa: E731
+
+        def cut(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
         # The last chunk begins within the one before it, whose tokens stay.
         fresh = start + jnp.arange(size) >= number * size
 

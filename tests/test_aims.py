@@ -95,7 +95,9 @@ def test_a_command_that_fails_is_not_kept(aims, tmp_path):
 
 
 def test_figures_of_a_gpu(aims, tmp_path):
-    spread = lambda value: {"median": value}  # noqa: E731
+    def spread(value):
+        return {"median": value}
+
     tokens = [
         row(method, n, ttft=spread(first), tpot=spread(step), over_floor=step / 5)
         for n in LENGTHS
@@ -158,7 +160,9 @@ def test_a_measurement_of_another_command_is_refused(aims, tmp_path, monkeypatch
 
 
 def test_figures_of_a_cpu(aims):
-    spread = lambda value: {"median": value}  # noqa: E731
+    def spread(value):
+        return {"median": value}
+
     rows = [row("full", 4096, tpot=spread(8.0), ttft=spread(1.25))]
     rows += [
         row("full", 4096, side, tpot=spread(16.0), ttft=spread(1.2)) for side in ("transformers", "transformers-static")

@@ -94,7 +94,10 @@ def test_one_product_makes_keys_and_scores_of_long_prompts_in_bf16(monkeypatch):
         surrogate["bias"] = jax.ShapeDtypeStruct(shape[1:], jnp.float32)
         hidden = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), dtype)
         positions = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-        run = lambda layer, *args: attention_in._on_gpu(layer, config, *args)  # noqa: E731
+
+        def run(layer, *args):
+            return attention_in._on_gpu(layer, config, *args)
+
         calls.clear()
         with contextlib.suppress(LeftToXLA):
             jax.eval_shape(run, of(abstract(config)["layers"][0]), hidden, positions, surrogate)
@@ -182,8 +185,11 @@ def test_experts_that_a_kernel_cannot_take_are_left_to_xla():
     for name in ("qwen3_moe", "mixtral", "gpt_oss"):
         layer, config = one_layer(name)
         layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer)
-        run = lambda tokens, layer=layer, config=config: moe._few_tokens(  # noqa: E731
-            layer, config, config.experts, jnp.zeros((1, tokens, config.hidden_size), jnp.bfloat16)
-        )
+
+        def run(tokens, layer=layer, config=config):
+            return moe._few_tokens(
+                layer, config, config.experts, jnp.zeros((1, tokens, config.hidden_size), jnp.bfloat16)
+            )
+
         taken[name] = [served(partial(run, tokens)) for tokens in (1, 16, 17)]
     assert taken == {"qwen3_moe": [True, True, False], "mixtral": [True, True, False], "gpt_oss": [False] * 3}

@@ -41,7 +41,9 @@ def looped(limit, every, start, short=0):
         number, steps, before, halved = state
         return number // 2, steps, before, halved.at[steps - 1].add(1)
 
-    running = lambda state: (state[1] < limit) & (state[0] != 7)  # noqa: E731
+    def running(state):
+        return (state[1] < limit) & (state[0] != 7)
+
     numbers = jnp.full(MOST, -1, jnp.int32), jnp.zeros(MOST, jnp.int32)
     return while_with_maintenance(running, step, room, mend, (jnp.int32(start), jnp.int32(0), *numbers))
 

@@ -114,9 +114,12 @@ def test_a_run_goes_on_with_the_calibration_that_it_began_with(tmp_path):
     other = [{name: -x for name, x in layer.items()} for layer in own.surrogate]
     calibration.write(tmp_path / "other.safetensors", dataclasses.replace(own, surrogate=tuple(other)))
     options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "1"]
-    run = lambda method, folder, *more: CliRunner().invoke(  # noqa: E731
-        cli.app, ["evaluate", *options, *method.split(), "--output", str(tmp_path / folder), *more]
-    )
+
+    def run(method, folder, *more):
+        return CliRunner().invoke(
+            cli.app, ["evaluate", *options, *method.split(), "--output", str(tmp_path / folder), *more]
+        )
+
     kvzap = "--methods kvzap --budgets 0.25"
     with_other = ("--calibration", str(tmp_path / "other.safetensors"))
     assert run(kvzap, "[/learned]").exit_code == 0
@@ -163,7 +166,10 @@ def test_wrong_options_are_named_before_a_model_is_loaded(arguments, said, tmp_p
 def test_the_command_answers_with_the_demo_model(tmp_path):
     options = ["--suite", "ruler", "--tasks", "vt", "--lengths", "416", "--limit", "2", "--seed", "1"]
     options += ["--methods", "centroidkv", "--budgets", "0.75", "--published", "centroidkv-ruler-llama3.1-8b"]
-    run = lambda *more: CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])  # noqa: E731
+
+    def run(*more):
+        return CliRunner().invoke(cli.app, ["evaluate", *options, "--output", str(tmp_path / "out"), *more])
+
     result = run()
     assert result.exit_code == 0, result.output
     raw = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8")

@@ -177,7 +177,10 @@ def test_a_folder_takes_methods_and_tasks_later(unbroken, tmp_path):
     assert {method for method, _ in asked} == {ckv.Full()}
     assert len(add(ENTRIES, jobs())) == 90
     assert len(asked) == 3 * 15
-    order = lambda line: (line["method"], line["budget"], line["id"])  # noqa: E731
+
+    def order(line):
+        return (line["method"], line["budget"], line["id"])
+
     whole = [json.loads(line) for line in unbroken.decode().splitlines()]
     assert sorted(add(ENTRIES[:1], one_task), key=order) == sorted(whole, key=order)
     assert not asked
@@ -338,7 +341,10 @@ def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_pa
     part(tmp_path / "a", ENTRIES[:1])
     part(tmp_path / "b", ENTRIES[1:])
     run, lines = runner.join([tmp_path / "a", tmp_path / "b"])
-    order = lambda line: (line["method"], line["budget"], line["id"])  # noqa: E731
+
+    def order(line):
+        return (line["method"], line["budget"], line["id"])
+
     whole = [json.loads(line) for line in unbroken.decode().splitlines()]
     assert sorted(lines, key=order) == sorted(whole, key=order)
     assert list(run["config"]["methods"]) == ["full@1.0", "centroidkv@0.5", "centroidkv@0.25"]

@@ -385,7 +385,10 @@ def test_numbers_that_are_none_are_named_with_their_place(name, wrong):
 def test_numbers_that_are_traced_are_not_looked_at():
     method, (keys, values) = centroid(ratio=0.5), tensors()
     bad = keys.at[0, 0, 5, 3].set(np.nan)
-    compressed = lambda keys: ckv.compress(method, None, keys[None], keys[None]).degree  # noqa: E731
+
+    def compressed(keys):
+        return ckv.compress(method, None, keys[None], keys[None]).degree
+
     assert jax.jit(jax.vmap(compressed))(bad).shape == (2, 1, 2, 48)
     streaming = ckv.StreamingLLM(ckv.Budget(tokens=20))
     slope = jax.grad(lambda values: ckv.compress(streaming, None, keys, values).values.sum())(values)

@@ -65,7 +65,9 @@ def test_sinks_are_rows_without_values(plain, window):
         weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1))[..., :-1]
         return jnp.einsum("bhtn,bnhd->bthd", weights, groups[1])
 
-    whole = lambda q, sinks: attention.causal_attention(q, k, v, window=window, sink_logits=sinks, backend=plain)  # noqa: E731
+    def whole(q, sinks):
+        return attention.causal_attention(q, k, v, window=window, sink_logits=sinks, backend=plain)
+
     assert relative(jax.jit(whole)(q, sinks), definition(q, sinks)) < 1e-6
     last = partial(attention.last_queries_attention, window=window, backend=plain, sink_logits=sinks)
     assert relative(jax.jit(last)(q[:, 50:], k, v), definition(q[:, 50:], sinks, 50)) < 1e-6
@@ -92,7 +94,10 @@ def test_windows_and_soft_caps(plain, window, soft_cap):
     assert relative(whole(q, k, v), dense(q, k, v, **options)) < 1e-6
     last = jax.jit(partial(attention.last_queries_attention, **options, backend=plain))
     assert relative(last(q[:, 50:], k, v), dense(q[:, 50:], k, v, offset=50, **options)) < 1e-6
-    gradient = lambda function: jax.jit(jax.grad(lambda x: jnp.sum(function(q, x, x + v) ** 2)))(k)  # noqa: E731
+
+    def gradient(function):
+        return jax.jit(jax.grad(lambda x: jnp.sum(function(q, x, x + v) ** 2)))(k)
+
     assert relative(gradient(whole), gradient(partial(dense, **options))) < 1e-5
 
 
@@ -154,7 +159,10 @@ def test_gradients_of_attention(plain):
 @pytest.mark.parametrize("backend", ["tiles", "xla"])
 def test_scores_of_all_queries_never_exist_at_once(backend):
     shape = jax.ShapeDtypeStruct((1, 8192, 4, 16), jnp.float32)
-    total = lambda *operands: jnp.sum(attention.causal_attention(*operands, backend=backend))  # noqa: E731
+
+    def total(*operands):
+        return jnp.sum(attention.causal_attention(*operands, backend=backend))
+
     text = jax.jit(jax.grad(total)).lower(shape, shape, shape).as_text()
     assert "x8192x" in text
     assert "8192x8192" not in text

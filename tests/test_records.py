@@ -130,7 +130,10 @@ def test_a_line_torn_inside_of_a_letter_is_answered_again(tmp_path):
         return [Response("später", rows=1.0) for _ in prompts]
 
     job = Job(0, Case("a", "a", answers=("x",)), EncodedPrompt((1, 2)))
-    run = lambda: runner.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)  # noqa: E731
+
+    def run():
+        return runner.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)
+
     run()
     whole = (tmp_path / runner.RESULTS).read_bytes()
     (tmp_path / runner.RESULTS).write_bytes(whole[: whole.index("ä".encode()) + 1])

@@ -114,7 +114,10 @@ def changed(book, path, arrays=(), metadata=()):
     with safe_open(book, framework="np") as file:
         parts = {name: file.get_tensor(name) for name in file.keys()} | dict(arrays)  # noqa: SIM118
         about = (file.metadata() or {}) | dict(metadata)
-    there = lambda parts: {name: part for name, part in parts.items() if part is not None}  # noqa: E731
+
+    def there(parts):
+        return {name: part for name, part in parts.items() if part is not None}
+
     save_file(there(parts), path, there(about))
     return path
 

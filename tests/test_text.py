@@ -295,7 +295,9 @@ def test_wrong_stop_ids_are_named(wrong):
 
 
 def test_the_first_space_of_an_answer_stays():
-    pieces = lambda *names: PIECES.convert_tokens_to_ids(list(names))  # noqa: E731
+    def pieces(*names):
+        return PIECES.convert_tokens_to_ids(list(names))
+
     assert decode(PIECES, pieces("▁Paris", ".")) == " Paris."
     assert decode(PIECES, pieces("<s>", "▁", "▁a", "</s>")) == "  a"
     assert decode(PIECES, pieces("b", "▁a")) == "b a"
@@ -309,7 +311,10 @@ def test_the_first_space_of_an_answer_stays():
 )
 def test_what_was_shown_is_what_stands_there(tokens, sizes, strings):
     stops, shown, before, at = Stops(tuple(strings)), [], "", 0
-    pass_on = lambda _, text: shown.append(text)  # noqa: E731
+
+    def pass_on(_, text):
+        return shown.append(text)
+
     said = []
     for number in range(len(tokens) + 1):
         at = min(len(tokens), at + sizes[number % len(sizes)])

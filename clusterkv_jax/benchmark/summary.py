@@ -109,7 +109,10 @@ def _row(cell: Cell, lines: Sequence[Timing], reads: float | None) -> SummaryRow
     failed = next((line["failed"] for line in lines if "failed" in line), None)
     first = next((line for line in lines if line.get("repeat") == 0 and "failed" not in line), Timing())
     timed = [line for line in lines if line.get("repeat") and "failed" not in line]
-    of = lambda name: spread([line[name] for line in timed if name in line])  # noqa: E731
+
+    def of(name):
+        return spread([line[name] for line in timed if name in line])
+
     row = SummaryRow(
         cell,
         failed,

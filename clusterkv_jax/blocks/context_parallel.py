@@ -79,7 +79,9 @@ def _local(
 
     def halves(number: int) -> Callable[..., tuple[Array, Array]]:
         def run(low: Array, high: Array) -> tuple[Array, Array]:
-            upto = lambda x, end: attend(x, k[:, :end], v[:, :end])  # noqa: E731
+            def upto(x, end):
+                return attend(x, k[:, :end], v[:, :end])
+
             return upto(low, half * (number + 1)), upto(high, half * (2 * parts - number))
 
         return run

@@ -109,7 +109,10 @@ def _attend_pages(
     """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps."""
     batch, tokens, _, dim = q.shape
     kv_heads, owner = layer.length.shape[1], pages.owners(layer)
-    of_page = lambda x: jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)  # noqa: E731
+
+    def of_page(x):
+        return jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)
+
     queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
     out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer), soft_cap, degree_power)
     out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])

@@ -188,7 +188,10 @@ def traffic(cache: KVCache) -> dict[str, Any]:
         cached = memory["cached_keys"]
         nbytes += int(here[2] - here[3]) * 2 * cached.shape[-1] * cached.dtype.itemsize
         counts += here
-    share = lambda part, of: float(part / of) if of else 0.0  # noqa: E731
+
+    def share(part, of):
+        return float(part / of) if of else 0.0
+
     return {
         "moved_bytes": nbytes,
         "cluster_hit_rate": share(counts[1], counts[0]),

@@ -282,7 +282,10 @@ def moved_up(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
 def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
     """The cache with one row per head written to a slot, in sequences that are `real`."""
     at = jnp.where(real[:, None], slots, layer.capacity)
-    one_head = lambda b, r, i: b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)  # noqa: E731
+
+    def one_head(b, r, i):
+        return b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)
+
     # Numbers per row are written by a mask: a scatter would have them in another layout, and copied both ways.
     here = ordinals(layer.capacity, 3) == at[..., None]
 
@@ -305,8 +308,7 @@ def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
 
 def rows_at(rows: Any, slots: Int[Array, "B K R"]) -> Any:
     """These slots of a tree of arrays [B,K,C] or [B,K,C,D]."""
-    take = lambda x: jnp.take_along_axis(x, slots[..., None] if x.ndim == 4 else slots, axis=2)  # noqa: E731
-    return jax.tree.map(take, rows)
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, slots[..., None] if x.ndim == 4 else slots, axis=2), rows)
 
 
 def append(

@@ -153,7 +153,10 @@ def _first_pages(length: Int[Array, "B K"], pages: int, slots: int) -> Int[Array
 
 def _in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
     """All slots of a layer as those of one head, for `take_slots`, which looks at no length."""
-    flat = lambda x: x.reshape(x.shape[0], 1, -1, *x.shape[3:])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(x.shape[0], 1, -1, *x.shape[3:])
+
     assert layer.positions is not None
     keys, values, degree, positions = jax.tree.map(flat, (layer.keys, layer.values, layer.degree, layer.positions))
     return LayerCache(keys, values, degree, layer.length, positions)

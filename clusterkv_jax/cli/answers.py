@@ -49,14 +49,14 @@ def costs(runs: list[MethodRun]) -> Table:
     for column in ("method", "KV pairs", "kept", *recalled, "cache MB", "TTFT s", "tokens/s"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for run in runs:
-        total = lambda name: sum(getattr(stats, name) for stats in run.stats)  # noqa: B023, E731
         recalled = [stats.recalled_rows for stats in run.stats if stats.recalled_rows]
+        cache_bytes = run.engine.memory.slots if run.engine else sum(stats.cache_bytes for stats in run.stats)
         table.add_row(
             run.name,
             f"{_span(list(map(_kept, run.stats)))} of {_span([stats.prompt_tokens for stats in run.stats])}",
             f"{sum(map(_kept, run.stats)) / sum(stats.prompt_tokens[0] for stats in run.stats):.1%}",
             *([_span(recalled) if recalled else "-"] if recalling else []),
-            f"{(run.engine.memory.slots if run.engine else total('cache_bytes')) / 1e6:.2f}",
+            f"{cache_bytes / 1e6:.2f}",
             f"{max(stats.ttft_s for stats in run.stats):.2f}",
             f"{run.engine.tokens_per_s:.1f}" if run.engine else _speed(run.stats[0]),
         )

@@ -267,8 +267,8 @@ def _report(measures: Any, output: Path, plot: bool) -> None:
     for name in columns:
         table.add_column(name, justify="right" if name == "layer" else "left")
     for layer, (shares, *others) in enumerate(zip(measures.outlier_share, *tables, strict=True)):
-        style = lambda head: "red" if (layer, head) in measures.outlier_heads else ""  # noqa: B023, E731
-        cells = Text(" ").join(Text(f"{share:.0%}", style(head)) for head, share in enumerate(shares))
+        styles = ["red" if (layer, head) in measures.outlier_heads else "" for head in range(len(shares))]
+        cells = Text(" ").join(Text(f"{share:.0%}", style) for share, style in zip(shares, styles, strict=True))
         table.add_row(str(layer), cells, *(" ".join(f"{row:.2g}" for row in rows) for rows in others))
     console = plain_console()
     console.print(table)

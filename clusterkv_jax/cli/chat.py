@@ -97,7 +97,10 @@ def chat(
         network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
         how: Any = {"method": kept, "max_new_tokens": max_new_tokens, "seed": seed}
         how["sampling"] = drawing if sampling is None else network.sampling
-        saved = lambda file: partial(conversation.load, file, network, **how)  # noqa: E731
+
+        def saved(file):
+            return partial(conversation.load, file, network, **how)
+
         if load is None:
             reading = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
             how_read = {name: reading[name] for name in ("system", "chat_template_kwargs")}

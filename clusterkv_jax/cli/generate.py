@@ -228,7 +228,10 @@ def _served(
     )
     console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     with console.status(Text(name)) as line:
-        show = lambda stats: line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {stats_line([stats])}"))  # noqa: E731
+
+        def show(stats):
+            return line.update(Text(f"{name}: {stats.finished} of {len(prompts)} · {stats_line([stats])}"))
+
         results = engine.generate(batch.texts, questions=batch.questions, on_stats=show, **how)
     stats = engine.stats()
     console.print(f"{name}: {stats_line([stats])}, {stats.compile_s:.1f} s of compiling", style="dim")

@@ -68,7 +68,10 @@ def device_limit() -> int | None:
 def check_memory(plan: MemoryPlan, limit: int | None, slots: int) -> None:
     """Raise ValueError if the plan does not fit."""
     if limit is not None and plan.total > limit:
-        size = lambda count: f"{count / 2**30:.3g} GiB"  # noqa: E731
+
+        def size(count):
+            return f"{count / 2**30:.3g} GiB"
+
         raise ValueError(
             f"An engine of {slots} slots needs {size(plan.total)} of {size(limit)}: {size(plan.weights)} of weights, "
             f"{size(plan.slots)} of slots, {size(plan.prompt)} to read a prompt and {size(plan.contexts)} of "

@@ -192,7 +192,10 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
 
 def _with_means(cache: KVCache, one: KVCache) -> KVCache:
     """A cache of codes from before they were stored less a mean of keys: with one of 0, where its slot has one."""
-    is_group = lambda x: isinstance(x, Group)  # noqa: E731
+
+    def is_group(x):
+        return isinstance(x, Group)
+
     held, structure = jax.tree.flatten(cache.layers, is_leaf=is_group)
     slots, wanted = jax.tree.flatten(one.layers, is_leaf=is_group)
     if structure != wanted:

@@ -85,9 +85,20 @@ def template(
     """Shapes of the cache and logits of one sequence whose prompt has this width."""
     config = replace(config, max_positions=4 * config.max_positions)  # shapes alone: no position is looked at
     tokens, lengths = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    read = lambda params, tokens, lengths: prefill(  # noqa: E731
-        params, config, method, tokens, lengths, plans=plans, max_new_tokens=1, reserve=reserve, step_tokens=step_tokens
-    )
+
+    def read(params, tokens, lengths):
+        return prefill(
+            params,
+            config,
+            method,
+            tokens,
+            lengths,
+            plans=plans,
+            max_new_tokens=1,
+            reserve=reserve,
+            step_tokens=step_tokens,
+        )
+
     return jax.eval_shape(read, params, tokens, lengths)
 
 
@@ -95,7 +106,9 @@ def empty(one: KVCache, logits: Any, slots: int, method: Method) -> Slots:
     """Slots that hold nothing, on the devices of the ambient mesh."""
 
     def made() -> Slots:
-        zeros = lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype)  # noqa: E731
+        def zeros(x):
+            return jnp.zeros((slots, *x.shape[1:]), x.dtype)
+
         return _laid(method, Slots(*jax.tree.map(zeros, (one, jax.ShapeDtypeStruct((1,), jnp.int32), logits))))
 
     empty = jit()(made)()
@@ -363,7 +376,10 @@ def _fit(part: Array, shape: tuple[int, ...]) -> Array:
 def statistics_of_slot(cache: KVCache, slot: int) -> KVCache:
     """What statistics look at, of one slot: rows of keys and values stay where they are."""
     number = jnp.asarray([slot], jnp.int32)
-    none = lambda x: jnp.zeros((1, *x.shape[1:2], 0, *x.shape[3:]), x.dtype)  # noqa: E731
+
+    def none(x):
+        return jnp.zeros((1, *x.shape[1:2], 0, *x.shape[3:]), x.dtype)
+
     parts = []
     for layer, state in zip(cache.layers, cache.state, strict=True):
         for group, memory in zip(groups(layer), state, strict=True):

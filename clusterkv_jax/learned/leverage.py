@@ -103,7 +103,10 @@ def _cholesky(gram: Float[Array, "B K S S"]) -> Float[Array, "B K S S"]:
 
     jitter = jnp.full((*gram.shape[:2], 1, 1), JITTER)
     start = jitter, jnp.linalg.cholesky(gram + jitter * unit)
-    bounded = lambda state: jnp.any(failed(state[1]) & (state[0] < 1e30))  # noqa: E731
+
+    def bounded(state):
+        return jnp.any(failed(state[1]) & (state[0] < 1e30))
+
     return jax.lax.while_loop(bounded, again, start)[1]
 
 

@@ -115,7 +115,10 @@ def step(
 ) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
     """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
-    of_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
+
+    def of_heads(x):
+        return jnp.swapaxes(x, 1, 2)
+
     mean = None
     if held[0].key_mean is not None:
         mean = of_heads(join_heads([of_heads(group.key_mean) for group in held], heads))

@@ -287,7 +287,10 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
         number += 1
         late = _late(layer, state)
         if by_heads and len(late) > 1:
-            alone = lambda held: _recompress_alone(method, *held, cache.position, rope)  # noqa: E731
+
+            def alone(held):
+                return _recompress_alone(method, *held, cache.position, rope)
+
             late_here = jnp.any(jnp.stack([*late.values()]))
             earlier, (layer, state) = sequenced(earlier, late_here, alone, (layer, state))
         else:
@@ -365,7 +368,10 @@ def placed(method: Method, layers: Any) -> Any:
 
 def placed_state(method: Method, state: Any) -> Any:
     """What a method keeps beside the rows, on the devices of the ambient mesh."""
-    place = lambda path, x: constrain_cache(x, apart=apart(method, x, path))  # noqa: E731
+
+    def place(path, x):
+        return constrain_cache(x, apart=apart(method, x, path))
+
     return jax.tree_util.tree_map_with_path(place, state)
 
 

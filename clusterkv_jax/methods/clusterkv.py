@@ -252,7 +252,10 @@ class ClusterKV(Recall):
                 "starts": _put(index["starts"], begin[:, None, None] + starts[..., :-1], clusters),
                 "order": _put(index["order"], begin[:, None, None] + order, begin),
             }
-            where_ready = lambda new, old: jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
+
+            def where_ready(new, old):
+                return jnp.where(ready.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
             return jax.tree.map(where_ready, new_index, index)
 
         each = jnp.broadcast_to(seeds[:, None], (*group.length.shape, most))

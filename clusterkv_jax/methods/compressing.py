@@ -129,8 +129,13 @@ def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
     """The workspace with a layer's prompt in its next place, rows beyond the lengths zeroed; for use in a jit."""
     held, place = workspace.rows, jnp.asarray(workspace.place)
     assert held.squares is not None
-    put = lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, place, 0)  # noqa: E731
-    beside = lambda x: (x.queries, x.lengths, x.hidden, x.scores)  # noqa: E731
+
+    def put(old, new):
+        return jax.lax.dynamic_update_index_in_dim(old, new, place, 0)
+
+    def beside(x):
+        return (x.queries, x.lengths, x.hidden, x.scores)
+
     queries, lengths, hidden, scores = jax.tree.map(put, beside(held), beside(prompt))
     (keys, of_keys), (values, of_values) = (
         place_rows(old, squares, rows, prompt.lengths, place)

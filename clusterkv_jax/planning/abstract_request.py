@@ -38,13 +38,19 @@ def array(
 def parameters(config: ModelConfig, mesh: Mesh | AbstractMesh, dtype: Any, *, learned: bool = False) -> Params:
     """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`."""
     specs = abstract(config)
-    place = lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)  # noqa: E731
+
+    def place(spec, sharding):
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+
     params = jax.tree.map(place, specs, param_shardings(specs, mesh))
     if not learned:
         return params
     shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
     surrogate = {name: array(mesh, shape, jnp.float32) for name, shape in shapes.items()}
-    learns = lambda number: {"surrogate": surrogate} if number in config.global_layers else {}  # noqa: E731
+
+    def learns(number):
+        return {"surrogate": surrogate} if number in config.global_layers else {}
+
     return params | {"layers": tuple(layer | learns(number) for number, layer in enumerate(params["layers"]))}
 
 
@@ -64,7 +70,9 @@ def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -
         axes = HIDDEN if x.shape == hidden else axes
         return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
 
-    layers = lambda part: isinstance(part, LayerCache | WindowCache)  # noqa: E731
+    def layers(part):
+        return isinstance(part, LayerCache | WindowCache)
+
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=layers)
 
 

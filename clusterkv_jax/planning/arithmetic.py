@@ -81,7 +81,10 @@ def of_all_layers(
     """
     a, b = ({one.kind: one for one in some} for some in (few, more))
     none = Collective("", 0, 0)
-    extended: Callable[[Any, Any], float] = lambda y0, y1: along(y0, y1, *layers)  # noqa: E731
+
+    def extended(y0: Any, y1: Any) -> float:
+        return along(y0, y1, *layers)
+
     return tuple(
         Collective(kind, round(extended(first.count, second.count)), extended(first.bytes, second.bytes))
         for kind in KINDS

@@ -233,7 +233,10 @@ def decode_by_few_layers(
 def _extrapolated(job: ProgramJob, layers: tuple[int, ...], found: list[Any]) -> dict[str, Any]:
     memories = [one.memory_analysis() for one in found]
     few, more, total = layers[0], layers[-1], job.config.num_layers
-    line = lambda name: along(getattr(memories[0], name), getattr(memories[-1], name), few, more, total)  # noqa: E731
+
+    def line(name):
+        return along(getattr(memories[0], name), getattr(memories[-1], name), few, more, total)
+
     steps = [per_step(one.as_text(), job.mesh.size) for one in found]
     params, cache = _first(job, more)
     last = memories[-1]

@@ -36,7 +36,9 @@ def while_with_maintenance(
     all layers and would take time at each step.
     """
     bounded = room(tree) is not None
-    first = lambda state: state[0]  # noqa: E731
+
+    def first(state):
+        return state[0]
 
     def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
         after = step(state[1])
@@ -71,5 +73,8 @@ def sequenced(
 
 def _at_most_once(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> tuple[Bool[Array, ""], Any]:
     """False, and the tree."""
-    once = lambda state: (jnp.zeros_like(state[0]), function(state[1]))  # noqa: E731
+
+    def once(state):
+        return (jnp.zeros_like(state[0]), function(state[1]))
+
     return jax.lax.while_loop(lambda state: state[0], once, (due, tree))

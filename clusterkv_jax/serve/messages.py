@@ -181,7 +181,10 @@ def _turns(message: AnthropicMessage) -> list[tuple[Message, int | None]]:
 async def _events(server: Server, running: Running, stops: Sequence[str], tools: bool) -> AsyncGenerator[bytes, None]:
     """The events of a stream. With tools, text waits that may be the beginning of a call."""
     tokens, text, said, blocks = 0, "", "", 0
-    send = lambda kind, **more: event({"type": kind, **more}, kind)  # noqa: E731
+
+    def send(kind, **more):
+        return event({"type": kind, **more}, kind)
+
     yield send("message_start", message=_answer(server, running, [], None, None, 0))
     try:
         async with aclosing(outputs(server, running)) as pieces:

@@ -16,7 +16,9 @@ def append_rows(
     slots = jnp.where(real[:, None, :] & (slots >= 0), slots, keys.shape[2])
 
     def put(buffer: Array, rows: Array) -> Array:
-        one_head = lambda b, r, i: b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)  # noqa: E731
+        def one_head(b, r, i):
+            return b.at[i].set(r.astype(b.dtype), mode="drop", unique_indices=tokens == 1)
+
         return jax.vmap(jax.vmap(one_head))(buffer, rows, slots)
 
     stored = jnp.broadcast_to(new_positions[:, None, :], (batch, heads, tokens))

@@ -67,7 +67,10 @@ def _changes(
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     scores = functools.partial(product, "btkgd,bkcd->bkgtc")
     scale = 1 / math.sqrt(dim)
-    over_slots = lambda x: x[:, :, None, None, :]  # noqa: E731
+
+    def over_slots(x):
+        return x[:, :, None, None, :]
+
     product_with_keys = scores(q, keys) * scale
     score = capped(product_with_keys, soft_cap) + over_slots(bias)
     slope = 1.0 if soft_cap is None else 1 - jnp.tanh(product_with_keys / soft_cap) ** 2

@@ -70,7 +70,10 @@ def biased_attention(
         common["stored"] = kind(keys)
         check_codes("biased_attention", kind(keys))
         keys, values = words.in_words(keys), words.in_words(values)
-    flat = lambda x: x.reshape(batch * kv_heads, *x.shape[2:])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(batch * kv_heads, *x.shape[2:])
+
     cache = (*jax.tree.map(flat, (keys, values, degree)), end)
 
     out, lse = call(

@@ -95,7 +95,10 @@ def _call(q, keys, values, bias, ends, block, soft_cap, with_scores, interpret):
         return pl.BlockSpec((None, None, *shape), lambda b, k, j, ends: (b, k, 0, 0))
 
     rows_block = pl.BlockSpec((None, None, block, dim), lambda b, k, j, ends: (b, k, here(b, k, j, ends), 0))
-    lanes_block = lambda n: pl.BlockSpec((None, None, n, block), lambda b, k, j, ends: (b, k, 0, here(b, k, j, ends)))  # noqa: E731
+
+    def lanes_block(n):
+        return pl.BlockSpec((None, None, n, block), lambda b, k, j, ends: (b, k, 0, here(b, k, j, ends)))
+
     cache = (_beside_bias(keys), _beside_bias(values), bias)
     stored = jax.tree.leaves(cache)
     out_shape = [

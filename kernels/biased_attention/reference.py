@@ -1,6 +1,7 @@
 """Biased attention in plain jnp: the definition, and the path of platforms without a kernel."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,10 @@ def biased_attention(q, keys, values, degree, length, *, soft_cap=None, return_l
         out, lse, probs = _all_heads(by_head, keys, values, bias, tokens, soft_cap)
     else:  # what a CPU makes of one head's rows stays in its cache
         out, lse, probs = head_after_head(one_head, by_head, keys, values, bias)
-    by_token = lambda x: jnp.moveaxis(x.reshape(batch, kv_heads, group, tokens, *x.shape[3:]), 3, 1)  # noqa: E731
+
+    def by_token(x):
+        return jnp.moveaxis(x.reshape(batch, kv_heads, group, tokens, *x.shape[3:]), 3, 1)
+
     result = [by_token(out).reshape(batch, tokens, heads, dim).astype(q.dtype)]
     if return_lse:
         result.append(by_token(lse).reshape(batch, tokens, heads))
@@ -64,7 +68,10 @@ def _all_heads(
     soft_cap: float | None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"], Float[Array, "B K G C"]]:
     """`_one_head` of all heads at once, without a copy of the values wherever empty slots hold numbers."""
-    every = lambda function: jax.vmap(jax.vmap(function))  # noqa: E731
+
+    def every(function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(jax.vmap(function))
+
     probs, lse = every(partial(_probabilities, soft_cap=soft_cap))(q, keys, bias)
     out = every(partial(_mixed, occupied=None, dtype=q.dtype))(probs, values)
     guarded = partial(every(partial(_mixed, dtype=q.dtype)), probs, values, bias > -jnp.inf)

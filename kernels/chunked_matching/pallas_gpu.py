@@ -60,7 +60,10 @@ def chunked_matching(
     sizes = sizes | blocks("chunked_matching", **shape, values=int(values is not None))
     a_tile, tile = (min(tile, sizes[rows]) for rows in ("a_rows", "b_rows"))
     across = pl.cdiv(chunk // 2, a_tile)
-    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(batch * heads, *x.shape[2:])
+
     optional = {"bias": bias, "index": index, "values": values, "key_weight": key_weight}
     if values is not None:
         both = [

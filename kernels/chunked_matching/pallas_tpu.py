@@ -171,7 +171,10 @@ def _best(a, b, biases, real, per_chunk, normalize):
     row_b = jax.lax.broadcasted_iota(jnp.int32, square, 0)
     allowed = (2 * row_a < real) & (2 * row_b + 1 < real)
     if per_chunk < pairs:
-        number = lambda row: jnp.floor((row.astype(jnp.float32) + 0.5) * (1 / per_chunk))  # noqa: E731
+
+        def number(row):
+            return jnp.floor((row.astype(jnp.float32) + 0.5) * (1 / per_chunk))
+
         allowed &= number(row_a) == number(row_b)
     score = jnp.where(allowed, score, -jnp.inf)
     highest = jnp.max(score, axis=0, keepdims=True)

@@ -52,7 +52,10 @@ def gather_rows(
     sources = [(x, numbers) for x, numbers in sources if x.size > 0]
     if not sources or rows.size == 0:
         return jnp.zeros((batch, heads, count, width), source.dtype)
-    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(batch * heads, *x.shape[2:])
+
     sources = [(flat(x), flat(numbers)) for x, numbers in sources]
     gathered = partial(_gathered, tile_bytes=tile_bytes, warps=warps, interpret=interpret)
     if not in_place or near is not None or count != source.shape[2]:

@@ -61,7 +61,9 @@ def _kernel(x, scale, weights, normed, products, *, eps, offset):
     inside = column < width
     first, output = pl.program_id(1) == 0, arange(OUTPUTS, pl.program_id(1) * OUTPUTS)
 
-    load = lambda ref, *at: plgpu.load(ref.at[(*at, column)], mask=inside, other=0.0).astype(jnp.float32)  # noqa: E731
+    def load(ref, *at):
+        return plgpu.load(ref.at[(*at, column)], mask=inside, other=0.0).astype(jnp.float32)
+
     if weights is not None:  # read first, so that they come while the row is normalised
         there = output < weights.shape[0]
         at = weights.at[output[:, None], column[None, :]]

@@ -11,5 +11,8 @@ def place_rows(held, squares, rows, lengths, place):
     """See `clusterkv_jax.kernels.place_rows.place_rows`."""
     real = ordinals(rows.shape[2], 2) < lengths[:, None]
     rows = jnp.where(real[:, None, :, None], rows, jnp.zeros((), rows.dtype))
-    put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0)  # noqa: E731
+
+    def put(x, new):
+        return jax.lax.dynamic_update_index_in_dim(x, new, place, 0)
+
     return put(held, rows), put(squares, row_squares(rows))

@@ -50,7 +50,10 @@ def recalled_attention(
     options = split_sizes(q.dtype.itemsize, count, lists) | dict(sizes or {})
     block, span = options["block"], options["span"]
     splits = pl.cdiv(count, span)
-    flat = lambda x: x.reshape(batch * heads, *x.shape[2:])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(batch * heads, *x.shape[2:])
+
     end = jnp.full((batch, heads), keys.shape[2], jnp.int32) if length is None else length
     parts = call(
         partial(

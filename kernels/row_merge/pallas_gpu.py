@@ -193,7 +193,10 @@ def _plan(
         _put(count, head, edge, joins, i < half)
         if barrier:  # other threads wrote the degrees; a third sum over all pairs took longer than these reads
             plgpu.debug_barrier()
-        add = lambda j, total: total + plgpu.load(weight.at[head, first + j], mask=j < joins, other=0.0)  # noqa: E731
+
+        def add(j, total):
+            return total + plgpu.load(weight.at[head, first + j], mask=j < joins, other=0.0)
+
         grown = jax.lax.fori_loop(0, jnp.max(joins), add, b_degree)
         _put(total, head, edge, grown, i < half)
         _put(new_degree, head, b_slot, grown, b_inside & (joins > 0))
@@ -213,12 +216,18 @@ def _move(
         """The b rows of a turn: how many join each, its slot, the first of these, and the degree that it grows to."""
         edge = (turn * programs + program) * tile + arange(tile)
         inside = edge < edges
-        load = lambda ref, at, other: plgpu.load(ref.at[head, at], mask=inside, other=other)  # noqa: E731
+
+        def load(ref, at, other):
+            return plgpu.load(ref.at[head, at], mask=inside, other=other)
+
         return load(count, edge, 0), load(rows, 2 * edge + 1, 0), load(start, edge, 0), load(total, edge, 1.0)
 
     def joining(begin, joins, j):
         """The slots and the degrees of what joins as number j."""
-        load = lambda ref, other: plgpu.load(ref.at[head, begin + j], mask=j < joins, other=other)  # noqa: E731
+
+        def load(ref, other):
+            return plgpu.load(ref.at[head, begin + j], mask=j < joins, other=other)
+
         return load(targets, 0), load(weight, 0.0)
 
     def earliest_of(rows):

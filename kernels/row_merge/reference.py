@@ -29,7 +29,10 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, squares=
         return with_changes(stored, mean, degree != before)
 
     keys, values = mean(keys), mean(values)
-    now = lambda known, x: None if known is None else jnp.where(degree != before, row_squares(x), known)  # noqa: E731
+
+    def now(known, x):
+        return None if known is None else jnp.where(degree != before, row_squares(x), known)
+
     squares = now(squares[0], keys), now(squares[1], values)
     return keys, values, degree, _close_gaps(rows, length, leaves), squares
 

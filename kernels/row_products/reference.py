@@ -12,7 +12,10 @@ GATES = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True
 def row_products(x, weights, onto=None, gated=None, *, gate: str | None = None, share: float = 1.0):
     """See `clusterkv_jax.kernels.row_products.row_products`."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = lambda w: jnp.einsum("ni,im->nm", x, w, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
+
+    def product(w):
+        return jnp.einsum("ni,im->nm", x, w, precision=precision, preferred_element_type=jnp.float32)
+
     y = product(weights)
     if gate is not None:
         y = GATES[gate](y) * product(gated)

@@ -54,7 +54,10 @@ def select_rows(
     scratch = [jax.ShapeDtypeStruct((*own, 4 if marked else 3, clusters + 1), jnp.int32)]
     # One to spare for what is masked, and seven that keep every program's marks at a multiple of 8 bytes.
     scratch += [jax.ShapeDtypeStruct((*own, places + 8), jnp.int8)] if marked else []
-    flat = lambda x: x.reshape(batch * heads, x.shape[-1])  # noqa: E731
+
+    def flat(x):
+        return x.reshape(batch * heads, x.shape[-1])
+
     # The output starts as `kept`: the kernel writes only the rows of active sequences.
     inputs = () if active is None or kept is None else (active.astype(jnp.int32), kept.reshape(selections, count))
     rows, *_ = call(
@@ -109,7 +112,10 @@ def _kernel(
         return bound, jnp.sum(inside.astype(jnp.int32)), jnp.sum(jnp.where(inside, size, 0))
 
     state = at_least(_bound(score, size, limit, groups))
-    raised = lambda: at_least(_raised(state[0], score, size, limit))  # noqa: E731
+
+    def raised():
+        return at_least(_raised(state[0], score, size, limit))
+
     bound, length, total = jax.lax.cond(state[1] > few, raised, lambda: state)
     listed = (score >= bound) & (size > 0)
     before = jax.lax.cumsum(listed.astype(jnp.int32)) - 1

@@ -64,12 +64,18 @@ def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buff
     coded = isinstance(new_keys, Quantised)
     turns = coded and is_packed(new_keys)
     stored = kind(new_keys) if coded else None
-    in_words = lambda *rows: tuple(words.in_words(x) for x in rows) if coded else rows  # noqa: E731
+
+    def in_words(*rows):
+        return tuple(words.in_words(x) for x in rows) if coded else rows
+
     new = in_words(new_keys, new_values), new_scores, new_positions, real
     held = tuple((*in_words(keys, values), *beside) for keys, values, *beside in buffers)
     q = rotated(q) if turns else q
     out, lse, held, lengths = _stepped(q, new, held, lengths, heads, stored, soft_cap, dict(sizes), interpret)
-    back = lambda x: words.out_of_words(x, as_array(new_keys).dtype) if coded else x  # noqa: E731
+
+    def back(x):
+        return words.out_of_words(x, as_array(new_keys).dtype) if coded else x
+
     buffers = tuple((back(keys), back(values), *beside) for keys, values, *beside in held)
     return rotated(out) if turns else out, lse, buffers, lengths
 
@@ -97,7 +103,10 @@ def _stepped(q, new, buffers, lengths, heads, stored, soft_cap, sizes, interpret
         "stored": stored,
         "soft_cap": soft_cap,
     } | common
-    like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+
+    def like(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
     before = len(jax.tree.leaves((q, new, lengths)))
     parts, lses, ends, buffers = call(
         partial(_attend, **attend),

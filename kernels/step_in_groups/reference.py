@@ -21,7 +21,10 @@ def step_in_groups(
     for group, length, end, mine in zip(buffers, lengths, longer, heads, strict=True):
         index = jnp.asarray(mine)
         keys, values, degree, positions, scores = group
-        of_heads = lambda x, index=index: jax.tree.map(lambda x: x[:, index], x)  # noqa: E731
+
+        def of_heads(x, index=index):
+            return jax.tree.map(lambda x: x[:, index], x)
+
         own = None if scores is None else new_scores[:, index]
         token = of_heads(new_keys), of_heads(new_values), new_positions, real
         group = append_rows(keys, values, degree, positions, length, *token, scores, own)

@@ -50,7 +50,9 @@ def _kernel(q, k, q_scale, k_scale, cos, sin, q_out, k_out, *, eps, offset):
     inside = pair < half
 
     def turn(x, scale, out, head):
-        load = lambda ref: plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)  # noqa: E731
+        def load(ref):
+            return plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)
+
         a, b = load(x.at[token, head, pair]), load(x.at[token, head, half + pair])
         factor = jax.lax.rsqrt((jnp.sum(a * a) + jnp.sum(b * b)) / (2 * half) + eps)
         a = a * factor * (offset + load(scale.at[pair]))

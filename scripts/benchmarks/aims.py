@@ -69,7 +69,10 @@ def gpu_measurements(full_caches: int) -> list[Measurement]:
     fifth = f"{LLAMA} --methods centroidkv --budgets 0.2 --lengths 64k"
     eighth = f"{LLAMA} --methods centroidkv --budgets 0.125 --lengths 64k"
     many = "--new-tokens 129 --repeats 2 --peers ''"
-    count = lambda per_cache: round(per_cache * full_caches)  # noqa: E731
+
+    def count(per_cache):
+        return round(per_cache * full_caches)
+
     # Contexts of 3,584 tokens would be of two sizes, by one token, and so compile twice.
     questions = "--methods auto --shares 0.125 --cases 100 --tokens 3500 --cache-dtypes none,int8,int4"
     return [
@@ -108,9 +111,16 @@ CPU_MEASUREMENTS = [
 
 def gpu_aims() -> list[Aim]:
     """What is shown of a GPU."""
-    floors = lambda method: lambda rows: _each(cell(rows, method, n)["over_floor"] for n in LENGTHS)  # noqa: E731
-    of_caches = lambda full, rows: f"{cell(rows)['tokens_per_s'] / cell(full)['tokens_per_s']:.1f} ×"  # noqa: E731
-    beside = lambda rows, peer: _ratio(cell(rows, peer), cell(rows, "centroidkv"), "tpot")  # noqa: E731
+
+    def floors(method):
+        return lambda rows: _each(cell(rows, method, n)["over_floor"] for n in LENGTHS)
+
+    def of_caches(full, rows):
+        return f"{cell(rows)['tokens_per_s'] / cell(full)['tokens_per_s']:.1f} ×"
+
+    def beside(rows, peer):
+        return _ratio(cell(rows, peer), cell(rows, "centroidkv"), "tpot")
+
     return [
         Aim("a token over its floor, 20 %; 32k, 64k, 128k", "≤ 1.15 ×", ("tokens",), floors("centroidkv")),
         Aim("a token over its floor, full cache; 32k, 64k, 128k", "≤ 1.10 ×", ("tokens",), floors("full")),

@@ -143,7 +143,10 @@ def answer(model: ckv.Model, name: str, rng: np.random.Generator, number: int) -
     budget = ckv.Budget(ratio=float(rng.choice([0.5, 0.75]))) if list_presets()[name].takes_budget else None
     width, batch, asks = int(rng.choice(WIDTHS)), int(rng.integers(1, 4)), bool(rng.integers(2))
     tokens = np.random.default_rng(number)
-    draw = lambda length: tokens.integers(1, model.config.vocab_size, size=length).tolist()  # noqa: E731
+
+    def draw(length):
+        return tokens.integers(1, model.config.vocab_size, size=length).tolist()
+
     return ckv.generate(
         model,
         [draw(int(tokens.integers(width - 19, width + 1))) for _ in range(batch)],

@@ -81,8 +81,11 @@ def attention() -> None:
     candidates = grid(span=(384, 512, 768, 1024, 2048), block=(64,), warps=(4,), stages=(3,))
     candidates += grid(span=(512,), block=(64,), warps=(4,), stages=(4,))
     candidates += grid(span=(512,), block=(32,), warps=(4,), stages=(4,))
+
     # The full batch is twice the work of the other: weighed alike.
-    both = lambda: benchmark.attention_time(full, "gpu") + 2 * benchmark.attention_time(part, "gpu")  # noqa: E731
+    def both():
+        return benchmark.attention_time(full, "gpu") + 2 * benchmark.attention_time(part, "gpu")
+
     keep_fastest("biased_attention", bf16 | {"heads": [33, 2**20], "slots": [2048, 2**20]}, candidates, both)
 
 
@@ -98,7 +101,10 @@ def sums() -> None:
 
 def clustering() -> None:
     """Matching, by the time of the whole clustering. Merging has one set of sizes, the best of all shapes tried."""
-    measure = lambda: benchmark.clustering_time()[0]  # noqa: E731
+
+    def measure():
+        return benchmark.clustering_time()[0]
+
     where = {"chunk": [128, 512], "itemsize": 2, "width": [65, 256], "values": 0}
     matching = grid(columns=(64, 128), a_rows=(128,), b_rows=(64, 128), warps=(8,), stages=(2, 3))
     matching += grid(columns=(64,), a_rows=(64, 128), b_rows=(128,), warps=(4,), stages=(2,))

@@ -73,7 +73,10 @@ def operation(config: ModelConfig, name: str, ways: int) -> tuple[Callable[..., 
 def operands(shapes: list[tuple[int, ...]], inputs: int, rows: int) -> tuple[list[tuple[jax.Array, ...]], jax.Array]:
     """Weights of `BYTES` in all, a tuple of them for each launch, and rows [rows, inputs]."""
     key = jax.random.key(0)
-    draw = lambda n, shape: jax.random.normal(jax.random.fold_in(key, n), shape, jnp.bfloat16)  # noqa: E731
+
+    def draw(n, shape):
+        return jax.random.normal(jax.random.fold_in(key, n), shape, jnp.bfloat16)
+
     launches = math.ceil(BYTES / sum(2 * math.prod(shape) for shape in shapes))
     return [tuple(draw(n, shape) for shape in shapes) for n in range(launches)], draw(launches, (rows, inputs))
 

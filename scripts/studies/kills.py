@@ -287,7 +287,10 @@ def make_run(folder: Path, name: str, method: Method) -> None:
     prompts = [EncodedPrompt(tuple(range(40)), (i,)) for i in range(40)]
     jobs = [Job(i, Case(f"t/{i}", f"t{i % 2}", answers=(str(i % 7),)), prompt) for i, prompt in enumerate(prompts)]
     config = {"suite": "ruler", "model": "stub", "methods": {f"{name}@0.5": repr(method)}}
-    answers = lambda method, prompts, *rest: [Response(str(prompt.question[0] % 5), rows=20) for prompt in prompts]  # noqa: E731
+
+    def answers(method, prompts, *rest):
+        return [Response(str(prompt.question[0] % 5), rows=20) for prompt in prompts]
+
     runner.run(folder, config, {"n": name}, jobs, [MethodEntry(name, "0.5", method)], answers)
 
 

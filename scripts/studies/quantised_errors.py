@@ -33,7 +33,10 @@ def errors(rows: int, seed: int, outliers: bool, offset: float, whole: bool) -> 
     keys += jnp.where(jnp.arange(DIM) < DIM // 2, 0.0, offset / (DIM // 2) ** 0.5)
     layer = from_tokens(keys, values, jnp.asarray([rows]))
     exact, _ = attend_cache(layer, q)
-    bf16 = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+
+    def bf16(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
     names: Any = CODES
     stored: list[LayerCache] = [
         from_tokens(bf16(keys), bf16(values), jnp.asarray([rows])),

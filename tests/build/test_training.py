@@ -98,7 +98,10 @@ def test_a_gradient_of_rows_is_that_of_small_changes():
     for name in ("keys", "values", "log_degree"):
         only = [[{n: x if n == name else 0 * x for n, x in group.items()} for group in layer] for layer in change]
         only = jax.tree.unflatten(tree, jax.tree.leaves(only))
-        step = lambda size: jax.tree.map(lambda x, d: x + size * d, rows, only)  # noqa: E731, B023
+
+        def step(size):
+            return jax.tree.map(lambda x, d: x + size * d, rows, only)  # noqa: B023
+
         slope = (loss(step(1e-2)) - loss(step(-1e-2))) / 2e-2
         along = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(only), strict=True))
         assert abs(slope) > 1e-3, name
@@ -170,7 +173,10 @@ class Killed(Exception):
 
 def test_a_run_lowers_the_loss_and_a_killed_or_ended_one_comes_to_the_same_weights(data, tmp_path):
     losses = []
-    note = lambda number, batch, metrics: losses.append(float(metrics[0]))  # noqa: E731
+
+    def note(number, batch, metrics):
+        return losses.append(float(metrics[0]))
+
     whole, steps = tuned(data, tmp_path / "whole", report=note)
     assert steps == 6
     assert np.mean(losses[3:]) < losses[0] - 0.1

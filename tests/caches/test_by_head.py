@@ -39,7 +39,10 @@ METHODS = {
 
 def prompt(seed: int = 0) -> chassis.Prompt:
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     batch, rows = len(LENGTHS), (HEADS, PROMPT, DIM)
     queries, keys, values = draw(batch, HEADS * GROUP, PROMPT, DIM), draw(batch, *rows), draw(batch, *rows)
     return chassis.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
@@ -90,7 +93,10 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
 
         recompress = jax.jit(lambda cache: chassis.recompress(method, cache, None))
         for _ in range(40):
-            draw = lambda *shape: jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)  # noqa: E731
+
+            def draw(*shape):
+                return jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)
+
             attended, cache = step(cache, draw(HEADS, DIM), draw(HEADS, DIM), draw(HEADS * GROUP, DIM), draw(HEADS))
             late = chassis.due(method, cache)
             if late is not None and late:
@@ -138,11 +144,17 @@ def test_devices_take_the_step_of_groups_for_heads_or_sequences_of_their_own(nam
 def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch):
     """Layers that are due become what they become elsewhere, and the one between them stays as it is."""
     method, parts = METHODS[name], [compressed(METHODS[name], layer) for layer in range(LAYERS)]
-    sooner = lambda memory: memory | {"due": memory["budget"], "budget": memory["budget"] // 2}  # noqa: E731
+
+    def sooner(memory):
+        return memory | {"due": memory["budget"], "budget": memory["budget"] // 2}
+
     states = [tuple(memory and sooner(memory) for memory in state) for _, state in parts]
     states[1] = parts[1][1]
     cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
-    recompressed = lambda: jax.jit(lambda cache: chassis.recompress(method, cache, None))(cache)  # noqa: E731
+
+    def recompressed():
+        return jax.jit(lambda cache: chassis.recompress(method, cache, None))(cache)
+
     elsewhere = recompressed()
     monkeypatch.setattr(control_flow, "platform", lambda: "gpu")
     got = recompressed()

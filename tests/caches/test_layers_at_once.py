@@ -172,7 +172,10 @@ def test_layers_between_windows_go_one_by_one():
 )
 def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected):
     """Llama-3.1-8B's KV heads in bfloat16, with the scores of their rows."""
-    shape = lambda *of: jax.ShapeDtypeStruct((1, 8, tokens, *of), "bfloat16" if of else "float32")  # noqa: E731
+
+    def shape(*of):
+        return jax.ShapeDtypeStruct((1, 8, tokens, *of), "bfloat16" if of else "float32")
+
     read = Prompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
     request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
     assert compressing.layers_at_once(plan_layer(ckv.OrbitKV(HALF), 0, request), read, layers) == expected

@@ -93,7 +93,10 @@ def test_a_head_without_rows_gives_zeros_and_empty_slots_may_hold_anything():
     np.testing.assert_array_equal(out[:, :, 1], 0)
     np.testing.assert_array_equal(lse[:, :, 1], -np.inf)
     assert bool(jnp.isfinite(out).all())
-    poison = lambda x: jnp.where((paged.degree > 0)[..., None], x, jnp.nan)  # noqa: E731
+
+    def poison(x):
+        return jnp.where((paged.degree > 0)[..., None], x, jnp.nan)
+
     dirty = dataclasses.replace(paged, keys=poison(paged.keys), values=poison(paged.values))
     assert_same(attend_cache(dirty, query), (out, lse))
 

@@ -103,7 +103,10 @@ def test_rows_that_stay_do_not_change(name):
         else:
             merged += 1
     assert 0 < merged <= 2 * 2 * 10
-    mean = lambda x, layer: jnp.sum(dequantised(x) * layer.degree[..., None], axis=2) / 80  # noqa: E731
+
+    def mean(x, layer):
+        return jnp.sum(dequantised(x) * layer.degree[..., None], axis=2) / 80
+
     np.testing.assert_allclose(mean(after.keys, after), mean(before.keys, before), atol=0.05)
 
 

@@ -160,7 +160,10 @@ def test_a_plan_counts_windows_as_windows():
     model = sliding()
     cache, _ = read(model, [prompt(1, 30)], METHOD, reserve=24)
     job = ProgramJob(model.config, METHOD, named_mesh("model=1", jax.devices()[:1]), 1, 32, 24)
-    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]  # noqa: E731
+
+    def shapes(tree):
+        return [x.shape for x in jax.tree.leaves(tree)]
+
     windows = [job.cache.layers[i] for i in model.config.sliding_layers]
     assert shapes(windows) == shapes([cache.layers[i] for i in model.config.sliding_layers])
     assert jax.tree.structure(job.cache) == jax.tree.structure(cache)

@@ -114,17 +114,14 @@ def appending(array):
         beside = array(ROWS, F32), array(ROWS, I32), array((BATCH, HEADS), I32)
         return append_rows, (rows, rows, *beside, new, new, *own), (0, 1, 2, 3)
 
-    new = lambda tokens: array((BATCH, HEADS, tokens, DIM), BF16)  # noqa: E731
-    function, args, donated = to(array(CACHE, BF16), new(1))
+    new, of_a_question = (array((BATCH, HEADS, tokens, DIM), BF16) for tokens in (1, 64))
+    function, args, donated = to(array(CACHE, BF16), new)
+    with_scores = *args, array(ROWS, F32), array((BATCH, HEADS, 1), F32)
     return {
         "append": (function, args, donated),
-        "append a question": to(array(CACHE, BF16), new(64), 64),
-        "append float16": to(array(CACHE, jnp.float16), new(1)),
-        "append with scores": (
-            function,
-            (*args, array(ROWS, F32), array((BATCH, HEADS, 1), F32)),
-            (*donated, len(args)),
-        ),
+        "append a question": to(array(CACHE, BF16), of_a_question, 64),
+        "append float16": to(array(CACHE, jnp.float16), new),
+        "append with scores": (function, with_scores, (*donated, len(args))),
         **{f"append {name}": to(codes(array, name), codes(array, name, 1)) for name in CODES},
     }
 
@@ -153,13 +150,15 @@ def matching(array):
     bias, listed, length = array(ROWS, F32), array(ROWS, I32), array((BATCH, HEADS), I32)
 
     def alone(features, chunk, bias):
-        run = lambda f, bias, rows, n: chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)  # noqa: E731
+        def run(f, bias, rows, n):
+            return chunked_matching(f, chunk=chunk, bias=bias, index=rows, length=n)
+
         return run, (features, bias, listed, length), ()
 
     def paired(rows):
-        run = lambda k, v, w, bias, listed, n: chunked_matching(  # noqa: E731
-            k, values=v, key_weight=w, bias=bias, index=listed, length=n, chunk=256
-        )
+        def run(k, v, w, bias, listed, n):
+            return chunked_matching(k, values=v, key_weight=w, bias=bias, index=listed, length=n, chunk=256)
+
         return run, (rows, rows, array(length.shape, F32), bias, listed, length), ()
 
     def merging(rows):
@@ -264,7 +263,10 @@ def prompts(array):
 
     def compressing(method):
         plan, budgets = first_layer(method)
-        run = lambda k, v, lengths, key: compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)  # noqa: E731
+
+        def run(k, v, lengths, key):
+            return compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)
+
         return run, (rows, rows, length, random_key(array)), ()
 
     def compressing_at_once(method):
@@ -279,11 +281,14 @@ def prompts(array):
     by_token = array((BATCH, PROMPT, HEADS, DIM), BF16)
     weights = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(LLAMA)["layers"][0])
     hidden, positions = array((BATCH, 32768, LLAMA.hidden_size), BF16), array((BATCH, 32768), I32)
-    projected = lambda weights, *args: attention_in(weights, LLAMA, *args, weights["surrogate"])  # noqa: E731
     return {
         "cluster": compressing(ckv.CentroidKV(SHARE)),
         "cluster by gravity": compressing(ckv.GravityKV(SHARE)),
-        "project and score": (projected, (weights | {"surrogate": surrogate_of(array, LLAMA)}, hidden, positions), ()),
+        "project and score": (
+            lambda weights, *args: attention_in(weights, LLAMA, *args, weights["surrogate"]),
+            (weights | {"surrogate": surrogate_of(array, LLAMA)}, hidden, positions),
+            (),
+        ),
         "a layer among two": (
             put,
             (workspace, by_token, by_token, replace(read, keys=None, values=None, squares=None)),

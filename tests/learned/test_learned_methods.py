@@ -267,7 +267,10 @@ def test_heads_that_share_a_layer_are_safe_up_to_a_fifth():
 def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chunk):
     config = dataclasses.replace(surrogates().config, hidden_size=64, num_kv_heads=4, **changes)
     drawn = with_surrogate(dataclasses.replace(surrogates(), params=random_params(config), config=config)).params
-    narrow = lambda layer: jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer) | {"surrogate": layer["surrogate"]}  # noqa: E731
+
+    def narrow(layer):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer) | {"surrogate": layer["surrogate"]}
+
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn) | {"layers": tuple(map(narrow, drawn["layers"]))}
     texts = padded(PROMPTS, width=48)
 

@@ -26,7 +26,10 @@ def library(q, keys, values, lengths):
 def test_pieces_attended_to_apart_are_one_attention(start, sinks, last):
     """Of sequences that fill the context, end in the piece, or ended before it; the first tokens of a pass are real."""
     rng = np.random.default_rng(start)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     q = draw(BATCH, FED, KV_HEADS * GROUP, DIM)
     rows = tuple(draw(BATCH, KV_HEADS, count, DIM) for count in (ROWS, ROWS, FED, FED))
     counts = jnp.asarray([ROWS, start + 5, max(1, start - 3)])

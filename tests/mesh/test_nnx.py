@@ -42,7 +42,9 @@ def laid_out(model, mesh):
             return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * at, "model")))
 
-    names = lambda path: [getattr(key, "key", getattr(key, "name", None)) for key in path]  # noqa: E731
+    def names(path):
+        return [getattr(key, "key", getattr(key, "name", None)) for key in path]
+
     placed = jax.tree_util.tree_map_with_path(lambda path, x: place(names(path), x), nnx.state(model))
     nnx.update(model, placed)
     return model

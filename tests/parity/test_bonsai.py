@@ -38,7 +38,10 @@ def model():
     rotations = {"rope_theta": 1_000_000, "rope_scaling_factor": 8.0, "local_rope_theta": 1e4}
     config = bonsai.ModelConfig(**sizes, **rotations, vocab_size=VOCAB, norm_eps=1e-6, tie_word_embeddings=False)
     model, rng = bonsai.Qwen3(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
-    draw = lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape) + (x.ndim == 1), jnp.float32)  # noqa: E731
+
+    def draw(x):
+        return jnp.asarray(rng.normal(scale=0.3, size=x.shape) + (x.ndim == 1), jnp.float32)
+
     nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))
     return model
 

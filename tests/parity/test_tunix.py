@@ -130,7 +130,9 @@ def test_full_gives_the_tokens_of_its_sampler(name):
 
 def ours(name: str, model: Any) -> ckv.Model:
     """The same weights in a model of ours."""
-    first = lambda x: jnp.transpose(x.w[...], (1, 2, 0))  # noqa: E731
+
+    def first(x):
+        return jnp.transpose(x.w[...], (1, 2, 0))
 
     def layer(x: Any) -> dict[str, Any]:
         attention = {part: first(getattr(x.attn, f"{part}_proj")) for part in "qkv"} | {"o": x.attn.o_proj.w[...]}
@@ -161,7 +163,10 @@ def ours(name: str, model: Any) -> ckv.Model:
 def nudged(model: ckv.Model, seed: int) -> ckv.Model:
     """The model with weights that are off by a few roundings."""
     rng = np.random.default_rng(seed)
-    off = lambda x: x * jnp.asarray(1 + 2e-7 * rng.standard_normal(x.shape), x.dtype)  # noqa: E731
+
+    def off(x):
+        return x * jnp.asarray(1 + 2e-7 * rng.standard_normal(x.shape), x.dtype)
+
     return dataclasses.replace(model, params=jax.tree.map(off, model.params))
 
 

@@ -32,6 +32,9 @@ def counted(monkeypatch, *ops):
     calls = []
     for module, name in ops:
         op = getattr(module, name)
-        count = lambda *args, op=op, **options: calls.append(args) or op(*args, **options)  # noqa: E731
+
+        def count(*args, op=op, **options):
+            return calls.append(args) or op(*args, **options)
+
         monkeypatch.setattr(module, name, count)
     return calls

@@ -95,7 +95,10 @@ def calmed(model: ckv.Model, method: Any) -> ckv.Model:
     """For DropKV queries that look around: it divides by 1 - p, which is rounding where a random model sees one row."""
     if not isinstance(method, ckv.DropKV):
         return model
-    calm = lambda name, x: 0.3 * x if name in ("q", "q_bias") else x  # noqa: E731
+
+    def calm(name, x):
+        return 0.3 * x if name in ("q", "q_bias") else x
+
     layers = tuple(
         {**layer, "attention": {name: calm(name, x) for name, x in layer["attention"].items()}}
         for layer in model.params["layers"]

@@ -26,7 +26,9 @@ def documented() -> dict[str, Any]:
 
 def as_llama(model: Any) -> ckv.Model:
     """The same model as one of ours."""
-    heads_first = lambda linear: jnp.transpose(linear.kernel[...], (1, 2, 0))  # noqa: E731
+
+    def heads_first(linear):
+        return jnp.transpose(linear.kernel[...], (1, 2, 0))
 
     def layer(x: Any) -> dict[str, Any]:
         attention = {name: heads_first(getattr(x.attn, name)) for name in "qkv"} | {"o": x.attn.o.kernel[...]}

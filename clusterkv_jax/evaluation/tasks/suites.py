@@ -110,7 +110,9 @@ def _lengths(options: Options, positions: int) -> tuple[int, ...]:
 
 
 def _haystacks(options: Options, tokenizer: Any) -> list[Book]:
-    count_all = lambda texts: [len(row) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]  # noqa: E731
+    def count_all(texts):
+        return [len(row) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
     return [book(text, count_all) for text in sources.books(options.books).values()]
 
 

@@ -27,7 +27,9 @@ EXPERT_SHAPES = [(1, 24, 4, 64, 32), (5, 8, 3, 32, 48), (1, 3, 3, 32, 16)]
 
 
 def operands(seed, tokens, experts, inputs, units):
-    bf16 = lambda i, *shape: jnp.asarray(normal(seed + i, *shape), jnp.bfloat16)  # noqa: E731
+    def bf16(i, *shape):
+        return jnp.asarray(normal(seed + i, *shape), jnp.bfloat16)
+
     into = [bf16(i, experts, inputs, units) * jnp.bfloat16(inputs**-0.5) for i in (1, 2)]
     down = bf16(3, experts, units, inputs) * jnp.bfloat16(units**-0.5)
     logits = jnp.asarray(2 * normal(seed + 4, tokens, experts), jnp.float32)

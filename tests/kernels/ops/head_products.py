@@ -32,7 +32,9 @@ def operands(seed, tokens, inputs, heads, kv_heads, size, dtype):
 
 
 def exact(x, weights, biases, angles, scale=None):
-    wide = lambda y: np.asarray(y, np.float64)  # noqa: E731
+    def wide(y):
+        return np.asarray(y, np.float64)
+
     if scale is not None:
         norm = np.sqrt(np.mean(wide(x) ** 2, axis=1, keepdims=True) + OPTIONS["eps"])
         x = wide(x) / norm * (OPTIONS["offset"] + wide(scale))

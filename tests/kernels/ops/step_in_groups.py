@@ -33,7 +33,10 @@ def case(shape, seed, share, held, dtype=None):
     """The token, the groups' buffers and what their heads hold; what is empty is NaN."""
     batch, group, heads, slots, dim, own = shape
     rng, count = np.random.default_rng(seed), sum(map(len, heads))
-    draw = lambda *sizes: np.asarray(rng.normal(size=sizes), dtype or own)  # noqa: E731
+
+    def draw(*sizes):
+        return np.asarray(rng.normal(size=sizes), dtype or own)
+
     q, *new = draw(batch, 1, count * group, dim), draw(batch, count, 1, dim), draw(batch, count, 1, dim)
     real = rng.random((batch, 1)) < share
     token = np.asarray(rng.integers(100, 999, (batch, 1)), np.int32), real
