@@ -60,7 +60,8 @@ def load(checkpoint: Checkpoint, tokenizer: Any) -> Any:
     # KVzip loads a tokenizer for every context, which a GGUF file's folder has not.
     kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda _: tokenizer)
     file = checkpoint.folder
-    folder, place = (file.parent, {"gguf_file": file.name}) if is_gguf(file) else (file, {})
+    place: dict[str, Any] = {"gguf_file": file.name} if is_gguf(file) else {}
+    folder = file.parent if place else file
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, **place)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
