@@ -62,7 +62,7 @@ def load(checkpoint: Checkpoint, tokenizer: Any) -> Any:
     file = checkpoint.folder
     place: dict[str, Any] = {"gguf_file": file.name} if is_gguf(file) else {}
     folder = file.parent if place else file
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, **place)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, **place)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
