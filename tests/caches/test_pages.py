@@ -143,9 +143,10 @@ def test_bytes_are_those_of_the_budget(mode):
     for tokens, ratio, reserve in ((200, 0.5, 0), (200, 0.31, 24), (180, 0.2, 7)):
         method = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=ratio), mode=mode)
         kv = read(method, prompt(1, tokens), new=reserve, width=tokens)
-        rows, layers, heads = int(ratio * tokens), len(kv.layers), 2
-        least = (rows + reserve) * layers.slot_bytes(kv) * layers * heads
-        assert least <= layers.nbytes(kv) <= least + 128 * layers.slot_bytes(kv) * layers * heads
+        rows, heads = int(ratio * tokens), 2
+        all_heads = len(kv.layers) * heads
+        least = (rows + reserve) * layers.slot_bytes(kv) * all_heads
+        assert least <= layers.nbytes(kv) <= least + 128 * layers.slot_bytes(kv) * all_heads
         for layer in layers.occupancy(kv):
             over = sum(layer[0]) - heads * rows
             assert over == 0 if mode == "kvpress" else -1.5 * heads <= over <= heads / 2
