@@ -91,6 +91,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
     assert "There is no cache file nothing.ckv." in terminal.ask("/load nothing.ckv")
     assert "There is no /nothing; /help lists what there is." in terminal.ask("/nothing")
     assert "/quit" in terminal.ask("/help")
+    time.sleep(1)  # in the moment in which it shows its prompt, readline hears no Ctrl-C before the next key
     terminal.type("\x03")
     assert "Ctrl-D or /quit ends the conversation." in terminal.until(r"conversation\.\r\n> $")
     terminal.type("\x04")

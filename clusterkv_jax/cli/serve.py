@@ -24,7 +24,7 @@ A model of your own, for those who have a key, on all interfaces:
 
 Ask it:
 
-  curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+  curl localhost:8000/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Who are you?"}]}'
 """
 
