@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -352,14 +353,14 @@ def test_texts_that_are_too_short_for_their_budget_are_kept_whole(model, tmp_pat
     assert json.loads(kept.stdout)["runs"][0]["texts"] == json.loads(whole.stdout)["runs"][0]["texts"]
 
 
-@pytest.mark.parametrize("place", ["decoding._read_layer", "generation.generate.decode_loop"])
-def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, place):
+@pytest.mark.parametrize(("module", "name"), [("decoding", "_read_layer"), ("generation.generate", "decode_loop")])
+def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, module, name):
     def exhausted(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 2.50GiB.\nSee above.")
 
     exhausted.lower = exhausted  # a program is compiled before it runs
-    monkeypatch.setattr(f"clusterkv_jax.{place}", exhausted)
-    doing = "reading 1 x 320" if place == "decoding._read_layer" else "generating from 1 x 300"
+    monkeypatch.setattr(import_module(f"clusterkv_jax.{module}"), name, exhausted)
+    doing = "reading 1 x 320" if name == "_read_layer" else "generating from 1 x 300"
     result = _generate(model, text, "--json")
     _assert_sentence(
         result, f"Out of device memory while {doing} tokens (2.5 GiB were asked for); take a smaller batch,"
