@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from clusterkv_jax.runtime import dispatch
+from clusterkv_jax.kernels import tuning
 from tests.kernels.collect import CHECKS, OPS, VARIANTS
 
 # Memory that nothing wrote holds NaN, reads out of bounds raise, and two cores are checked for races: slow.
@@ -14,7 +14,7 @@ STRICT = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, nu
 
 
 def test_every_op_has_its_file_and_every_check_something_to_refuse():
-    folders = {file.parent.name for file in Path(dispatch.__file__).parent.glob("*/__init__.py")}
+    folders = {file.parent.name for file in Path(tuning.__file__).parent.glob("*/__init__.py")}
     assert set(OPS) == folders
     checks = {check for of_variant in CHECKS.values() for check in of_variant}
     assert {check for op in OPS.values() for check, broken in op.BROKEN.items() if broken} == checks
