@@ -15,9 +15,9 @@ export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
 # What `make test` leaves out because it takes minutes.
-ROOMS := mesh build engine sweeps learned caches pages kernels
+ROOMS := mesh build engine serve sweeps learned caches pages kernels
 
-.PHONY: help demo chat test test-rooms test-compile test-build test-kernels test-pages test-engine test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity pretrained clean
+.PHONY: help demo chat test test-rooms test-compile test-build test-kernels test-pages test-engine test-serve test-caches test-learned test-sweeps test-mesh test-kills fuzz lint format docs parity pretrained clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-kernels  every backend of every op against its definition"
 	@echo "make test-pages    the Python of every page of the documentation"
 	@echo "make test-engine   every method in an engine against one request at a time"
+	@echo "make test-serve    the server, asked by the SDKs of OpenAI and Anthropic"
 	@echo "make test-caches   pages, unequal heads, windows, quantised rows, rows in host memory, and recall from them"
 	@echo "make test-learned  learned scores against their goldens, and the methods that keep rows by them"
 	@echo "make test-sweeps   every method at every step, and on a family of models each"
@@ -84,6 +85,10 @@ test-engine: $(STAMPS)/test
 # Apart from `make test`: pages, unequal heads, windows, quantised rows, rows in host memory, and recall from them.
 test-caches: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/caches
+
+# Apart from `make test`: a server answers the clients of others, and whatever else comes.
+test-serve: $(STAMPS)/test
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/serve
 
 # Apart from `make test`: learned scores against their goldens, and the methods that keep rows by them.
 test-learned: $(STAMPS)/test
