@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 from msgspec import Meta, Struct
 from safetensors.numpy import save_file
 
+from clusterkv_jax.auto_choice import AutoAt, AutoChoice
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.models.config import ModelConfig
@@ -66,10 +67,6 @@ Number = Annotated[int, Meta(ge=0, le=2**20)]
 RowCount = Annotated[float, Meta(gt=0, le=2**20)]
 Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
 Explained = Annotated[float, Meta(ge=-(2**20), le=1)]
-# What the method `Auto` may become; of those that measures do not tell apart the first.
-AutoChoice = Literal["orbitkv-half", "kvzap", "orbitkv"]
-Nats = Mapping[AutoChoice, Annotated[float, Meta(ge=-(2**10), le=2**10)]]
-
 AnyMethod = TypeVar("AnyMethod", bound=Any)
 
 
@@ -104,23 +101,6 @@ def outlier_share(keys: Float[Array, "B K N D"], *, chunk: int = 256, threshold:
         return jnp.mean(score < threshold, axis=-1, dtype=jnp.float32)
 
     return over_heads(share, keys)
-
-
-@dataclass(frozen=True)
-class AutoAt:
-    """What the method `Auto` becomes with a share of the cache.
-
-    Attributes:
-        ratio: the share.
-        choice: the method.
-        continuing: loss of the next tokens of texts above the full cache's, in nats a token, by method.
-        repeating: loss of a passage of the texts, which is repeated.
-    """
-
-    ratio: Annotated[float, Meta(gt=0, le=1)]
-    choice: AutoChoice
-    continuing: Nats = field(default_factory=dict)
-    repeating: Nats = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

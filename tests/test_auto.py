@@ -7,6 +7,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import calibration, observation, presets
+from clusterkv_jax.auto_choice import AutoAt
 from clusterkv_jax.evaluation.choice import best, with_choice
 from tests.support.byte_model import byte_model
 
@@ -52,7 +53,7 @@ def test_a_choice_is_written_and_read(tmp_path):
 def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
     losses = {"orbitkv-half": 0.1, "kvzap": 0.2, "orbitkv": 0.3}
     choices = tuple(
-        calibration.AutoAt(ratio, choice, losses, losses)
+        AutoAt(ratio, choice, losses, losses)
         for ratio, choice in [(0.5, "orbitkv"), (0.25, "orbitkv-half"), (0.125, "kvzap")]
     )
     model = ckv.load("demo")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterkv_jax.calibration import AutoAt
+from clusterkv_jax.auto_choice import AutoAt
 from clusterkv_jax.evaluation.report.plots import new_panels
 from clusterkv_jax.storage.files import replacing
 

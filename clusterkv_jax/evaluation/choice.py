@@ -9,8 +9,9 @@ from typing import get_args
 import numpy as np
 from jaxtyping import Float
 
+from clusterkv_jax.auto_choice import AutoAt, AutoChoice, Nats
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.calibration import AutoAt, AutoChoice, Calibration, Nats
+from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.checkpoints.loading import Model, calibrated
 from clusterkv_jax.evaluation.responses import likelihoods, possible
 from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt, Tokens

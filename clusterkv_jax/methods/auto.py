@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from clusterkv_jax.calibration import AutoChoice, Calibration
+from clusterkv_jax.auto_choice import AutoChoice
+from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
