@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax.cache.host_store import commit
-from clusterkv_jax.cache.layers import KVCache, Layer, NewTokens, State, overflowed
+from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overflowed
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method
@@ -297,7 +297,7 @@ def _step_layer(
     surrogate = _surrogate(weights, method) if "scores" in needs else None
     q, k, v, scores = decoder.attention_in(weights, config, hidden, positions, surrogate)
     sinks = decoder.sink_logits(weights, config)
-    new = NewTokens(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
+    new = StepInputs(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
     attended, layer, state = step_layer(method, layer, state, new)
     return decoder.attention_out_and_mlp(weights, config, hidden, attended), layer, state
 

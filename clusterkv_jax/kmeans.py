@@ -11,7 +11,7 @@ from jax import core
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.group_rows import group_rows
-from clusterkv_jax.kernels.kmeans import assign, lloyd, prepared
+from clusterkv_jax.kernels.kmeans import assign, lloyd, prepare_keys
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.runtime.dispatch import platform
 
@@ -59,7 +59,7 @@ def _cluster(
     most: int,
 ) -> tuple[Float[Array, "B K C D"], Int[Array, "B K N"], Int[Array, "B K C"]]:
     """`cluster` from these centroids, the first `count` of each head, over the rows below `ends`."""
-    scaled = prepared(keys)
+    scaled = prepare_keys(keys)
 
     def move(_, state):
         """A step of the rows that are left; a head has none any more once nothing changed, so that it stays."""

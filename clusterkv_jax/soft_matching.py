@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import look_up
-from clusterkv_jax.cache.layers import LayerCache, key_numbers, moved_up, take_slots
+from clusterkv_jax.cache.layers import LayerCache, compact, key_numbers, take_slots
 from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import dequantised, row_squares
@@ -81,7 +81,7 @@ def cluster(
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """`cluster_in_place`, with the rows moved to the front: the layer with its budget met, and the rounds done."""
     layer, left, rounds = cluster_in_place(layer, budget, rounds, schedule, **options)
-    return moved_up(layer, left), rounds
+    return compact(layer, left), rounds
 
 
 def cluster_in_place(
@@ -332,7 +332,7 @@ def _mean_of_listed(
 
 def pick(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> LayerCache:
     """The sinks and the rows listed, moved up into the first of `slots` slots; the others are empty."""
-    return moved_up(layer, slots_left(layer, listed, sinks, slots))
+    return compact(layer, slots_left(layer, listed, sinks, slots))
 
 
 def slots_left(layer: LayerCache, listed: Int[Array, "B K R"], sinks: int, slots: int) -> Int[Array, "B K slots"]:

@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
-from clusterkv_jax.cache.pages import unpaged
+from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.chassis import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
@@ -232,7 +232,7 @@ def assert_budget_at_every_step(method):
             if method.holds == "pages":
                 rows = [[sum(row) // 2] * 2 for row in rows]
             assert rows == [[round(pyramid * n / 2) + (i + 1) % every] * 2 for n in (48, 36)]
-            layer = unpaged(layer, layer.degree[0].size) if isinstance(layer, ckv.PagedHeads) else layer
+            layer = from_pages(layer, layer.degree[0].size) if isinstance(layer, ckv.PagedHeads) else layer
             degree, length = np.asarray(layer.degree), np.asarray(layer.length)
             assert ((degree > 0) == (np.arange(layer.capacity) < length[..., None])).all()
             if isinstance(method, ckv.GravityKV | ckv.OrbitKV):

@@ -7,7 +7,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.attention import attend_cache
-from clusterkv_jax.cache.layers import NewTokens, in_numbers
+from clusterkv_jax.cache.layers import StepInputs, dequantised_rows
 from clusterkv_jax.methods import chassis
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.sharding import auto_mesh
@@ -57,11 +57,11 @@ def test_a_row_of_degree_n_has_the_weight_of_its_power(power):
 def test_steps_attend_by_the_power_of_their_method(cache_dtype):
     method, layer, state = clustered(0.5, cache_dtype)
     q, token = queries()[:, None], jnp.zeros((2, 1, HEADS, DIM))
-    new = NewTokens(q, token, token, jnp.asarray(LENGTHS, jnp.int32)[:, None], jnp.ones((2, 1), bool))
+    new = StepInputs(q, token, token, jnp.asarray(LENGTHS, jnp.int32)[:, None], jnp.ones((2, 1), bool))
     step = jax.jit(lambda layer, state: chassis.step_layer(method, layer, state, new))
     out, longer, _ = step(layer, state)
     out = np.asarray(out)[:, 0]
-    rows = longer if cache_dtype is None else in_numbers(longer)
+    rows = longer if cache_dtype is None else dequantised_rows(longer)
     tolerance = 1e-5 if cache_dtype is None else 0.01
     np.testing.assert_allclose(out, defined(rows, queries(), 0.5), atol=tolerance)
     assert np.abs(out - defined(rows, queries(), 1)).max() > 5 * tolerance

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache.layers import NewTokens
+from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.chassis import step_layer
 from clusterkv_jax.methods.plan import plan_layer
@@ -208,7 +208,7 @@ def steps(method: Method, q, k, v, prompt: int):
     step = jax.jit(partial(step_layer, method))
     for t in range(prompt, total):
         token = (jnp.swapaxes(x[:, :, t : t + 1], 1, 2) for x in (q, k, v))
-        attended, layer, state = step(layer, state, NewTokens(*token, jnp.asarray([[t]]), jnp.asarray([[True]])))
+        attended, layer, state = step(layer, state, StepInputs(*token, jnp.asarray([[t]]), jnp.asarray([[True]])))
         yield attended[:, 0], layer
 
 
@@ -353,7 +353,7 @@ def test_rerotated_sinks_stay_near_while_decoding():
     method = ckv.StreamingLLM(Budget(tokens=12), 4, rerotate=True)
     request = Request(np.asarray([20]), 1, 1, reserve=20, rope=rope)
     layer, state, _ = compress_layer(method, (None, k[:, :, :20], v[:, :, :20]), np.asarray([20]), request)
-    new = NewTokens(
+    new = StepInputs(
         *(jnp.swapaxes(x[:, :, 20:], 1, 2) for x in (q, k, v)),
         20 + jnp.arange(20)[None],
         jnp.ones((1, 20), bool),

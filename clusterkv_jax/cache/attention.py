@@ -114,7 +114,7 @@ def _attend_pages(
         return jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)
 
     queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
-    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.as_heads(layer), soft_cap, degree_power)
+    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.page_view(layer), soft_cap, degree_power)
     out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])
 
     mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]

@@ -23,7 +23,7 @@ from jax import core
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache.attention import attend_cache, combine
-from clusterkv_jax.cache.layers import KVCache, LayerCache, NewTokens, State, from_tokens, groups, put_row, resize
+from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, from_tokens, groups, resize, set_slot
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -99,7 +99,7 @@ def move_to_host(
     return place(replace(resize(prompt, capacity), positions=None), state), state
 
 
-def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tuple[LayerCache, Any]:
+def append(group: LayerCache, state: Any, new: StepInputs, *, sinks: int) -> tuple[LayerCache, Any]:
     """One token for each sequence behind the rows there are, on the device.
 
     Where more than U rows are not indexed, `length` says that there are more rows than slots.
@@ -107,7 +107,7 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
     resident = _resident(group, state, sinks)
     slots = jnp.where(group.length < sinks, group.length, sinks + group.length - state["indexed"][:, None])
     row = from_tokens(jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2), jnp.ones_like(state["indexed"]))
-    put = put_row(resident, slots, row, new.real[:, 0])
+    put = set_slot(resident, slots, row, new.real[:, 0])
     lost = new.real & (slots >= resident.capacity)
     length = jnp.where(lost, group.capacity + 1, group.length + new.real.astype(jnp.int32))
     resident = {"resident_keys": put.keys, "resident_values": put.values}
@@ -115,7 +115,7 @@ def append(group: LayerCache, state: Any, new: NewTokens, *, sinks: int) -> tupl
 
 
 def attend(
-    group: LayerCache, state: Any, token: NewTokens, rows: Int[Array, "B K J n"], *, sinks: int
+    group: LayerCache, state: Any, token: StepInputs, rows: Int[Array, "B K J n"], *, sinks: int
 ) -> tuple[Float[Array, "B 1 H D"], Any]:
     """Queries of one token attend to the rows recalled for them and to those that are resident.
 

@@ -37,10 +37,10 @@ from clusterkv_jax.runtime.sharding import constrain_batch, fetch, over_heads, o
 class LayerCache:
     """Rows of one layer, or of one group of its heads.
 
-    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `in_numbers`. Such
-    keys are stored less `key_mean`, if there is one: what the keys of a head have in common, as by the biases of some
-    models, would leave the codes nothing for their differences. A softmax does not change by q · mean, the same for all
-    rows; the log-sum-exps of `attention` have it added.
+    Between steps keys and values may both be `Quantised`, which has their shape and no numbers: see `dequantised_rows`.
+    Such keys are stored less `key_mean`, if there is one: what the keys of a head have in common, as by the biases of
+    some models, would leave the codes nothing for their differences. A softmax does not change by q · mean, the same
+    for all rows; the log-sum-exps of `attention` have it added.
     """
 
     keys: Float[Array, "B K C D"]
@@ -119,7 +119,7 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class NewTokens:
+class StepInputs:
     """T tokens that enter a layer: the first `count` of each row are real, the others padding.
 
     `lookup` are the queries that recall methods select rows by: those that this layer makes of what the layer before it
@@ -186,11 +186,11 @@ def from_real_tokens(
 def resize(layer: LayerCache, capacity: int) -> LayerCache:
     """The same rows in `capacity` slots; the caller knows that no row lies beyond them."""
     every = (layer.keys, layer.values, layer.degree, layer.positions)
-    keys, values, degree, positions = jax.tree.map(partial(fit_slots, capacity=capacity), every)
+    keys, values, degree, positions = jax.tree.map(partial(pad_slots, capacity=capacity), every)
     return replace(layer, keys=keys, values=values, degree=degree, positions=positions)
 
 
-def fit_slots(x: Shaped[Array, "B K C ..."], capacity: int) -> Shaped[Array, "B K slots ..."]:
+def pad_slots(x: Shaped[Array, "B K C ..."], capacity: int) -> Shaped[Array, "B K slots ..."]:
     """The first `capacity` slots, zeros behind those there are."""
     extra = capacity - x.shape[2]
     if extra <= 0:
@@ -222,7 +222,7 @@ def where_held(group: Any, keys: Float[Array, "B _ C D"]) -> Float[Array, "B _ C
     return jnp.where(group.degree[..., None] > 0, keys, 0.0)
 
 
-def in_numbers(layer: LayerCache) -> LayerCache:
+def dequantised_rows(layer: LayerCache) -> LayerCache:
     """The same rows in float32 where they are quantised: a copy, for what looks into rows."""
     return replace(layer, keys=key_numbers(layer), values=dequantised(layer.values), key_mean=None)
 
@@ -242,11 +242,11 @@ def take_rows(
     layer: LayerCache, keep: Bool[Array, "B K C"], capacity: int
 ) -> tuple[LayerCache, Int[Array, "B K slots"]]:
     """The rows marked in `keep`, in their order, in `capacity` slots (at least as many); and the slots they had."""
-    slots = kept_slots(keep, capacity)
+    slots = mask_to_slots(keep, capacity)
     return take_slots(layer, slots), slots
 
 
-def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slots"]:
+def mask_to_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slots"]:
     """The numbers of the slots marked in `keep`, in their order, then -1 up to `capacity`."""
     slot = jnp.arange(keep.shape[-1], dtype=jnp.int32)
     # Not less 1: XLA would share the array of ones among layers, and by that fuse all of them: a minute of compiling.
@@ -259,7 +259,8 @@ def kept_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K slo
 def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = False) -> LayerCache:
     """The rows of these slots, in this order; -1 becomes an empty slot.
 
-    `up` says that the list increases from its first slot on, as `kept_slots` does: rows may then move where they lie.
+    `up` says that the list increases from its first slot on, as `mask_to_slots` does: rows may then move where they
+    lie.
     """
     occupied, source = slots >= 0, jnp.maximum(slots, 0)
 
@@ -274,12 +275,12 @@ def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = 
     return LayerCache(keys, values, degree, length, positions, layer.key_mean)
 
 
-def moved_up(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
+def compact(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
     """The rows of these slots, an increasing list with -1 behind it, in the first slots; the layer counts them."""
     return replace(take_slots(layer, slots, up=True), length=layer.length)
 
 
-def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
+def set_slot(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
     """The cache with one row per head written to a slot, in sequences that are `real`."""
     at = jnp.where(real[:, None], slots, layer.capacity)
 
@@ -299,14 +300,14 @@ def put_row(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: 
     return replace(layer, keys=keys, values=values, degree=degree, positions=positions)
 
 
-def row_at(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
+def get_slot(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
     """One row of each head, as a cache of one slot."""
     every = (layer.keys, layer.values, layer.degree, layer.positions)
-    keys, values, degree, positions = rows_at(every, slots[..., None])
+    keys, values, degree, positions = get_slots(every, slots[..., None])
     return LayerCache(keys, values, degree, jnp.ones_like(slots), positions)
 
 
-def rows_at(rows: Any, slots: Int[Array, "B K R"]) -> Any:
+def get_slots(rows: Any, slots: Int[Array, "B K R"]) -> Any:
     """These slots of a tree of arrays [B,K,C] or [B,K,C,D]."""
     return jax.tree.map(lambda x: jnp.take_along_axis(x, slots[..., None] if x.ndim == 4 else slots, axis=2), rows)
 
@@ -420,10 +421,10 @@ def occupancy(cache: KVCache, *, windows: bool = False) -> list[list[list[int]]]
     layers = [layer for layer in cache.layers if isinstance(layer, WindowCache) == windows]
     # The lengths alone: a cache of gigabytes must not travel to the host for them.
     counts = fetch([[group.length for group in groups(layer)] for layer in layers])
-    return [_in_order(layer, np.concatenate(each, axis=1)) for layer, each in zip(layers, counts, strict=True)]
+    return [_per_head(layer, np.concatenate(each, axis=1)) for layer, each in zip(layers, counts, strict=True)]
 
 
-def _in_order(layer: Layer, counts: Int[np.ndarray, "B K"]) -> list[list[int]]:
+def _per_head(layer: Layer, counts: Int[np.ndarray, "B K"]) -> list[list[int]]:
     """Counts of the heads as they stand in their groups, in the order of the heads."""
     order = [head for heads in group_heads(layer) for head in heads]
     return counts[:, np.argsort(order)].tolist()

@@ -27,7 +27,7 @@ from clusterkv_jax.runtime.sharding import ways
 PAGE = 128
 
 
-def paged(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = PAGE) -> PagedHeads:
+def to_pages(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = PAGE) -> PagedHeads:
     """The rows marked in `keep`, in their order, in pages of `page` slots.
 
     Args:
@@ -43,13 +43,13 @@ def paged(layer: LayerCache, keep: Bool[Array, "B K C"], mean: int, page: int = 
     return _fill(_in_a_row(layer), source, keep, (batch, pages, page))
 
 
-def chosen(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
+def reassign(layer: PagedHeads, keep: Bool[Array, "B K C"]) -> PagedHeads:
     """The rows marked in `keep`, row r of a head at keep[..., r], in the same pages, which change their owners."""
     filled_pages = _fill(_in_a_row(layer), _slots(layer, keep.shape[2]), keep, layer.degree.shape)
     return replace(filled_pages, key_mean=layer.key_mean)
 
 
-def unpaged(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
+def from_pages(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
     """All heads, or these, in `capacity` slots each; the caller knows that none holds more rows."""
     slots = jnp.where(ordinals(capacity, 3) < layer.length[..., None], _slots(layer, capacity), -1)
     mean = layer.key_mean if layer.key_mean is None or heads is None else layer.key_mean[:, heads]
@@ -78,7 +78,7 @@ def owners(layer: PagedHeads) -> Int[Array, "B P"]:
     return jnp.sum(page[None, :, None] >= layer.first[:, None], axis=-1, dtype=jnp.int32) - 1
 
 
-def as_heads(layer: PagedHeads) -> LayerCache:
+def page_view(layer: PagedHeads) -> LayerCache:
     """Every page as a head of its own, with the rows that it holds."""
     length = jnp.take_along_axis(layer.length, owners(layer), axis=1) - _first_rows(layer)
     length = jnp.clip(length, 0, layer.degree.shape[2])
@@ -99,7 +99,7 @@ def append(
     stored = real[:, None] & (row < layer.capacity[..., None])
     slots = jnp.where(stored, _slots(layer, 1) + row, layer.degree[0].size).reshape(batch, -1)
 
-    # Numbers per row are written by a mask, as in `cache.put_row`: which token is it that a slot would hold?
+    # Numbers per row are written by a mask, as in `layers.set_slot`: which token is it that a slot would hold?
     count = jnp.sum(real, axis=1, dtype=jnp.int32)
     counts = jnp.take_along_axis(layer.length, owners(layer), axis=1)
     number = (_first_rows(layer) - counts)[..., None] + ordinals(layer.degree.shape[2], 3)

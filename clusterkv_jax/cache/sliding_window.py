@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache.attention import attend_cache, attend_where, with_sinks
-from clusterkv_jax.cache.layers import KVCache, LayerCache, NewTokens, WindowCache, append, nbytes
+from clusterkv_jax.cache.layers import KVCache, LayerCache, StepInputs, WindowCache, append, nbytes
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.runtime.sharding import constrain_cache
 
@@ -36,7 +36,7 @@ def ring(
 
 
 @jax.named_scope("window")
-def step_window(layer: WindowCache, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], WindowCache]:
+def step_window(layer: WindowCache, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], WindowCache]:
     """New tokens enter the ring and attend to their windows."""
     if tokens.q.shape[1] > 1:
         return _attended(layer, tokens), _longer(layer, tokens)
@@ -60,12 +60,12 @@ def _positions(counts: Int[Array, " B"], slots: int) -> Int[Array, "B C"]:
     return last - (last - ordinals(slots, 2)) % slots
 
 
-def _held(layer: WindowCache, tokens: NewTokens) -> Int[Array, "B K"]:
+def _held(layer: WindowCache, tokens: StepInputs) -> Int[Array, "B K"]:
     """Rows after the new tokens; more than there are slots where a ring with less than a window's has come round."""
     return jnp.minimum(layer.rows.length + jnp.sum(tokens.real, axis=1, dtype=jnp.int32)[:, None], layer.window)
 
 
-def _longer(layer: WindowCache, tokens: NewTokens) -> WindowCache:
+def _longer(layer: WindowCache, tokens: StepInputs) -> WindowCache:
     """The ring after several tokens, of which it may hold the last ones alone."""
     rows, start = layer.rows, tokens.positions[:, 0]
     at = _positions(start + jnp.sum(tokens.real, axis=1, dtype=jnp.int32), rows.capacity) - start[:, None]
@@ -79,7 +79,7 @@ def _longer(layer: WindowCache, tokens: NewTokens) -> WindowCache:
     return replace(layer, rows=LayerCache(keys, values, degree, _held(layer, tokens)))
 
 
-def _attended(layer: WindowCache, tokens: NewTokens) -> Float[Array, "B T H D"]:
+def _attended(layer: WindowCache, tokens: StepInputs) -> Float[Array, "B T H D"]:
     """Several tokens over the ring as it was and over each other, each as far as its window reaches."""
     rows, count = layer.rows, tokens.q.shape[1]
     before = _positions(tokens.positions[:, 0], rows.capacity)

@@ -28,7 +28,7 @@ from typing_extensions import override
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
-from clusterkv_jax.cache.layers import Group, LayerCache, NewTokens, PagedHeads, append, append_scored, moved_up
+from clusterkv_jax.cache.layers import Group, LayerCache, PagedHeads, StepInputs, append, append_scored, compact
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
 from clusterkv_jax.runtime.errors import counted
@@ -164,7 +164,7 @@ def in_front(result: Compressed) -> Compressed:
     """The same with its rows in the first slots."""
     if result.slots is None:
         return result
-    return replace(result, cache=over_heads(moved_up, result.cache, result.slots), slots=None)
+    return replace(result, cache=over_heads(compact, result.cache, result.slots), slots=None)
 
 
 class Method(Storage):
@@ -172,7 +172,7 @@ class Method(Storage):
 
     Rows are quantised behind a method's back (`Storage.cache_dtype`): `compress` sees and leaves rows of the model's
     type, and what takes rows by their numbers takes codes alike. Methods that look into rows, or change them, while
-    decoding ask `cache.in_numbers` for them.
+    decoding ask `layers.dequantised_rows` for them.
     """
 
     budget: Budget
@@ -230,7 +230,7 @@ class Method(Storage):
         """The rows brought back to their budget, in the same slots."""
         return self.compress(rows)
 
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """New tokens enter a group of heads that has a memory, and attend."""
         return append_and_attend(group, memory, tokens)
 
@@ -292,7 +292,7 @@ def rows_held(group: Group) -> Int[Array, " B"]:
 
 
 def append_and_attend(
-    group: AnyGroup, memory: Any, tokens: NewTokens, *, apart: bool = True
+    group: AnyGroup, memory: Any, tokens: StepInputs, *, apart: bool = True
 ) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them.
 
@@ -307,13 +307,13 @@ def append_and_attend(
     return attended, longer, memory
 
 
-def append_tokens(group: AnyGroup, tokens: NewTokens, *, apart: bool = False) -> AnyGroup:
+def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -> AnyGroup:
     """The new tokens behind the rows there are; `apart` for methods whose steps do nothing else with a cache."""
     new = _new_rows(tokens)
     return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
 
 
-def _longer(group: Any, memory: Any, tokens: NewTokens, *, apart: bool) -> tuple[Any, Any]:
+def _longer(group: Any, memory: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
     if memory is None or "scores" not in memory:
         return append_tokens(group, tokens, apart=apart), memory
     assert tokens.scores is not None
@@ -322,7 +322,7 @@ def _longer(group: Any, memory: Any, tokens: NewTokens, *, apart: bool) -> tuple
     return longer, memory | {"scores": scores}
 
 
-def _new_rows(tokens: NewTokens) -> tuple[Array, Array, Array, Array]:
+def _new_rows(tokens: StepInputs) -> tuple[Array, Array, Array, Array]:
     return jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
 
 
@@ -341,10 +341,10 @@ def is_by_head(method: "Method", num_layers: int) -> bool:
 
 
 def one_by_one(
-    step: Callable[[LayerCache, Memory, NewTokens], tuple[Array, LayerCache, Memory]],
+    step: Callable[[LayerCache, Memory, StepInputs], tuple[Array, LayerCache, Memory]],
     group: LayerCache,
     memory: Memory,
-    tokens: NewTokens,
+    tokens: StepInputs,
 ) -> tuple[Float[Array, "B T H D"], LayerCache, Memory]:
     """T tokens through a step that takes one: for methods that drop rows at every token."""
     if tokens.q.shape[1] == 1:

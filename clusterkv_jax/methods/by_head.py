@@ -24,11 +24,11 @@ from clusterkv_jax.cache.attention import join_heads, with_mean, with_sinks
 from clusterkv_jax.cache.layers import (
     HeadGroups,
     LayerCache,
-    NewTokens,
     State,
-    fit_slots,
+    StepInputs,
     group_heads,
     groups,
+    pad_slots,
     quantised,
     resize,
     select_heads,
@@ -111,7 +111,7 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) 
 
 
 def step(
-    layer: Any, state: Sequence[State], tokens: NewTokens
+    layer: Any, state: Sequence[State], tokens: StepInputs
 ) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
     """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
@@ -197,4 +197,4 @@ def _of_heads(memory: Memory, heads: int, capacity: int) -> ByHead:
 
 
 def _in_slots(memory: Memory, capacity: int) -> Memory:
-    return {name: fit_slots(x, capacity) if name in OF_SLOTS else x for name, x in memory.items()}
+    return {name: pad_slots(x, capacity) if name in OF_SLOTS else x for name, x in memory.items()}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
-from clusterkv_jax.cache.layers import LayerCache, NewTokens, rows_at, take_rows
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, get_slots, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored, dequantised
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
@@ -82,16 +82,16 @@ class CaM(Streaming):
         return Compressed(take_rows(replace(prompt, values=values), stay, rows.plan.capacity)[0])
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, merge the oldest row's value into the next and drop it, token after token."""
         return one_by_one(self._step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
         among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)
         slot, slots = self.oldest(group), group.capacity
         weight = self._weight(attention, group, slot, memory)
-        gone = dequantised(rows_at(group.values, slot[..., None])).astype(jnp.float32)
+        gone = dequantised(get_slots(group.values, slot[..., None])).astype(jnp.float32)
         drop = token.real[:, 0] & (group.length[:, 0] > memory["budget"])
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
 
@@ -100,7 +100,7 @@ class CaM(Streaming):
         place = self.sinks + (slot[..., None] - self.sinks + after) % ring
         passed = drop[:, None, None] & (weight > 0)[..., None]
         place = jnp.where(passed & (after <= ring), place, slots)
-        values = dequantised(rows_at(group.values, jnp.minimum(place, slots - 1)))
+        values = dequantised(get_slots(group.values, jnp.minimum(place, slots - 1)))
         values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
         put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
         merged = jax.tree.map(lambda v, x: put(v, place, x), group.values, as_stored(values, group.values))

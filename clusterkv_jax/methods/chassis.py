@@ -28,9 +28,9 @@ from clusterkv_jax.cache.layers import (
     KVCache,
     Layer,
     LayerCache,
-    NewTokens,
     PagedHeads,
     State,
+    StepInputs,
     WindowCache,
     from_tokens,
     group_heads,
@@ -211,7 +211,7 @@ def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None
 
 @jax.named_scope("attention/step")
 def step_layer(
-    method: Method, layer: Layer, state: tuple[State, ...], tokens: NewTokens
+    method: Method, layer: Layer, state: tuple[State, ...], tokens: StepInputs
 ) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
@@ -390,7 +390,7 @@ def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:
     return replace(layer, groups=tuple(parts)) if isinstance(layer, HeadGroups) else parts[0]
 
 
-def _of_heads(tokens: NewTokens, heads: tuple[int, ...]) -> NewTokens:
+def _of_heads(tokens: StepInputs, heads: tuple[int, ...]) -> StepInputs:
     """What enters some of the KV heads."""
     index, kv_heads = jnp.asarray(heads), tokens.k.shape[2]
     q, lookup = (None if x is None else query_heads(x, heads, kv_heads, axis=2) for x in (tokens.q, tokens.lookup))

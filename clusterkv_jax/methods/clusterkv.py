@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from typing_extensions import override
 
 from clusterkv_jax.cache import host_store
-from clusterkv_jax.cache.layers import LayerCache, NewTokens, resize
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, resize
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
@@ -203,13 +203,13 @@ class ClusterKV(Recall):
     # --- while decoding ---
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, look up, attend, token after token, wherever the rows are."""
         if not host_store.on_host(memory):
             return super().step(group, memory, tokens)
         return one_by_one(self._step_from_host, group, memory, tokens)
 
-    def _step_from_host(self, group: LayerCache, memory: Memory, token: NewTokens):
+    def _step_from_host(self, group: LayerCache, memory: Memory, token: StepInputs):
         group, memory = host_store.append(group, memory, token, sinks=self.sinks)
         rows = self.choose(memory, by_kv_head(token.q, group))
         rows = jnp.where((rows < group.length[:, :, None, None]) & token.real[:, :, None, None], rows, -1)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.cache import pages
-from clusterkv_jax.cache.layers import NewTokens, resize
+from clusterkv_jax.cache.layers import StepInputs, resize
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -145,7 +145,7 @@ class Composed(Method):
         cache = resize(cache, rows.plan.capacity)
         memory = self.decode.remember(replace(rows, cache=cache))
         if self.decode.holds == "pages":
-            cache = pages.paged(cache, cache.degree > 0, rows.plan.capacity)
+            cache = pages.to_pages(cache, cache.degree > 0, rows.plan.capacity)
         return Compressed(cache, memory, result.selection)
 
     @override
@@ -154,7 +154,7 @@ class Composed(Method):
         return self.decode.recompress(rows)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """As the decoding method does; where keys were moved, new ones stand as far back."""
         if self.prefill.holds == "moved":
             return append_and_attend(group, memory, moved_back(tokens, memory))

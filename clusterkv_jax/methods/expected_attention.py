@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.cache.layers import NewTokens
+from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned.expected import (
     Moments,
@@ -80,7 +80,7 @@ class ExpectedAttention(Scoped):
         return {} if self.decode_interval is None else _as_memory(self._of_prompt(rows))
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, and count the new queries."""
         attended, group, _ = append_and_attend(group, memory, tokens)
         counts = tokens.real & (tokens.positions >= self.sinks)

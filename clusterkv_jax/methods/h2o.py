@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
-from clusterkv_jax.cache.layers import LayerCache, NewTokens, take_rows
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -98,11 +98,11 @@ class H2O(Method):
         return Compressed(layer, {"sums": sums})
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, add up, drop the lightest row, token after token."""
         return one_by_one(self._step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
         group = append_tokens(group, token)
         assert group.positions is not None
         among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.cache.layers import LayerCache, NewTokens
+from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Need, Rows
@@ -85,7 +85,7 @@ class InfiniGen(Recall):
         return {"projection": projection, "partial": jnp.pad(part, [(0, 0), (0, 0), (0, reserve), (0, 0)])}
 
     @override
-    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
+    def follow(self, index: Index, group: LayerCache, token: StepInputs) -> Index:
         """The token's key in the columns that matter; it can be chosen from the next step on."""
         part = _project(jnp.swapaxes(token.k, 1, 2), index["projection"]).astype(token.k.dtype)
         at = jnp.where(token.real, token.positions, index["partial"].shape[2])

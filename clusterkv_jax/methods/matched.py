@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache.layers import LayerCache, NewTokens
+from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.learned.fit_rows import refit, squared_errors
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, in_front
 from clusterkv_jax.methods.request import Request
@@ -99,7 +99,7 @@ class Matched(Method):
         return self.method.recompress(rows)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         return self.method.step(group, memory, tokens)
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache.layers import LayerCache, kept_slots
+from clusterkv_jax.cache.layers import LayerCache, mask_to_slots
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
@@ -120,7 +120,7 @@ class OrbitKV(Merging):
         centroids = jnp.where(cache.length[:, 0] > budget, centroids, 0)
         stay = self._stay(cache, scores, budget, centroids)
         others = (cache.degree > 0) & ~stay
-        listed = jnp.maximum(kept_slots(others, cache.capacity), 0)
+        listed = jnp.maximum(mask_to_slots(others, cache.capacity), 0)
         apart = replace(cache, length=jnp.sum(others, axis=-1, dtype=jnp.int32))
         apart, listed, _ = soft_matching.merge_listed(
             *(apart, listed, centroids, jnp.zeros_like(budget), _schedule(cache.capacity)),
@@ -130,7 +130,7 @@ class OrbitKV(Merging):
             **merge,
         )
         scores = jnp.where(apart.degree > cache.degree, -jnp.inf, scores)
-        slots = kept_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
+        slots = mask_to_slots(stay | _mask_of(listed, apart.length, cache.capacity), capacity)
         apart = replace(apart, length=jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32))
         return apart, slots, take_scores(scores, slots)
 

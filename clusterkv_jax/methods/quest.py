@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.cache.layers import LayerCache, NewTokens
+from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
@@ -74,7 +74,7 @@ class Quest(Recall):
         return {"bounds": jnp.concatenate([bound(-most, jnp.max), bound(most, jnp.min)], axis=-1)}
 
     @override
-    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
+    def follow(self, index: Index, group: LayerCache, token: StepInputs) -> Index:
         """The token's key widens the bounds of its page."""
         old, key = index["bounds"], jnp.swapaxes(token.k, 1, 2)
         newest = token.positions // self.page

@@ -14,7 +14,7 @@ from typing_extensions import override
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.attention import attend_cache, with_sinks
-from clusterkv_jax.cache.layers import LayerCache, NewTokens, put_row, take_rows
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, set_slot, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.methods.base import Compressed, Holding, Memory, Rows, Schedule, one_by_one
@@ -70,11 +70,11 @@ class StreamingLLM(Streaming):
         return Compressed(replace(layer, keys=_turned(layer.keys, places, rows.plan.rope)), memory)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Take the oldest row's slot, then attend, token after token."""
         return one_by_one(self._step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: NewTokens) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
         if self.rerotate:
             token, group = self._move(token, group, memory)
         real = token.real[:, 0]
@@ -83,7 +83,7 @@ class StreamingLLM(Streaming):
         k, v = jnp.swapaxes(token.k, 1, 2), jnp.swapaxes(token.v, 1, 2)
         at = jnp.broadcast_to(token.positions[:, None], (*slots.shape, 1))
         row = LayerCache(k, v, jnp.ones((*slots.shape, 1), jnp.float32), jnp.ones_like(slots), at)
-        group = put_row(group, slots, row, real)
+        group = set_slot(group, slots, row, real)
         group = replace(group, length=jnp.where(real[:, None] & ~full, group.length + 1, group.length))
         return (
             with_sinks(attend_cache(group, token.q, token.soft_cap, token.degree_power), token.sink_logits),
@@ -91,7 +91,7 @@ class StreamingLLM(Streaming):
             memory,
         )
 
-    def _move(self, token: NewTokens, group: LayerCache, memory: Memory) -> tuple[NewTokens, LayerCache]:
+    def _move(self, token: StepInputs, group: LayerCache, memory: Memory) -> tuple[StepInputs, LayerCache]:
         """Into the frame of the rows as they were first moved: there only the sinks have to follow the ring.
 
         They are turned from what they were, not from what they became: errors must not add up.
@@ -109,7 +109,7 @@ class StreamingLLM(Streaming):
         return moved_back(token, memory), replace(group, keys=keys)
 
 
-def moved_back(token: NewTokens, memory: Memory) -> NewTokens:
+def moved_back(token: StepInputs, memory: Memory) -> StepInputs:
     """The tokens at positions as much smaller as the cached rows were moved."""
     assert token.rope is not None
     back = jnp.broadcast_to(-memory["moved"][:, None], token.positions.shape)

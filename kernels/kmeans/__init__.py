@@ -26,7 +26,7 @@ def assign(
     """The centroid of highest cosine for every key, of equal ones the first.
 
     Rows at or beyond `length` keep the label that they had `before`, by default -1. Of each head's centroids the first
-    `count` take part, at least one; all by default. `scaled` is `prepared(keys)`, for a caller of several steps.
+    `count` take part, at least one; all by default. `scaled` is `prepare_keys(keys)`, for a caller of several steps.
     Cosines in float32; the N x C of them never exist at once. A centroid or key of length 0 has cosine 0 to all.
 
     Raises:
@@ -36,7 +36,7 @@ def assign(
     return _kmeans(keys, centroids, length, count, before, with_means=False, scaled=scaled, backend=backend)
 
 
-def prepared(keys: Float[Array, "B K N D"]) -> Any:
+def prepare_keys(keys: Float[Array, "B K N D"]) -> Any:
     """What every step of `lloyd` on these keys needs of them, to be computed once; None where that is nothing."""
     return dispatch("kmeans", {"gpu": pallas_gpu.scaled_keys, "xla": lambda _: None}, None, keys)
 

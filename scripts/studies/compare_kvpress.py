@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import LayerCache
-from clusterkv_jax.cache.pages import unpaged
+from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.generation.batch import bucket
 from clusterkv_jax.generation.generate import completed
 
@@ -213,7 +213,7 @@ def with_ours(model: ckv.Model, method: Any, context: list[int], question: list[
 
 def _held(layer: Any) -> list[set[int]]:
     if isinstance(layer, ckv.PagedHeads):
-        layer = unpaged(layer, int(layer.length.max()))
+        layer = from_pages(layer, int(layer.length.max()))
     assert isinstance(layer, LayerCache)
     assert layer.positions is not None
     rows, lengths = np.asarray(layer.positions[0]), np.asarray(layer.length[0])

@@ -87,7 +87,7 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
         @jax.jit
         def step(cache, k, v, q, scores):
             real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
-            new = ckv.cache.layers.NewTokens(q, k, v, at, real, scores=scores)
+            new = ckv.cache.layers.StepInputs(q, k, v, at, real, scores=scores)
             attended, layer, state = chassis.step_layer(method, cache.layers[0], cache.state[0], new)
             return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
 

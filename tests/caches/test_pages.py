@@ -55,15 +55,15 @@ def assert_same(result, expected, tolerance=None):
 def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     rng = np.random.default_rng(seed)
     prompt, keep = spread(rng)
-    paged = pages.paged(prompt, keep, MEAN + ROOM, PAGE)
+    paged = pages.to_pages(prompt, keep, MEAN + ROOM, PAGE)
     padded = layers.resize(layers.take_rows(prompt, keep, TOKENS)[0], TOKENS + ROOM)
-    assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
+    assert_same(pages.from_pages(paged, TOKENS + ROOM), padded)
     # The memory of the rows, less than a page more for each head, and nothing beside them.
     slots = math.prod(paged.degree.shape[1:])
     assert slots <= HEADS * (MEAN + ROOM + PAGE - 1)
     assert int((paged.degree > 0).sum()) == int(keep.sum())
     np.testing.assert_array_equal(paged.capacity.sum(1), slots)
-    np.testing.assert_array_equal(pages.as_heads(paged).length, (paged.degree > 0).sum(-1))
+    np.testing.assert_array_equal(pages.page_view(paged).length, (paged.degree > 0).sum(-1))
 
     query = normal(rng, 2, 3, 2 * HEADS, DIM)
     assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
@@ -71,23 +71,23 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     tokens = tokens_to_append(rng, prompt.length[:, 0])
     paged, padded = pages.append(paged, *tokens), layers.append(padded, *tokens)
     assert bool(jnp.all(paged.length <= paged.capacity))
-    assert_same(pages.unpaged(paged, TOKENS + ROOM), padded)
+    assert_same(pages.from_pages(paged, TOKENS + ROOM), padded)
     assert_same(attend_cache(paged, query), attend_cache(padded, query), 1e-5)
 
     # Chosen anew: in the same pages, of other owners; with all that there is, not a bit changes.
     every = ordinals(slots, 3) < paged.length[..., None]
-    assert_same(pages.chosen(paged, every), paged)
+    assert_same(pages.reassign(paged, every), paged)
     fewer = every & jnp.asarray(rng.random(every.shape) < rng.random((2, HEADS, 1)))
     again = layers.take_rows(padded, fewer[:, :, : TOKENS + ROOM], TOKENS + ROOM)[0]
-    paged = pages.chosen(paged, fewer)
-    assert_same(pages.unpaged(paged, TOKENS + ROOM), again)
+    paged = pages.reassign(paged, fewer)
+    assert_same(pages.from_pages(paged, TOKENS + ROOM), again)
     assert_same(attend_cache(paged, query), attend_cache(again, query), 1e-5)
 
 
 def test_a_head_without_rows_gives_zeros_and_empty_slots_may_hold_anything():
     rng = np.random.default_rng(0)
     prompt, keep = spread(rng)
-    paged = pages.paged(prompt, keep.at[:, 1].set(False), MEAN, PAGE)
+    paged = pages.to_pages(prompt, keep.at[:, 1].set(False), MEAN, PAGE)
     query = normal(rng, 2, 1, HEADS, DIM)
     out, lse = attend_cache(paged, query)
     np.testing.assert_array_equal(out[:, :, 1], 0)
@@ -104,7 +104,7 @@ def test_a_head_without_rows_gives_zeros_and_empty_slots_may_hold_anything():
 def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
     rng = np.random.default_rng(1)
     prompt, keep = spread(rng)
-    paged = pages.paged(prompt, keep, MEAN, PAGE)
+    paged = pages.to_pages(prompt, keep, MEAN, PAGE)
     more = int((paged.capacity - paged.length).max()) + 1
     new = normal(rng, 2, HEADS, more, DIM)
     full = pages.append(paged, new, new, jnp.zeros((2, more), jnp.int32), jnp.ones((2, more), bool))
@@ -115,9 +115,9 @@ def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
     # Nobody else's row was written over.
     for b, head in np.ndindex(*paged.length.shape):
         count = int(paged.length[b, head])
-        before, after = (pages.unpaged(x, count, jnp.asarray([head])).keys[b] for x in (paged, full))
+        before, after = (pages.from_pages(x, count, jnp.asarray([head])).keys[b] for x in (paged, full))
         np.testing.assert_array_equal(after, before)
-    stored = np.asarray(pages.as_heads(full).length).sum(1)
+    stored = np.asarray(pages.page_view(full).length).sum(1)
     np.testing.assert_array_equal(stored, full.degree[0].size)
 
 
@@ -158,7 +158,7 @@ def test_bytes_of_a_large_model():
     method = ckv.AdaKV(ckv.Budget(ratio=0.2))
     (capacity,) = plan_layer(method, 0, request).capacities
     prompt = jax.eval_shape(layers.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))
-    layer = jax.eval_shape(lambda p: pages.paged(p, p.degree > 0, capacity), prompt)
+    layer = jax.eval_shape(lambda p: pages.to_pages(p, p.degree > 0, capacity), prompt)
     assert 6553 + 128 <= math.prod(layer.degree.shape) / 8 <= 6553 + 128 + 128
 
 
@@ -179,8 +179,8 @@ def test_one_head_may_hold_almost_everything():
 
 def in_one_page(layer):
     """The same rows, every head's in a page that all of them would fit."""
-    heads = pages.unpaged(layer, 224)
-    return pages.paged(heads, heads.degree > 0, 224, page=512)
+    heads = pages.from_pages(layer, 224)
+    return pages.to_pages(heads, heads.degree > 0, 224, page=512)
 
 
 @pytest.mark.parametrize("first", [ckv.Full(), ckv.SnapKV(ckv.Budget(ratio=0.5), window=4, kernel=3)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.attention import attend_cache
-from clusterkv_jax.cache.layers import LayerCache, NewTokens, groups, in_numbers, nbytes
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, dequantised_rows, groups, nbytes
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, row_bytes
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.chassis import step_layer
@@ -79,7 +79,7 @@ def test_attention_is_that_over_the_numbers(name):
     layer = ckv.compress(stored(ckv.CentroidKV(BUDGET, sinks=2, recent=4, chunk=16), name), None, keys, values)
     assert isinstance(layer.keys, Quantised)
     out = ckv.attend(layer, queries[:, :, -1])
-    np.testing.assert_allclose(out, ckv.attend(in_numbers(layer), queries[:, :, -1]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out, ckv.attend(dequantised_rows(layer), queries[:, :, -1]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int8"])
@@ -219,7 +219,7 @@ def test_steps_over_keys_with_an_offset_are_those_over_their_numbers(method, nam
         q, k, v = (jnp.swapaxes(x[:, :, 20 * place : 20 * place + count], 1, 2) for x in (queries, keys, values))
         positions = 80 + place + jnp.arange(count)[None].repeat(2, 0)
         real, sinks = jnp.ones((2, count), bool), jnp.arange(4.0)
-        new = NewTokens(q, k, v, positions, real, sink_logits=sinks)
+        new = StepInputs(q, k, v, positions, real, sink_logits=sinks)
         (out, layer, _), (expected, exact, _) = (one_step(method, x, state, new) for x in (layer, exact))
         np.testing.assert_allclose(out, expected, atol={"int8": 0.1, "int4": 0.9}[name])
 
@@ -231,14 +231,14 @@ def test_rows_are_merged_by_their_own_angles_and_lengths(kind):
     layer = ckv.compress(ckv.Full(cache_dtype="int8"), None, with_offset(keys, 4.0, 1), values)
     method = kind(ckv.Budget(tokens=40), sinks=2, recent=4, chunk=16)
     after = []
-    for cache in (layer, in_numbers(layer)):
+    for cache in (layer, dequantised_rows(layer)):
         plan = GroupPlan((), cache.capacity)
         rows = Rows(cache, jnp.full(2, 60), jnp.full(2, 80), {"rounds": jnp.zeros(2, jnp.int32)}, plan=plan)
         after.append(jax.jit(method.recompress)(rows).cache)
     np.testing.assert_array_equal(after[0].positions, after[1].positions)
     np.testing.assert_array_equal(after[0].degree, after[1].degree)
     assert after[0].length.tolist() == [[60, 60]] * 2
-    np.testing.assert_allclose(in_numbers(after[0]).keys, after[1].keys, atol=0.03)
+    np.testing.assert_allclose(dequantised_rows(after[0]).keys, after[1].keys, atol=0.03)
 
 
 def test_scores_that_are_capped_are_stored_whole():

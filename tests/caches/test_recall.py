@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache.layers import NewTokens
+from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
@@ -120,7 +120,7 @@ def test_quest_selects_what_a_step_attends_to(sizes):
     request = Request(np.asarray([before]), 1, 2, max_new_tokens=1, reserve=1)
     layer, state, _ = compress_layer(method, [x[:, :, :-1] for x in tensors], np.asarray([before]), request)
     by_token = (jnp.swapaxes(x[:, :, -1:], 1, 2) for x in tensors)
-    new = NewTokens(*by_token, jnp.asarray([[before]]), jnp.ones((1, 1), bool))
+    new = StepInputs(*by_token, jnp.asarray([[before]]), jnp.ones((1, 1), bool))
     out = jax.jit(functools.partial(step_layer, method))(layer, state, new)[0]
     queries, keys, values = tensors
     expected = attended(queries[:, :, -1], keys, values, rows)

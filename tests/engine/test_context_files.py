@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache.layers import in_numbers, quantised
+from clusterkv_jax.cache.layers import dequantised_rows, quantised
 from tests.engine.test_engine import EIGHT, alone, engine
 from tests.support.tiny import prompt, tiny
 
@@ -33,7 +33,7 @@ def test_a_file_of_codes_from_before_means_were_taken_off_is_asked(tmp_path):
     file, method = tmp_path / "context.safetensors", ckv.Full(cache_dtype="int8")
     tokens, lengths = jnp.asarray([prompt(3, 50)]), jnp.asarray([50])
     cache, _ = ckv.prefill(tiny().params, tiny().config, method, tokens, lengths, reserve=64)
-    layers = tuple(quantised(in_numbers(layer), "int8", less_mean=False) for layer in cache.layers)
+    layers = tuple(quantised(dequantised_rows(layer), "int8", less_mean=False) for layer in cache.layers)
     ckv.save_cache(file, dataclasses.replace(cache, layers=layers), tiny().config, method)
     expected = ckv.generate(tiny(), [prompt(3, 50)], questions=[prompt(904, 4)], method=method, **EIGHT)
     assert engine(method=method).add(file, prompt(904, 4), **EIGHT).result().tokens == expected.tokens

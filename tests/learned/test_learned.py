@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax import learned
 from clusterkv_jax.blocks.rope import rotate
-from clusterkv_jax.cache.layers import NewTokens
+from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
 from clusterkv_jax.learned.leverage import leverage
@@ -112,7 +112,7 @@ def test_decoded_queries_count_as_those_of_the_prompt():
     for start, stop in ((25, 26), (26, 36), (36, 40)):
         new = (jnp.swapaxes(x[:, :, start:stop], 1, 2) for x in (q, k, v))
         positions = start + ordinals(stop - start, 2)
-        tokens = NewTokens(*new, positions, jnp.ones_like(positions, bool), rope=request.rope)
+        tokens = StepInputs(*new, positions, jnp.ones_like(positions, bool), rope=request.rope)
         _, layer, state = step(layer, state, tokens)
     plan = SimpleNamespace(rope=request.rope)
     result = method.score(Rows(layer, jnp.asarray([25]), jnp.asarray([40]), state[0], plan=plan))

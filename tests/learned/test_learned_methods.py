@@ -12,7 +12,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import learned
 from clusterkv_jax.blocks import attention_in
 from clusterkv_jax.blocks.causal_attention import causal_attention
-from clusterkv_jax.cache.pages import unpaged
+from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt
@@ -51,7 +51,7 @@ def prefill(method, texts, model=None, **options):
 def held(layer, row=0):
     """Positions that each head of a sequence holds."""
     if isinstance(layer, ckv.PagedHeads):
-        layer = unpaged(layer, int(layer.length.max()))
+        layer = from_pages(layer, int(layer.length.max()))
     counts = np.asarray(layer.length[row])
     return [set(head[:count].tolist()) for head, count in zip(np.asarray(layer.positions[row]), counts, strict=True)]
 

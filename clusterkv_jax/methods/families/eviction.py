@@ -19,10 +19,10 @@ from clusterkv_jax.budget import Budget, look_up
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.layers import (
     LayerCache,
-    NewTokens,
+    StepInputs,
+    dequantised_rows,
     head_by_head,
-    in_numbers,
-    kept_slots,
+    mask_to_slots,
     take_rows,
     take_slots,
 )
@@ -93,10 +93,10 @@ class Eviction(Method):
         """Take the rows that stay, or those that an earlier layer selected."""
         assert isinstance(rows.cache, LayerCache)
         if self.holds == "pages":
-            return Compressed(pages.paged(rows.cache, self._stay(rows), rows.plan.capacity))
+            return Compressed(pages.to_pages(rows.cache, self._stay(rows), rows.plan.capacity))
         slots = rows.selection
         if slots is None:
-            slots = kept_slots(self._stay(rows), rows.plan.capacity)
+            slots = mask_to_slots(self._stay(rows), rows.plan.capacity)
         return Compressed(take_slots(rows.cache, slots), selection=slots)
 
     @override
@@ -116,7 +116,7 @@ class Eviction(Method):
     def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
         """The rows that stay: all of them in sequences that hold no more than their budget."""
         cache: Any = rows.cache
-        scores = self.score(replace(rows, cache=in_numbers(cache)))
+        scores = self.score(replace(rows, cache=dequantised_rows(cache)))
         if scores.shape not in (shape := cache.degree.shape, (shape[0], 1, shape[2])):
             raise ValueError(f"{type(self).__name__}.score must return [B,K,C] = {shape}, got {scores.shape}.")
         keep = self.choose(scores, cache.length, rows.budget, cache.capacity)
@@ -131,7 +131,7 @@ class Eviction(Method):
 
         def score(each: tuple[Array, dict[str, Array]]) -> Float[Array, "B C"]:
             head, memory = each
-            one_head = in_numbers(pages.unpaged(group, slots, head[None]))
+            one_head = dequantised_rows(pages.from_pages(group, slots, head[None]))
             alone = replace(rows, cache=one_head, memory=rows.memory | memory)
             return self.score(alone)[:, 0]
 
@@ -139,7 +139,7 @@ class Eviction(Method):
         keep = self.choose(scores, group.length, rows.budget, slots // heads)
         every_row = ordinals(slots, 3) < group.length[..., None]
         over = rows_held(group) > rows.budget
-        return pages.chosen(group, jnp.where(over[:, None, None], keep, every_row))
+        return pages.reassign(group, jnp.where(over[:, None, None], keep, every_row))
 
 
 class Scoped(Eviction):
@@ -217,7 +217,7 @@ class Windowed(Eviction):
         return {} if self.decode_interval is None else {"queries": window_of(rows, self.window)[0]}
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, attend, and remember the last `window` queries."""
         attended, group, _ = append_and_attend(group, memory, tokens)
         count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.attention import with_sinks
-from clusterkv_jax.cache.layers import KVCache, LayerCache, NewTokens, State, groups
+from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, groups
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods.base import (
     Compressed,
@@ -74,7 +74,7 @@ class Recall(Method):
     def build(self, prompt: LayerCache, rows: Rows, reserve: int, **options: Any) -> Index:
         """The index of a prompt of which `rows.budget` are recalled, with room for `reserve` more tokens."""
 
-    def follow(self, index: Index, group: LayerCache, token: NewTokens) -> Index:
+    def follow(self, index: Index, group: LayerCache, token: StepInputs) -> Index:
         """The index after a token that `group` holds already."""
         del group, token
         return index
@@ -154,12 +154,12 @@ class Recall(Method):
         return common | self.build(prompt, rows, reserve, **options)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: NewTokens) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
         """Append, look up, attend, token after token: each has its own rows."""
         step = partial(self._step, unindexed=self.unindexed(tokens.q.shape[1]))
         return one_by_one(step, group, memory, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: NewTokens, *, unindexed: int):
+    def _step(self, group: LayerCache, memory: Memory, token: StepInputs, *, unindexed: int):
         group = append_tokens(group, token)
         memory = self.follow(memory, group, token)
         queries = token.q if token.lookup is None else token.lookup

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.cache.layers import kept_slots
+from clusterkv_jax.cache.layers import mask_to_slots
 from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.runtime.errors import check_fields, is_count
@@ -63,7 +63,7 @@ class Scored(Scoped):
     def recompress(self, rows: Rows) -> Compressed:
         """The same in place."""
         result = super().recompress(rows)
-        slots = kept_slots(result.selection, rows.plan.capacity)
+        slots = mask_to_slots(result.selection, rows.plan.capacity)
         return replace(result, memory={"scores": take_scores(rows.memory["scores"], slots)})
 
 

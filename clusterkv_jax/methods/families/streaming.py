@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache.layers import LayerCache, put_row, row_at
+from clusterkv_jax.cache.layers import LayerCache, get_slot, set_slot
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count
@@ -52,8 +52,8 @@ class Streaming(Method):
 def replace_row(group: LayerCache, slot: Int[Array, "B K"], drop: Bool[Array, " B"]) -> LayerCache:
     """Drop a row per head by moving the last one into its slot, in sequences where `drop` holds."""
     last = group.length - 1
-    group = put_row(group, slot, row_at(group, last), drop)
+    group = set_slot(group, slot, get_slot(group, last), drop)
     empty = jax.tree.map(lambda x: jnp.zeros_like(x[:, :, :1]), (group.keys, group.values, group.degree))
     nothing = LayerCache(*empty, length=last, positions=jnp.zeros_like(last)[..., None])
-    group = put_row(group, last, nothing, drop)
+    group = set_slot(group, last, nothing, drop)
     return replace(group, length=jnp.where(drop[:, None], last, group.length))
