@@ -16,6 +16,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cli.texts import read_text
 from clusterkv_jax.text import prompts
 from clusterkv_jax.text.chat import Chat, cut_turn
+from clusterkv_jax.text.growing import NOTHING, grown
 from clusterkv_jax.text.stops import Stops, finish_reason, make_stops, shorten, show, text_of
 from clusterkv_jax.text.tokenizer import decode, encode, tokenizer_in
 from tests.fuzz.rules import check_sentence
@@ -308,9 +309,10 @@ def test_the_first_space_of_an_answer_stays():
     tokens=st.lists(st.integers(0, len(PIECES) - 1) | st.sampled_from([3 + 0xF0, 3 + 0x9F, 3 + 0x98, 3 + 0x80])),
     sizes=st.lists(st.integers(1, 4), min_size=1),
     strings=st.lists(st.sampled_from([" a", "Paris.", "\n", "😀", ". b"]), max_size=2),
+    grows=st.booleans(),
 )
-def test_what_was_shown_is_what_stands_there(tokens, sizes, strings):
-    stops, shown, before, at = Stops(tuple(strings)), [], "", 0
+def test_what_was_shown_is_what_stands_there(tokens, sizes, strings, grows):
+    stops, shown, before, at, known = Stops(tuple(strings)), [], "", 0, NOTHING
 
     def pass_on(_, text):
         return shown.append(text)
@@ -319,11 +321,28 @@ def test_what_was_shown_is_what_stands_there(tokens, sizes, strings):
     for number in range(len(tokens) + 1):
         at = min(len(tokens), at + sizes[number % len(sizes)])
         said = tokens[:at]
-        last = shorten(PIECES, said, stops) or at == len(tokens)
-        before = show(PIECES, 0, said, before, stops, last, pass_on)
+        last = shorten(PIECES, said, stops, known) or at == len(tokens)
+        known = grown(PIECES, said, known) if grows and not last else known
+        before = show(PIECES, 0, said, before, stops, last, pass_on, known)
         if last:
             break
     assert "".join(shown) == text_of(PIECES, said, stops)
+    whole = tokens[:at]
+    assert shorten(PIECES, whole, stops) or at == len(tokens)
+    assert whole == said
+
+
+def test_a_text_that_grows_is_decoded_once(monkeypatch):
+    decoded, plain = [], PIECES.decode
+    monkeypatch.setattr(PIECES, "decode", lambda ids, **how: decoded.append(len(ids)) or plain(ids, **how))
+    said, shown, known, stops = [], "", NOTHING, Stops((" b a",))
+    for token in PIECES.convert_tokens_to_ids(["▁Paris", "▁a", "b", "."]) * 100:
+        said.append(token)
+        assert not shorten(PIECES, said, stops, known)
+        known = grown(PIECES, said, known)
+        shown = show(PIECES, 0, said, shown, stops, False, lambda *_: None, known)
+    assert shown == 100 * " Paris ab."
+    assert max(decoded) < 8
 
 
 def test_a_run_of_bytes_waits_for_its_end():

@@ -46,6 +46,7 @@ from clusterkv_jax.runtime.prng import seed_words
 from clusterkv_jax.runtime.programs import Compilation, compilation
 from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.runtime.sharding import on_mesh
+from clusterkv_jax.text.growing import grown
 from clusterkv_jax.text.stops import shorten, show
 
 
@@ -246,7 +247,7 @@ class EngineCore:
         tokens = list(sequence.tokens)
         try:
             check_tokens(model, self.method, request, tokens)
-            stopped = shorten(model.tokenizer, tokens, request.batch.stops)
+            stopped = shorten(model.tokenizer, tokens, request.batch.stops, sequence.known)
             sequence = replace(sequence, tokens=tuple(tokens), ended=sequence.ended or stopped)
             self._count(new_tokens=len(tokens) - len(before.tokens))
             if sequence.ended:
@@ -263,11 +264,12 @@ class EngineCore:
         if not listened:
             self.schedule = place(self.schedule, slot, sequence)
             return
-        shown, tokenizer = sequence.shown, self.model.tokenizer
+        shown, known, tokenizer = sequence.shown, sequence.known, self.model.tokenizer
         if tokenizer is not None:
-            stops = sequence.request.batch.stops
-            shown = show(tokenizer, 0, list(sequence.tokens), shown, stops, False, lambda *_: None)
-        said = replace(sequence, shown=shown, said=len(sequence.tokens))
+            tokens, stops = list(sequence.tokens), sequence.request.batch.stops
+            known = grown(tokenizer, tokens, known)
+            shown = show(tokenizer, 0, tokens, shown, stops, False, lambda *_: None, known)
+        said = replace(sequence, shown=shown, known=known, said=len(sequence.tokens))
         self.schedule = place(self.schedule, slot, said)
         self._deliver(handle, output_of(sequence, shown))
 

@@ -12,6 +12,7 @@ from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.sampling import SamplingState, sampling_state
 from clusterkv_jax.generation.results import TokenLogprob
 from clusterkv_jax.runtime.prng import seed_words
+from clusterkv_jax.text.growing import NOTHING, GrowingText
 
 # Steps of one call of the decode program; between two, requests enter and leave.
 MOST_STEPS, STREAM_STEPS = 32, 4
@@ -31,6 +32,7 @@ class RunningSequence:
         ended: whether there will be no more.
         first_s: when the first one came.
         shown: the text that was passed on.
+        known: of the text, so that what follows is decoded alone.
         said: how many tokens were.
         logprobs: of the tokens, where the request asks for them.
     """
@@ -42,6 +44,7 @@ class RunningSequence:
     ended: bool = False
     first_s: float = 0.0
     shown: str = ""
+    known: GrowingText = NOTHING
     said: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
 

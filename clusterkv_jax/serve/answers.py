@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterkv_jax.engine import Request, RequestOutput, SamplingParams
 from clusterkv_jax.serve import metrics
-from clusterkv_jax.serve.errors import ApiError, as_api_error
+from clusterkv_jax.serve.errors import ApiError, as_api_error, refused
 from clusterkv_jax.serve.grammar import allowed_tokens
 from clusterkv_jax.serve.prefixes import after_shared, context_of
 from clusterkv_jax.serve.prompts import Prompt
@@ -30,7 +30,7 @@ class Asked:
         stream: whether somebody waits for single tokens.
         path: of the interface, for the log.
         ignored: fields of the request that nothing is done with.
-        schema: of the JSON that an answer is to be; None for any text.
+        grammar: of the answer, as `grammar` writes it; None for any text.
     """
 
     prompt: Callable[[], Prompt] = field(repr=False)
@@ -39,7 +39,7 @@ class Asked:
     stream: bool
     path: str
     ignored: Sequence[str] = ()
-    schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +59,11 @@ class Running:
 async def begin(server: Server, asked: Asked) -> Running:
     """Put a request into the engine's queue, behind its context where it has one.
 
-    Raises ValueError, MemoryError or `EngineFull` for what cannot be served.
+    Raises ApiError, MemoryError or `EngineFull` for what cannot be served.
     """
     begin, number = time.perf_counter(), secrets.token_hex(12)
-    prompt = await asyncio.to_thread(asked.prompt)
+    with refused():
+        prompt = await asyncio.to_thread(asked.prompt)
     max_tokens = _most_tokens(server, len(prompt.tokens), asked.max_tokens)
     wanted = max_tokens if asked.max_tokens is not None else min(max_tokens, server.limits["reserve"] // 2)
     shared = after_shared(server, prompt, wanted)
@@ -71,8 +72,9 @@ async def begin(server: Server, asked: Asked) -> Running:
         text, there = await context_of(server, shared)
         question = prompt.tokens[len(shared) :]
         max_tokens = min(max_tokens, server.limits["reserve"] - len(question))
-    params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
-    request = await asyncio.to_thread(_request, server, asked, text, question, params)
+    with refused():
+        params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
+        request = await asyncio.to_thread(_request, server, asked, text, question, params)
     stream = server.served.submit(request)
     counted = len(shared) if there else 0
     metrics.count(server.metrics, prompt_tokens=len(prompt.tokens), prefix_cache_queries=len(prompt.tokens))
@@ -81,7 +83,7 @@ async def begin(server: Server, asked: Asked) -> Running:
 
 
 def _request(server: Server, asked: Asked, text: Any, question: Any, params: SamplingParams) -> Request:
-    allowed = None if asked.schema is None else allowed_tokens(server.model, asked.schema)
+    allowed = None if asked.grammar is None else allowed_tokens(server.model, asked.grammar, params.n)
     return server.engine.request(text, question, params=params, stream=asked.stream, allowed_tokens=allowed)
 
 
@@ -100,10 +102,11 @@ async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOut
         status = "client gone"
         raise
     except Exception as error:
-        status = str(as_api_error(error).status)
-        if status == "500":
+        known = as_api_error(error)
+        if known.status == 500:
             _log.exception("%s has failed", running.number)
-        raise
+        status = str(known.status)
+        raise known from error
     finally:
         running.stream.cancel()
         _account(server, running, first_s, tokens, reasons)

@@ -103,7 +103,7 @@ def _answering(
 def _tell(request: Request, known: ApiError, error: Exception) -> None:
     """One line of the log; a traceback where nobody expected the error. Sentences may quote a client's words."""
     level = logging.ERROR if known.status == 500 else logging.INFO
-    trace = error if known.status == 500 else None
+    trace = error if known.status == 500 and known is not error else None
     what = "client gone" if known.status == LEFT else known.status
     _log.log(level, "%s %s: %s", request.method, request.url.path, what, exc_info=trace)
 

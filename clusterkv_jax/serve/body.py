@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from clusterkv_jax.serve.errors import ApiError
+from clusterkv_jax.serve.errors import ApiError, refused
 from clusterkv_jax.storage import schema
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -42,8 +42,9 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def parsed(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:
-    """A body as a declared type, and the names of fields that it does not have. Raises ValueError for anything else."""
-    return await asyncio.to_thread(_parsed, raw, kind) if len(raw) > LARGE else _parsed(raw, kind)
+    """A body as a declared type, and the names of fields that it does not have. Raises ApiError for anything else."""
+    with refused():
+        return await asyncio.to_thread(_parsed, raw, kind) if len(raw) > LARGE else _parsed(raw, kind)
 
 
 def _parsed(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:

@@ -13,12 +13,12 @@ from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import DONE, event, json_response, streamed, unless_gone
-from clusterkv_jax.serve.grammar import schema_of
+from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.logprobs import ChatLogprobs, of_chat
 from clusterkv_jax.serve.openai import FINISH_REASONS, Drawing, StreamOptions, Usage, how, usage_of
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
-from clusterkv_jax.serve.tools import arguments_of, as_template_call, calls_in, visible
+from clusterkv_jax.serve.tools import arguments_of, as_template_call, calls_in, choice_of, visible
 
 
 class Part(Struct):
@@ -114,8 +114,8 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
     """The endpoint."""
     body, ignored = await bodies.parsed(raw, ChatRequest)
     bodies.check_model(body.model, server.settings.model_name)
-    bodies.refuse(body, tool_choice="none" if body.tool_choice == "none" else "auto")
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    choice = choice_of(body.tool_choice)
+    tools = body.tools if body.tools and choice.kind != "none" else []
     variables = dict(body.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
     messages, cut = as_messages(body.messages)
     conversation = continued(Conversation(messages, cut, variables), bool(body.continue_final_message))
@@ -126,7 +126,7 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
         bool(body.stream),
         request.url.path,
         ignored,
-        schema_of(body.response_format),
+        of_call(server.model, tools, choice) or of_format(body.response_format),
     )
     running = await unless_gone(request, begin(server, asked))
     if body.stream:

@@ -1,7 +1,8 @@
 """Errors as clients of each interface expect them: a status, a kind and one sentence."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -63,16 +64,23 @@ def error_response(form: Form, error: ApiError, headers: Mapping[str, str]) -> R
     return Response(body, error.status, {**headers, **more}, media_type="application/json")
 
 
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Around what is made of a request alone: a ValueError in there is the client's fault, everywhere else ours."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error)) from error
+
+
 def as_api_error(error: Exception) -> ApiError:
-    """Any error of this library as one for a client; what is nobody's fault tells nothing of the server's inside."""
+    """Any error of this library as one for a client; what is not the client's fault tells nothing of our inside."""
     from clusterkv_jax.engine import EngineFull
 
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineFull):
         return ApiError(str(error), 429, code="rate_limit_exceeded", retry_after_s=error.retry_after_s)
-    if isinstance(error, ValueError):
-        return ApiError(str(error))
     if isinstance(error, MemoryError):
         return ApiError(str(error), 503, retry_after_s=10)
     return ApiError("The server failed; its log says more.", 500)

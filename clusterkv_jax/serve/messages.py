@@ -14,12 +14,12 @@ from starlette.responses import Response
 from clusterkv_jax.engine import RequestOutput
 from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
-from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
+from clusterkv_jax.serve.errors import as_api_error, error_body, refused
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
-from clusterkv_jax.serve.grammar import schema_of
+from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
-from clusterkv_jax.serve.tools import Call, as_template_call, calls_in, visible
+from clusterkv_jax.serve.tools import Call, as_template_call, calls_in, choice_of, visible
 from clusterkv_jax.storage.schema import from_json
 from clusterkv_jax.text.tokenizer import decode
 
@@ -114,8 +114,9 @@ async def messages(server: Server, request: Request, raw: bytes) -> Response:
     how["stop"] = tuple(body.stop_sequences)
     conversation = _conversation(server, body)
     prompt, tools = partial(of_conversation, server.model, conversation), "tools" in conversation.variables
-    schema = schema_of(None if body.output_config is None else body.output_config.format)
-    asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, ignored, schema)
+    forced = of_call(server.model, conversation.variables.get("tools", ()), choice_of(body.tool_choice))
+    grammar = forced or of_format(None if body.output_config is None else body.output_config.format)
+    asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, ignored, grammar)
     running = await unless_gone(request, begin(server, asked))
     if body.stream:
         return streamed(_events(server, running, body.stop_sequences, tools), running)
@@ -130,15 +131,15 @@ async def messages(server: Server, request: Request, raw: bytes) -> Response:
 async def count_tokens(server: Server, _request: Request, raw: bytes) -> Response:
     """Tokens of messages in the model's chat template."""
     body, _ = await bodies.parsed(raw, CountRequest)
-    prompt = await asyncio.to_thread(of_conversation, server.model, _conversation(server, body))
+    with refused():
+        prompt = await asyncio.to_thread(of_conversation, server.model, _conversation(server, body))
     return json_response({"input_tokens": len(prompt.tokens)})
 
 
 def _conversation(server: Server, body: CountRequest) -> Conversation:
-    """Messages as templates take them. Raises ApiError for another model, and for a tool that must be called."""
+    """Messages as templates take them. Raises ApiError for another model, and a tool_choice that is none."""
     bodies.check_model(body.model, server.settings.model_name)
-    if (kind := (body.tool_choice or {}).get("type", "auto")) not in ("auto", "none"):
-        raise ApiError(f"tool_choice of type {kind!r} is not supported; auto and none are.")
+    kind = choice_of(body.tool_choice).kind
     blocks = [Block(type="text", text=body.system)] if isinstance(body.system, str) else body.system
     blocks = [block for block in blocks if not block.text.startswith(_BILLING)]
     system, letters = joined(*_texts(blocks))
@@ -148,7 +149,7 @@ def _conversation(server: Server, body: CountRequest) -> Conversation:
         for turn, letters in _turns(message):
             cut = cut if letters is None else (len(plain), letters)
             plain.append(turn)
-    tools = [tool for tool in body.tools or [] if tool.type in (None, "custom") and kind == "auto"]
+    tools = [tool for tool in body.tools or [] if tool.type in (None, "custom") and kind != "none"]
     described = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in tools
     ]

@@ -16,10 +16,10 @@ from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
-from clusterkv_jax.serve.grammar import schema_of
+from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, joined, of_conversation
 from clusterkv_jax.serve.server import Server
-from clusterkv_jax.serve.tools import Call, arguments_of, as_template_call, calls_in, visible
+from clusterkv_jax.serve.tools import Call, arguments_of, as_template_call, calls_in, choice_of, visible
 from clusterkv_jax.storage.schema import shown
 
 # Letters of earlier responses that are kept; those that are asked last go last.
@@ -93,14 +93,14 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
     body, ignored = await bodies.parsed(raw, ResponsesRequest)
     bodies.check_model(body.model, server.settings.model_name)
     bodies.refuse(body, background=False, truncation="disabled")
-    bodies.refuse(body, tool_choice="none" if body.tool_choice == "none" else "auto")
-    schema = schema_of(None if body.text is None else body.text.format)
     messages, conversation = _conversation(server, body)
+    forced = of_call(server.model, conversation.variables.get("tools", ()), choice_of(body.tool_choice))
+    grammar = forced or of_format(None if body.text is None else body.text.format)
     how = {"temperature": body.temperature, "top_p": body.top_p}
     others = {shown(tool.get("type")) for tool in body.tools if tool.get("type") != "function"}
     ignored = [*ignored, *(f"tools of type {kind}" for kind in sorted(others))]
     prompt = partial(of_conversation, server.model, conversation)
-    asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, ignored, schema)
+    asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, ignored, grammar)
     running = await unless_gone(request, begin(server, asked))
     tools = "tools" in conversation.variables
     this = _Asked(server, body, messages, tools, running)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve import metrics
 from clusterkv_jax.serve.chat import ChatMessage, as_messages
-from clusterkv_jax.serve.errors import ApiError
+from clusterkv_jax.serve.errors import ApiError, refused
 from clusterkv_jax.serve.events import json_response
 from clusterkv_jax.serve.prompts import Conversation, of_conversation, of_text
 from clusterkv_jax.serve.server import Server
@@ -78,11 +78,12 @@ async def tokenize(server: Server, _request: Request, raw: bytes) -> Response:
     bodies.check_model(body.model, server.settings.model_name)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("Give prompt or messages, one of them.", param="prompt")
-    if body.messages is None:
-        prompt = await asyncio.to_thread(of_text, server.model, body.prompt or "")
-    else:
-        messages, cut = as_messages(body.messages)
-        prompt = await asyncio.to_thread(of_conversation, server.model, Conversation(messages, cut))
+    with refused():
+        if body.messages is None:
+            prompt = await asyncio.to_thread(of_text, server.model, body.prompt or "")
+        else:
+            messages, cut = as_messages(body.messages)
+            prompt = await asyncio.to_thread(of_conversation, server.model, Conversation(messages, cut))
     about = {"count": len(prompt.tokens), "max_model_len": server.limits["max_tokens"], "tokens": prompt.tokens}
     return json_response(about)
 
@@ -94,4 +95,6 @@ async def detokenize(server: Server, _request: Request, raw: bytes) -> Response:
     vocab = server.model.config.vocab_size
     if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
         raise ApiError(f"tokens hold {wrong[0]}; allowed are 0 to {vocab - 1}.", param="tokens")
-    return json_response({"prompt": await asyncio.to_thread(decode, server.model.tokenizer, body.tokens)})
+    with refused():
+        text = await asyncio.to_thread(decode, server.model.tokenizer, body.tokens)
+    return json_response({"prompt": text})

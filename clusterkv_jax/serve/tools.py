@@ -6,9 +6,10 @@ an answer that is one JSON object with a name and parameters or arguments, as Ll
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from clusterkv_jax.storage.schema import from_json
+from clusterkv_jax.serve.errors import ApiError
+from clusterkv_jax.storage.schema import from_json, shown
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -19,6 +20,29 @@ class Call:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether tools may or must be called; `name` is that of the only one that will do."""
+
+    kind: Literal["auto", "none", "required"]
+    name: str | None = None
+
+
+def choice_of(wanted: str | dict[str, Any] | None) -> ToolChoice:
+    """What `tool_choice` of OpenAI's and Anthropic's interfaces says. Raises ApiError for what it does not."""
+    about = {"type": wanted or "auto"} if not isinstance(wanted, dict) else wanted
+    inner = about.get("function", about)
+    match about.get("type"), inner.get("name") if isinstance(inner, dict) else False:
+        case ("auto" | "none" | "required") as kind, None:
+            return ToolChoice(kind)
+        case "any", None:
+            return ToolChoice("required")
+        case "function" | "tool", str(name):
+            return ToolChoice("required", name)
+    message = f"tool_choice must be auto, none, required or name a tool, got {shown(repr(wanted))}."
+    raise ApiError(message, param="tool_choice")
 
 
 def arguments_of(text: str) -> Any:

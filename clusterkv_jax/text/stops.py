@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from clusterkv_jax.text.growing import NOTHING, GrowingText, new_text
 from clusterkv_jax.text.prompts import is_list
 from clusterkv_jax.text.tokenizer import Tokens, decode, without_open_end
 
@@ -47,17 +48,17 @@ def make_stops(tokenizer: Any, stop: Any, stop_ids: Any, vocab_size: int) -> Sto
     return Stops(strings, frozenset(ids | {special[text] for text in stop if text in special}))
 
 
-def shorten(tokenizer: Any, tokens: Tokens, stops: Stops) -> bool:
-    """Drop the tokens after the first one that stops a text; True if there is one."""
-    at = next((number for number, token in enumerate(tokens, 1) if token in stops.ids), None)
+def shorten(tokenizer: Any, tokens: Tokens, stops: Stops, known: GrowingText = NOTHING) -> bool:
+    """Drop the tokens after the first one that stops a text; True if there is one. None of those `known` does."""
+    at = next((number for number in range(known.count, len(tokens)) if tokens[number] in stops.ids), None)
     if at is not None:
-        del tokens[at:]
-    if not _stopped(tokenizer, tokens, stops):
+        del tokens[at + 1 :]
+    if not _stopped(tokenizer, tokens, stops, known):
         return at is not None
-    low, high = 1, len(tokens)
+    low, high = max(1, known.count), len(tokens)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _stopped(tokenizer, tokens[:middle], stops) else (middle + 1, high)
+        low, high = (low, middle) if _stopped(tokenizer, tokens[:middle], stops, known) else (middle + 1, high)
     del tokens[low:]
     return True
 
@@ -78,12 +79,23 @@ def finish_reason(tokenizer: Any, tokens: Sequence[int], eos_ids: Sequence[int],
     return "stop" if tokens and tokens[-1] in stops.ids else "length"
 
 
-def show(tokenizer: Any, i: int, tokens: Tokens, before: str, stops: Stops, last: bool, on_text: OnText | None) -> str:
+def show(
+    tokenizer: Any,
+    i: int,
+    tokens: Tokens,
+    before: str,
+    stops: Stops,
+    last: bool,
+    on_text: OnText | None,
+    known: GrowingText = NOTHING,
+) -> str:
     """Pass on what is new of a sequence's text; what may still change (half a character, half a stop string) waits."""
     if on_text is None:
         return before
-    text = text_of(tokenizer, tokens if last else without_open_end(tokenizer, tokens), stops)
-    if not last:
+    if last:
+        text = text_of(tokenizer, tokens, stops)
+    else:
+        text = known.text + new_text(tokenizer, without_open_end(tokenizer, tokens), known)
         text = text.rstrip("\ufffd")
         half = max((n for s in stops.strings for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         text = text[: len(text) - half]
@@ -93,9 +105,10 @@ def show(tokenizer: Any, i: int, tokens: Tokens, before: str, stops: Stops, last
     return before
 
 
-def _stopped(tokenizer: Any, tokens: Sequence[int], stops: Stops) -> bool:
-    """Whether a stop string stands in the text."""
+def _stopped(tokenizer: Any, tokens: Sequence[int], stops: Stops, known: GrowingText = NOTHING) -> bool:
+    """Whether a stop string stands in the text; none does in what is `known`."""
     if not stops.strings:
         return False
-    text = decode(tokenizer, tokens)
+    longest = max(map(len, stops.strings))
+    text = known.text[-longest:] + new_text(tokenizer, tokens, known)
     return any(string in text for string in stops.strings)

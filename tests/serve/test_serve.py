@@ -286,6 +286,20 @@ def test_errors_are_those_that_clients_know(address, client, claude):
     assert httpx.get(f"{address}/v1/nothing").json()["error"]["message"] == "There is no /v1/nothing here."
 
 
+def test_what_is_not_the_client_s_fault_is_the_server_s(client, server, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(server.engine._core.runner, "insert", broken)
+    ask = {"model": NAME, "prompt": "Once", "max_tokens": 2}
+    with pytest.raises(openai.InternalServerError, match=r"The server failed; its log says more\.$"):
+        client.completions.create(**ask)
+    with pytest.raises(openai.APIError, match=r"The server failed; its log says more\.$"):
+        list(client.completions.create(**ask, stream=True))
+    monkeypatch.undo()
+    assert client.completions.create(**ask).usage.completion_tokens == 2
+
+
 def test_clients_that_leave_free_their_slots(http, server):
     ask = {"messages": MESSAGES, "stream": True, "max_tokens": 80, "temperature": 0}
     before = server.served.stats().cancelled

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.serve import Settings, make_server
+from clusterkv_jax.serve.errors import ApiError
+from clusterkv_jax.serve.grammar import allowed_tokens, of_call
 from clusterkv_jax.serve.prompts import Conversation, Prompt, joined, of_conversation
-from clusterkv_jax.serve.tools import Call, calls_in, visible
+from clusterkv_jax.serve.tools import Call, ToolChoice, calls_in, choice_of, visible
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import check_sentence
 from tests.support.byte_model import byte_model, byte_tokenizer
@@ -137,6 +140,57 @@ def test_answers_of_a_schema_are_json_of_it(ending):
     wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
     refused = httpx.post(f"{ending}/v1/chat/completions", json=ask | {"response_format": wrong})
     assert "nonsense" in refused.json()["error"]["message"]
+
+
+def test_a_tool_that_must_be_called_is(ending):
+    pytest.importorskip("llguidance")
+    towns = {"type": "object", "properties": {"town": {"$ref": "#/$defs/town"}}, "required": ["town"]}
+    towns |= {"additionalProperties": False, "$defs": {"town": {"enum": ["Bonn", "Ulm"]}}}
+    one, other = ({"name": name, "parameters": towns} for name in ("weather", "time"))
+    ask = {"messages": [USER], "temperature": 1, "seed": 5, "n": 2, "max_tokens": 80}
+    ask |= {"tools": [{"type": "function", "function": each} for each in (one, other)]}
+    chat = httpx.post(f"{ending}/v1/chat/completions", json=ask | {"tool_choice": "required"}, timeout=60).json()
+    assert [choice["finish_reason"] for choice in chat["choices"]] == ["tool_calls"] * 2
+    calls = [choice["message"]["tool_calls"][0]["function"] for choice in chat["choices"]]
+    named = {"type": "function", "name": "time"}
+    items = {"input": [USER], "tools": [{"type": "function", **each} for each in (one, other)], "tool_choice": named}
+    calls += httpx.post(f"{ending}/v1/responses", json=items, timeout=60).json()["output"]
+    tools = [{"name": each["name"], "input_schema": towns} for each in (one, other)]
+    claude = {"messages": [USER], "max_tokens": 80, "tools": tools, "tool_choice": {"type": "tool", "name": "time"}}
+    told = httpx.post(f"{ending}/v1/messages", json=claude, timeout=60).json()
+    (use,) = told["content"]
+    calls.append({"name": use["name"], "arguments": json.dumps(use["input"])})
+    assert {call["name"] for call in calls[:2]} <= {"weather", "time"}
+    assert [call["name"] for call in calls[2:]] == ["time", "time"]
+    assert all(json.loads(call["arguments"])["town"] in ("Bonn", "Ulm") for call in calls)
+    assert told["stop_reason"] == "tool_use"
+    wrong = httpx.post(f"{ending}/v1/messages", json=claude | {"tool_choice": {"type": "tool", "name": "stocks"}})
+    assert wrong.json()["error"]["message"] == "tool_choice wants the tool 'stocks', which tools do not describe."
+
+
+def test_a_grammar_follows_several_answers_and_reads_each_token_once():
+    pytest.importorskip("llguidance")
+    model = byte_model("<tool_call>")
+    model.tokenizer.add_special_tokens({"eos_token": "<end>"})
+    model = replace(model, config=replace(model.config, eos_ids=(256,)))
+    tools = [{"type": "function", "function": {"name": name}} for name in ('say "ä"', "go")]
+    allowed = allowed_tokens(model, of_call(model, tools, ToolChoice("required")), 2)
+    texts = [f'<tool_call>\n{{"name": {name}, "arguments": {{}}}}\n</tool_call>' for name in ('"say \\"ä\\""', '"go"')]
+    answers = [[*model.tokenizer.encode(text), 256] for text in texts]
+    for number in range(max(map(len, answers))):
+        for tokens in answers:
+            if number < len(tokens):
+                bits = np.unpackbits(allowed(tokens[:number]).view(np.uint8), bitorder="little")
+                assert bits[tokens[number]], model.tokenizer.decode(tokens[:number])
+    assert [calls_in(text)[1] for text in texts] == [[Call('say "ä"', "{}")], [Call("go", "{}")]]
+
+
+@pytest.mark.parametrize(
+    "wanted", ["always", {"type": "function"}, {"type": "function", "function": "f"}, {"type": []}]
+)
+def test_a_choice_of_tools_is_one_of_four(wanted):
+    with pytest.raises(ApiError, match="tool_choice must be auto, none, required or name a tool, got"):
+        choice_of(wanted)
 
 
 def test_a_conversation_is_cut_before_the_last_user_s_turn():
