@@ -184,10 +184,16 @@ def models() -> str:
 
 def _family(name: str) -> list[str]:
     other = SAME_AS.get(name, name)
-    cases = [case for case, published in PARITY.items() if published["model_type"] == other]
+    compared = name if _cases(name) else other
     tested = "yes" if name in PUBLISHED else f"as `{other}`"
     names = f"`{name}`", _cell(FAMILIES[name].models)
-    return [*names, tested, ", ".join(cases), tested, _beside(other), _kernels(other), tested, tested]
+    cells = _beside(compared), _kernels(compared)
+    return [*names, tested, ", ".join(_cases(compared)), tested, *cells, tested, tested]
+
+
+def _cases(name: str) -> dict[str, dict[str, Any]]:
+    """The configurations of a family that are compared with transformers."""
+    return {case: published for case, published in PARITY.items() if published["model_type"] == name}
 
 
 # What a model may have beside plain attention and an MLP, by the fields of its configuration.
@@ -196,14 +202,13 @@ BESIDE = {"window": "window", "soft_cap": "soft cap", "sink_logits": "sinks", "e
 
 def _beside(name: str) -> str:
     """What a model of a family has in one of the settings that are tested."""
-    settings = [PUBLISHED[name], *(published for published in PARITY.values() if published["model_type"] == name)]
-    configs = [from_hf(published) for published in settings]
+    configs = [from_hf(published) for published in (PUBLISHED.get(name), *_cases(name).values()) if published]
     return ", ".join(words for field, words in BESIDE.items() if any(getattr(config, field) for config in configs))
 
 
 def _kernels(name: str) -> str:
     """By whom the prompts of a family are read on a GPU, and on a TPU."""
-    config = from_hf(PUBLISHED[name])
+    config = from_hf(PUBLISHED.get(name) or next(iter(_cases(name).values())))
 
     def of(backend: str, title: str) -> str:
         taken = [dim for dim in HEAD_DIMS[name] if not missing(backend, dim, config.soft_cap, bool(config.sink_logits))]

@@ -1,17 +1,17 @@
-"""Gemma 2 and Gemma 3 (text): norms on both sides of each block, windows in most layers, caps of scores and logits.
+"""Gemma 1; Gemma 2 and 3 (text): norms on both sides of each block, windows in most layers, caps of scores and logits.
 
-Gemma team, 2024 (arXiv:2408.00118) and 2025 (arXiv:2503.19786). Norms multiply by 1 + w; scales stay w, since bfloat16
-would round the sum.
+Gemma team, 2024 (arXiv:2403.08295, arXiv:2408.00118) and 2025 (arXiv:2503.19786). Norms multiply by 1 + w; scales stay
+w, since bfloat16 would round the sum.
 """
 
 import math
 from typing import Annotated, Any, ClassVar
 
-from msgspec import UNSET, Meta, Struct, structs
+from msgspec import Meta
 
 from clusterkv_jax.models import llama
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.hf_config import activation, decoder, sliding
+from clusterkv_jax.models.hf_config import activation, decoder, sliding, sliding_but_every
 from clusterkv_jax.models.hf_fields import (
     Decoder,
     Heads,
@@ -19,26 +19,41 @@ from clusterkv_jax.models.hf_fields import (
     LayerTypes,
     Positions,
     Published,
-    RopeParameters,
+    RopesByLayer,
     Size,
     Theta,
     declared,
 )
-from clusterkv_jax.models.hf_rope import rope
+from clusterkv_jax.models.hf_multimodal import Multimodal as WithImages
+from clusterkv_jax.models.hf_multimodal import text_config
+from clusterkv_jax.models.hf_rope import rope, ropes_by_layer
 
 WEIGHTS = llama.WEIGHTS | {
     "layers.*.attention_out_norm.scale": "model.layers.*.post_attention_layernorm.weight",
     "layers.*.mlp_norm.scale": "model.layers.*.pre_feedforward_layernorm.weight",
     "layers.*.mlp_out_norm.scale": "model.layers.*.post_feedforward_layernorm.weight",
 }
-# What a model of texts and images holds for images.
-OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 _Positive = Annotated[float, Meta(gt=0, le=1e6)]
 
 
+class File1(Decoder, kw_only=True):
+    """The fields of transformers' GemmaConfig."""
+
+    default_eos = 1
+    assumed: ClassVar = {**Decoder.assumed, "use_bidirectional_attention": (False, None)}
+
+    head_dim: Size | None = 256
+    max_position_embeddings: Positions = 8192
+    hidden_act: str = "gelu_pytorch_tanh"
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 2
+    pad_token_id: int | None = 0
+
+
 class File(Decoder, kw_only=True):
-    """What Gemma's classes in transformers have in common."""
+    """What the classes of Gemma 2 and 3 in transformers have in common."""
 
     default_eos = 1
     assumed: ClassVar = {**Published.assumed, "use_bidirectional_attention": (False, None)}
@@ -70,11 +85,6 @@ class File2(File, kw_only=True):
     attn_logit_softcapping: _Positive | None = 50.0
 
 
-class _Ropes(Struct):
-    full_attention: RopeParameters | None = None
-    sliding_attention: RopeParameters | None = None
-
-
 class File3(File, kw_only=True):
     """The fields of transformers' Gemma3TextConfig."""
 
@@ -84,18 +94,26 @@ class File3(File, kw_only=True):
     max_position_embeddings: Positions = 131072
     sliding_window_pattern: Layers = 6
     rope_local_base_freq: Theta = 1e4
-    rope_parameters: _Ropes | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    rope_parameters: RopesByLayer | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class Multimodal(Published, kw_only=True):
+class Multimodal(WithImages, kw_only=True):
     """The fields of transformers' Gemma3Config; what is of images is not read."""
 
-    without_effect = Published.without_effect | {
-        *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    }
+    without_effect = WithImages.without_effect | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"}
 
     text_config: dict[str, Any]
     tie_word_embeddings: bool | None = True
+
+
+def from_gemma(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: gemma` configuration."""
+    file = declared(published, File1, where)
+    fields = decoder(file) | {"embedding_scale": math.sqrt(file.hidden_size), "norm_offset": 1.0}
+    if file.hidden_act == "gelu":  # what the first files say and did not mean
+        fields["activation"] = "gelu_tanh"
+    bias = file.attention_bias
+    return ModelConfig(**fields, rope=rope(file, fields["head_dim"]), qkv_bias=bias, output_bias=bias)
 
 
 def from_gemma2(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -108,11 +126,7 @@ def from_gemma2(published: dict[str, Any], where: str = "config.json") -> ModelC
 def from_gemma3(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: gemma3_text` configuration."""
     file = declared(published, File3, where)
-    ropes = file.rope_parameters or _Ropes()
-    far = structs.replace(file, rope_parameters=ropes.full_attention, original_max_position_embeddings=None)
-    near = structs.replace(
-        far, rope_parameters=ropes.sliding_attention, rope_scaling=None, rope_theta=file.rope_local_base_freq
-    )
+    far, near = ropes_by_layer(file, theta=file.rope_local_base_freq)
     fields = _fields(far, pattern=file.sliding_window_pattern, own_rotations=True)
     whole, local = (rope(part, fields["head_dim"], theta=1e6) for part in (far, near))
     return ModelConfig(**fields, rope=whole, local_rope=local if fields["sliding_layers"] else None, qk_norm=True)
@@ -120,24 +134,14 @@ def from_gemma3(published: dict[str, Any], where: str = "config.json") -> ModelC
 
 def from_multimodal(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The part of a `model_type: gemma3` configuration that is of texts; images are not read."""
-    file = declared(published, Multimodal, where)
-    outer = {"model_type": "gemma3", "tie_word_embeddings": file.tie_word_embeddings or False}
-    # Its ids come before those of the part, where it has any.
-    ids = {name: getattr(file, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    stated = {name: value for name, value in ids.items() if value not in (None, UNSET)}
-    return from_gemma3(file.text_config | outer | stated, f"{where}, text_config")
-
-
-def of_texts(name: str) -> str:
-    """A tensor of a model of texts and images by its name in one of texts."""
-    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    return from_gemma3(*text_config(published, Multimodal, where))
 
 
 def _fields(file: File, pattern: int, own_rotations: bool = False) -> dict[str, Any]:
     """What both have; every `pattern`-th layer sees every token."""
     fields = decoder(file)
     bias = file.attention_bias
-    turns = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(file.num_hidden_layers)]
+    turns = sliding_but_every(pattern, file.num_hidden_layers)
     return fields | {
         "activation": activation(file.hidden_activation),
         "attention_scale": file.query_pre_attn_scalar**-0.5,

@@ -141,6 +141,11 @@ def sliding(
     return {"window": min(window, longest), "sliding_layers": layers}
 
 
+def sliding_but_every(pattern: int, layers: int) -> list[str]:
+    """Types of layers of which every `pattern`-th sees every token."""
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+
+
 def experts(file: Sparse, size: int, **options: Any) -> Experts:
     """The experts of a decoder, of `size` hidden units each; the number of them has two names.
 

@@ -48,9 +48,16 @@ class RopeParameters(Struct, kw_only=True):
     truncate: bool | None = None
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
-    # Rotations for each kind of layer are Gemma 3's alone, which reads what is in them.
+    # Only `RopesByLayer` has rotations for each kind of layer.
     full_attention: None = None
     sliding_attention: None = None
+
+
+class RopesByLayer(Struct):
+    """What `rope_parameters` holds of families whose sliding layers have rotations of their own."""
+
+    full_attention: RopeParameters | None = None
+    sliding_attention: RopeParameters | None = None
 
 
 class Generation(Struct):

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from clusterkv_jax.models.config import (
     LinearScaling,
@@ -14,11 +14,12 @@ from clusterkv_jax.models.config import (
     Scaling,
     YarnScaling,
 )
-from clusterkv_jax.models.hf_fields import MOST_POSITIONS, Decoder, RopeParameters, refuse
+from clusterkv_jax.models.hf_fields import MOST_POSITIONS, Decoder, RopeParameters, RopesByLayer, refuse
 from clusterkv_jax.storage.schema import shown
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 _THETA = 10000.0
+AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
 def rope(
@@ -43,6 +44,17 @@ def rope(
             "config.json holds rope_scaling and rope_parameters, which differ; allowed: one of them, or both alike."
         )
     return found.pop()
+
+
+def ropes_by_layer(file: AnyDecoder, theta: float | None) -> tuple[AnyDecoder, AnyDecoder]:
+    """The file as layers that see every token read its rotations, and as those with a window do.
+
+    `rope_scaling` is of the former alone. `theta` is the latter's in the style of transformers 4.
+    """
+    ropes: Any = file.rope_parameters or RopesByLayer()
+    far = structs.replace(file, rope_parameters=ropes.full_attention, original_max_position_embeddings=None)
+    near = structs.replace(far, rope_parameters=ropes.sliding_attention, rope_scaling=None, rope_theta=theta)
+    return far, near
 
 
 def longest_text(file: Decoder) -> int:
@@ -114,6 +126,7 @@ def _scaling(kind: str, parameters: dict[str, Any]) -> Scaling | None:
                 return _yarn(parameters)
     except KeyError as missing:
         raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {missing}.") from None
+    # Qwen's mrope is plain where the positions of time, height and width are one: in texts.
     # Dynamic NTK turns only those texts otherwise that are longer than max_position_embeddings, which are refused.
     return None
 

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (bias on queries, keys and values), Qwen3 (norm on queries and keys), Qwen3 with experts.
 
-Yang et al., 2024 (arXiv:2407.10671) and 2025 (arXiv:2505.09388).
+Yang et al., 2024 (arXiv:2407.10671) and 2025 (arXiv:2505.09388). The texts of Qwen2.5-VL and Qwen3-VL: their rotations
+are of three positions, which are one and the same where there are no images.
 """
 
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_config import decoder, decoder_to_hf, experts, sliding
 from clusterkv_jax.models.hf_fields import (
     Decoder,
+    Epsilon,
     ExpertCount,
     Heads,
     Layers,
@@ -22,7 +24,8 @@ from clusterkv_jax.models.hf_fields import (
     Sparse,
     declared,
 )
-from clusterkv_jax.models.hf_rope import rope
+from clusterkv_jax.models.hf_multimodal import Multimodal, text_config
+from clusterkv_jax.models.hf_rope import ROPE_TYPES, rope
 from clusterkv_jax.models.llama import WEIGHTS as WEIGHTS
 
 MOE_WEIGHTS = llama.WEIGHTS | {
@@ -70,6 +73,34 @@ class MoeFile(Sparse, kw_only=True):
     num_experts_per_tok: ExpertCount = 8
 
 
+class ImageFile(Multimodal, kw_only=True):
+    """The fields of transformers' Qwen2_5_VLConfig and Qwen3VLConfig; what is of images is not read."""
+
+    without_effect = Multimodal.without_effect | {
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    }
+
+
+class TextFile(File, kw_only=True):
+    """The fields of transformers' Qwen2_5_VLTextConfig."""
+
+    default_eos = 151645
+
+    num_key_value_heads: Heads | None = 8
+    rms_norm_eps: Epsilon = 1e-5
+    max_window_layers: Annotated[int, Meta(ge=0, le=2**16)] = 80
+    bos_token_id: int | None = 151643
+
+
+class TextFile3(Decoder, kw_only=True):
+    """The fields of transformers' Qwen3VLTextConfig."""
+
+    num_key_value_heads: Heads | None = 32
+    head_dim: Size | None = 128
+    max_position_embeddings: Positions = 128000
+    attention_bias: bool = False
+
+
 def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: qwen2` configuration."""
     file = declared(published, File, where)
@@ -82,14 +113,30 @@ def from_qwen3(published: dict[str, Any], where: str = "config.json") -> ModelCo
     return ModelConfig(**_fields(file), qk_norm=True, qkv_bias=file.attention_bias, output_bias=file.attention_bias)
 
 
-def _fields(file: File) -> dict[str, Any]:
+def from_qwen25_vl(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The part of a `model_type: qwen2_5_vl` configuration that is of texts; images are not read."""
+    part, inside = text_config(published, ImageFile, where)
+    file = declared(part, TextFile, inside)
+    return ModelConfig(**_fields(file, theta=1e6, types=(*ROPE_TYPES, "mrope")), qkv_bias=True)
+
+
+def from_qwen3_vl(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The part of a `model_type: qwen3_vl` configuration that is of texts; images are not read."""
+    part, inside = text_config(published, ImageFile, where)
+    file = declared(part, TextFile3, inside)
+    fields, bias = decoder(file), file.attention_bias
+    rotations = rope(file, fields["head_dim"], theta=500000.0, types=(*ROPE_TYPES, "mrope"))
+    return ModelConfig(**fields, rope=rotations, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _fields(file: File, **rotations: Any) -> dict[str, Any]:
     """What both have; without types the last layers have the window, if there is one."""
     fields = decoder(file)
     window, types = file.sliding_window if file.use_sliding_window else None, file.layer_types
     if window is not None and types is None:
         whole = min(file.max_window_layers, file.num_hidden_layers)
         types = ["full_attention"] * whole + ["sliding_attention"] * (file.num_hidden_layers - whole)
-    return fields | sliding(window, fields, types) | {"rope": rope(file, fields["head_dim"])}
+    return fields | sliding(window, fields, types) | {"rope": rope(file, fields["head_dim"], **rotations)}
 
 
 def from_moe(published: dict[str, Any], where: str = "config.json") -> ModelConfig:

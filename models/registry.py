@@ -2,13 +2,30 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from msgspec import Struct
 
-from clusterkv_jax.models import gemma, glm, gpt_oss, granite, llama, mistral, mixtral, olmo, opt, phi, qwen
+from clusterkv_jax.models import (
+    ernie,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    helium,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    seed,
+)
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_fields import Published
+from clusterkv_jax.models.hf_multimodal import OF_IMAGES, of_texts
 from clusterkv_jax.models.hf_quantization import Quantization, quantization
 from clusterkv_jax.storage.schema import checked, shown
 
@@ -32,31 +49,54 @@ class Family:
 
 FAMILIES = {
     "chatglm": Family("GLM-4 as first published", glm.ChatFile, glm.from_chatglm, glm.CHATGLM_WEIGHTS),
+    "ernie4_5": Family("Ernie 4.5 without experts", ernie.File, ernie.from_hf, ernie.WEIGHTS),
+    "gemma": Family("Gemma 1", gemma.File1, gemma.from_gemma, llama.WEIGHTS),
     "gemma2": Family("Gemma 2", gemma.File2, gemma.from_gemma2, gemma.WEIGHTS),
     "gemma3": Family(
         "Gemma 3 from 4B on, texts alone",
         gemma.Multimodal,
         gemma.from_multimodal,
         gemma.WEIGHTS,
-        gemma.of_texts,
-        others=gemma.OF_IMAGES,
+        of_texts,
+        others=OF_IMAGES,
     ),
     "gemma3_text": Family("Gemma 3 1B and 270M", gemma.File3, gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family("GLM-4", glm.File, glm.from_hf, glm.HF_WEIGHTS),
     "glm4": Family("GLM-4-0414", glm.File, glm.from_glm4, glm.WEIGHTS_0414),
     "gpt_oss": Family("gpt-oss", gpt_oss.File, gpt_oss.from_hf, gpt_oss.WEIGHTS),
     "granite": Family("Granite 3", granite.File, granite.from_hf, granite.WEIGHTS),
+    "granitemoehybrid": Family(
+        "Granite 4 without experts and Mamba layers", granite.File4, granite.from_granite4, granite.WEIGHTS_4
+    ),
+    "helium": Family("Helium 1", helium.File, helium.from_hf, helium.WEIGHTS),
     "llama": Family(
         "Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.File, llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf
     ),
+    "ministral": Family("Ministral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
     "mistral": Family("Mistral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
+    "mistral3": Family(
+        "Mistral Small 3.1 and later, texts alone",
+        mistral.Multimodal,
+        mistral.from_multimodal,
+        mistral.WEIGHTS,
+        of_texts,
+        others=OF_IMAGES,
+    ),
     "mixtral": Family("Mixtral", mixtral.File, mixtral.from_hf, mixtral.WEIGHTS),
     "olmo2": Family("OLMo 2", olmo.File, olmo.from_hf, olmo.WEIGHTS),
+    "olmo3": Family("OLMo 3", olmo.File3, olmo.from_olmo3, olmo.WEIGHTS),
     "opt": Family("OPT", opt.File, opt.from_hf, opt.WEIGHTS, opt.rename),
     "phi3": Family("Phi-3, Phi-3.5, Phi-4", phi.File, phi.from_hf, phi.WEIGHTS),
     "qwen2": Family("Qwen2, Qwen2.5", qwen.File, qwen.from_hf, qwen.WEIGHTS),
+    "qwen2_5_vl": Family(
+        "Qwen2.5-VL, texts alone", qwen.ImageFile, qwen.from_qwen25_vl, qwen.WEIGHTS, of_texts, others=OF_IMAGES
+    ),
     "qwen3": Family("Qwen3", qwen.File3, qwen.from_qwen3, qwen.WEIGHTS, to_hf=qwen.to_hf),
     "qwen3_moe": Family("Qwen3 with experts", qwen.MoeFile, qwen.from_moe, qwen.MOE_WEIGHTS),
+    "qwen3_vl": Family(
+        "Qwen3-VL, texts alone", qwen.ImageFile, qwen.from_qwen3_vl, qwen.WEIGHTS, of_texts, others=OF_IMAGES
+    ),
+    "seed_oss": Family("Seed-OSS", seed.File, seed.from_hf, seed.WEIGHTS),
 }
 
 
@@ -72,7 +112,11 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
     """
     kind = checked(published, _Kind, where)
     if kind.model_type not in FAMILIES:
-        raise ValueError(f"model_type {shown(repr(kind.model_type))} is not supported; allowed: {', '.join(FAMILIES)}.")
+        near = get_close_matches(kind.model_type or "", FAMILIES, n=1)
+        nearest = f", the nearest that is: {near[0]!r}" if near else ""
+        raise ValueError(
+            f"model_type {shown(repr(kind.model_type))} is not supported{nearest}; allowed: {', '.join(FAMILIES)}."
+        )
     quantization_of(published, where)
     return FAMILIES[kind.model_type].from_hf(published, where)
 

@@ -21,10 +21,12 @@ from clusterkv_jax.models.decoder import forward
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)
 
+from tests.support.families import SAME_AS, WRAPPERS  # noqa: E402
+
 # Ids that a vocabulary lacks are left out with a warning, and so are files that transformers wonders at.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 
-FAMILIES = sorted(name for name in registry.FAMILIES if name in transformers.CONFIG_MAPPING and name != "gemma3")
+FAMILIES = sorted(registry.FAMILIES.keys() & transformers.CONFIG_MAPPING.keys() - WRAPPERS.keys())
 THETA = {"rope_theta": 7e3}
 WHOLE, NEAR = "full_attention", "sliding_attention"
 # For each field three values, of which a family takes those that its class has a field for.
@@ -46,6 +48,8 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "attention_bias": (True, False, True),
     "mlp_bias": (False, True, True),
     "enable_bias": (False, True, False),
+    "use_bias": (True, False, True),
+    "attention_out_bias": (True, False, True),
     "tie_word_embeddings": (True, False, True),
     "rope_parameters": (
         {**THETA, "rope_type": "linear", "factor": 3.0},
@@ -67,6 +71,8 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "num_local_experts": (4, 6, 3),
     "num_experts_per_tok": (1, 3, 2),
     "moe_intermediate_size": (24, 40, 32),
+    "shared_intermediate_size": (24, 40, 32),
+    "position_embedding_type": ("rope", "rope", "rope"),
     "norm_topk_prob": (True, False, True),
     "decoder_sparse_step": (1, 2, 1),
     "mlp_only_layers": ([0], [], [1]),
@@ -106,6 +112,19 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 OF_FAMILY["glm4"] = OF_FAMILY["glm"]
+# By layer; the output of attention is as wide as the hidden states; no experts, and no layers that do not attend.
+OF_FAMILY["olmo3"] = {
+    "rope_parameters": tuple(
+        {WHOLE: {"rope_type": "yarn", "rope_theta": theta, "factor": 3.0}, NEAR: {"rope_theta": 10 * theta}}
+        for theta in (7e3, 8e3, 9e3)
+    ),
+}
+OF_FAMILY["helium"] = {"head_dim": (12, 8, 20)}
+OF_FAMILY["granitemoehybrid"] = {
+    "num_local_experts": (0, 0, 0),
+    "layer_types": (["attention"], ["full_attention"] * 3, ["attention"] * 2),
+    "mamba_n_heads": (4, 4, 4),
+}
 # Files of a fashion of their own: the family, what differs, and how many tokens its text has.
 FASHIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "yarn of no original length": ("llama", {"rope_scaling": {"type": "yarn", "factor": 6.0}}, 40),
@@ -153,6 +172,13 @@ WITHOUT_EFFECT: dict[str, tuple[Any, Any, Any]] = {
     **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop"), (0.1, 0.5, 0.9)),
     **dict.fromkeys(("initializer_range", "init_std", "router_aux_loss_coef", "router_jitter_noise"), (0.01, 0.1, 0.9)),
     "pretraining_tp": (2, 3, 4),
+    "residual_dropout": (0.1, 0.5, 0.9),
+    "mamba_n_heads": (2, 8, 4),
+    "mamba_d_head": ("auto", "auto", "auto"),
+    **dict.fromkeys(("mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_chunk_size"), (2, 8, 16)),
+    "mamba_expand": (4, 1, 2),
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), (True, False, True)),
+    "time_step_limit": ([0.0, 1.0], [0.0, 2.0], None),
 }
 # Fields that may not have these values.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -211,11 +237,17 @@ def compare(reference: Any, folder: Path, file: dict[str, Any], length: int = 40
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_has_values_here(family):
     assert not fields(family) - FOLLOWED.keys() - WITHOUT_EFFECT.keys() - REFUSED.keys()
-    assert not registry.FAMILIES[family].file.without_effect - WITHOUT_EFFECT.keys()
+    assert not registry.FAMILIES[family].file.without_effect - WITHOUT_EFFECT.keys() - FOLLOWED.keys()
 
 
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        pytest.param(family, number, marks=pytest.mark.exhaustive if family in SAME_AS and number != i % 3 else ())
+        for i, family in enumerate(FAMILIES)
+        for number in range(3)
+    ],
+)
 def test_fields_that_are_followed(tmp_path, family, number):
     file = published(family, number)
     model = compare(model_of(file), tmp_path, file)
@@ -245,7 +277,8 @@ def test_fields_without_effect(family):
     model = model_of(file)
     plain, weights = logits(model, 20), model.state_dict()
     for number in range(3):
-        changed = file | {name: values[number] for name, values in WITHOUT_EFFECT.items() if name in fields(family)}
+        free = fields(family) - registry.FAMILIES[family].file.assumed.keys()
+        changed = file | {name: values[number] for name, values in WITHOUT_EFFECT.items() if name in free}
         assert registry.from_hf(changed) == registry.from_hf(file)
         other = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**changed), attn_implementation="eager"
@@ -256,7 +289,11 @@ def test_fields_without_effect(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_are_refused_by_name(family):
-    of_family = {"gpt_oss": {"hidden_act": ("gelu", "relu", "tanh")}, "gemma3_text": {"attn_logit_softcapping": (9.0,)}}
+    of_family = {
+        "gpt_oss": {"hidden_act": ("gelu", "relu", "tanh")},
+        "gemma3_text": {"attn_logit_softcapping": (9.0,)},
+        "granitemoehybrid": {"output_router_logits": (True,)},
+    }
     values = {name: REFUSED[name] for name in fields(family) & REFUSED.keys()} | of_family.get(family, {})
     for name in sorted(values):
         for value in values[name]:

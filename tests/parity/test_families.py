@@ -16,7 +16,7 @@ from clusterkv_jax.models.decoder import forward
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)
 
-from tests.support.families import GRANITE, LLAMA3, PARITY  # noqa: E402
+from tests.support.families import GRANITE, LLAMA3, PARITY, SAME_AS  # noqa: E402
 from tests.support.shared_data import shared  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -45,9 +45,13 @@ def _reference(name: str) -> Any:
     published = dict(PARITY[name])
     config = transformers.AutoConfig.for_model(published.pop("model_type"), **published)
     torch.manual_seed(sum(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    return _told_apart(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def _told_apart(model: Any) -> Any:
+    """The model, in float32. Fresh norms are ones and fresh biases zeros: neither would be missed."""
+    model = model.eval().float()
     with torch.no_grad():
-        # Fresh norms are ones and fresh biases zeros: neither would be missed.
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
@@ -94,7 +98,14 @@ def test_logits(checkpoint, name, length):
     assert _relative(_logits(ckv.load(folder), tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize(
+    "name",
+    # A cache of the decoder of another family is compared there.
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if PARITY[name]["model_type"] in SAME_AS else ())
+        for name in PARITY
+    ],
+)
 def test_greedy_tokens(checkpoint, name):
     reference, folder = checkpoint(name)
     tokens = _prompt(40)
@@ -141,6 +152,12 @@ def test_greedy_tokens(checkpoint, name):
         ("gpt-oss", "num_experts_per_tok", 2),
         ("gpt-oss", "truncate", True),
         ("gpt-oss", "factor", 32.02),
+        ("ministral", "sliding_window", 49),
+        ("olmo3", "sliding_window", 51),
+        ("olmo3", "full_attention", {"rope_type": "default", "rope_theta": 1e5}),
+        ("olmo3", "sliding_attention", {"rope_type": "default", "rope_theta": 1.01e5}),
+        ("ernie4.5", "rope_theta", 490000.0),
+        ("granite4", "residual_multiplier", 0.221),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
@@ -238,6 +255,40 @@ def test_the_texts_of_a_gemma_3_of_texts_and_images(checkpoint, tmp_path):
     published = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 106]}
     (tmp_path / "config.json").write_text(json.dumps(published))
     model, tokens = ckv.load(tmp_path), _prompt(300)
+    assert _relative(_logits(model, tokens), _reference_logits(reference, tokens)) <= 1e-5
+
+
+_PART = {
+    **{name: value for name, value in PARITY["llama3"].items() if name not in ("model_type", "rope_parameters")},
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
+_MROPE = {"rope_parameters": _PART["rope_parameters"] | {"mrope_section": [2, 3, 3]}}
+_IMAGES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+_OF_IMAGES: dict[str, dict[str, Any]] = {
+    "mistral3": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8},
+    "qwen2_5_vl": _IMAGES | {"fullatt_block_indexes": [0]},
+    "qwen3_vl": _IMAGES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("mistral3", {"model_type": "mistral", "sliding_window": None}),
+        ("qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_MROPE}),
+        ("qwen3_vl", {"model_type": "qwen3_vl_text", **_MROPE}),
+    ],
+)
+def test_the_texts_of_models_of_texts_and_images(tmp_path, kind, part):
+    """As transformers writes them: with the tensors for images, which are not read."""
+    outer = {"tie_word_embeddings": False, "eos_token_id": None}
+    parts = {"text_config": _PART | part, "vision_config": _OF_IMAGES[kind]}
+    config = transformers.AutoConfig.for_model(kind, **outer, **parts)
+    reference = _told_apart(transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+    reference.save_pretrained(tmp_path)
+    model, tokens = ckv.load(tmp_path), _prompt(300)
+    assert model.config.family == kind
     assert _relative(_logits(model, tokens), _reference_logits(reference, tokens)) <= 1e-5
 
 

@@ -6,26 +6,44 @@ from tests.support.checkpoint_files import FAMILIES, LLAMA
 
 # One small configuration of each family, for what every family does.
 PUBLISHED = {"llama": LLAMA} | FAMILIES
-# Other layouts of a family's files: what is read from them is tested with the family.
-SAME_AS = {"chatglm": "glm", "gemma3": "gemma3_text"}
+# What is of texts in models of texts and images.
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+# Families whose decoder is another one's: their files are compared with transformers, the rest is tested there.
+SAME_AS = WRAPPERS | {
+    "chatglm": "glm",
+    "ernie4_5": "glm",
+    "gemma": "gemma2",
+    "granitemoehybrid": "granite",
+    "helium": "glm",
+    "ministral": "mistral",
+    "olmo3": "olmo2",
+    "seed_oss": "llama",
+}
 
 # Sizes of a head in what is published of a family: kernels of libraries take some and not others.
 HEAD_DIMS = {
+    "ernie4_5": (128,),
+    "gemma": (256,),
     "gemma2": (128, 256),
     "gemma3_text": (128, 256),
     "glm": (128,),
     "glm4": (128,),
     "gpt_oss": (64,),
     "granite": (64, 128),
+    "granitemoehybrid": (64, 128),
+    "helium": (128,),
     "llama": (64, 128),
+    "ministral": (128,),
     "mistral": (128,),
     "mixtral": (128,),
     "olmo2": (128,),
+    "olmo3": (128,),
     "opt": (64, 80, 128),
     "phi3": (96, 128),
     "qwen2": (64, 128),
     "qwen3": (128,),
     "qwen3_moe": (128,),
+    "seed_oss": (128,),
 }
 
 _SMALL = {
@@ -80,6 +98,17 @@ _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 50, "ti
 _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_OLMO3_ROPES = {
+    "full_attention": _YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
+}
+_GRANITE4 = {
+    "layer_types": ["attention"] * 2,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 56,
+    "mamba_n_heads": 4,
 }
 # Limits that some gates and ups reach in so small a model.
 _GPT_OSS = {
@@ -150,6 +179,16 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", _GEMMA | {"attn_logit_softcapping": 4.0, "num_hidden_layers": 4}),
     "gemma3": ("gemma3_text", _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _GEMMA3_ROPES}),
     "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "gemma1": ("gemma", {"head_dim": 24}),
+    "ministral": (
+        "ministral",
+        {"head_dim": 24, "sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 50, "num_hidden_layers": 4, "rope_parameters": _OLMO3_ROPES}),
+    "seed-oss": ("seed_oss", {"head_dim": 24, "mlp_bias": True}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "helium": ("helium", {"head_dim": 16, "attention_bias": True}),
+    "granite4": ("granitemoehybrid", GRANITE | _GRANITE4),
     "phi4-mini": (
         "phi3",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
