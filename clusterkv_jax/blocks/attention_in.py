@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ModelConfig
-from clusterkv_jax.blocks.gpu import TOKENS, check_few, is_one_after_rms, rows_of
+from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, is_one_after_rms, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.norm import pre_norm
 from clusterkv_jax.blocks.qk_norm_rope import qk_norm_rope, turns_halves
@@ -58,6 +58,7 @@ def _reference(
 def _on_gpu(
     layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
+    check_numbers(*(layer["attention"][name] for name in "qkv"))
     if surrogate is not None and hidden.shape[0] * hidden.shape[1] >= MANY:
         return _many_with_scores(layer, config, hidden, positions, surrogate)
     return _few_tokens(layer, config, hidden, positions, surrogate)

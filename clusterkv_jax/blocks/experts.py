@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
 from clusterkv_jax.blocks.linear import linear, ragged_linear
+from clusterkv_jax.blocks.quantised_linear import is_coded, partitions
 from clusterkv_jax.runtime.dispatch import platform
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
-Weights = dict[str, Array]
+Weights = dict[str, Any]
 Gated = Callable[[Array, Array], Array]
 BACKENDS = ("ragged", "gather", "blocks")
 # Rows that are multiplied with the weights of their expert at once.
@@ -38,7 +40,7 @@ _OF_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
 
 
 def mixture(
-    weights: dict[str, Array],
+    weights: Weights,
     experts: Experts,
     activation: Callable[[Array], Array],
     x: Float[Array, "B T M"],
@@ -49,7 +51,7 @@ def mixture(
 
     `backend` None takes "ragged" on a TPU, which has an instruction for it; elsewhere `jax.lax.ragged_dot` multiplies
     every row with every expert. A GPU takes "gather" for as few rows as there are experts: the compiler makes the
-    gather a part of the product, so that nothing is copied. All else takes "blocks".
+    gather a part of the product, so that nothing is copied. All else takes "blocks", and so do weights in codes.
     """
     chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"))
     run = partial(_of_tokens, partial(_gated, experts.clamp, activation), backend)
@@ -58,8 +60,7 @@ def mixture(
     if mesh is None:
         return _with_down_bias(run(x, chosen, shares, own), weights, chosen, shares)
     tokens = partition(("batch", "tokens", None), x.shape, mesh)
-    places = {name: partition(AXES[name], array.shape, mesh) for name, array in own.items()}
-    split = tuple(jax.tree.leaves(places["gate"][2]))
+    places, split = _places(own, mesh)
 
     def part(*operands: Any) -> Array:
         # Each device sorts its own tokens, and has its own hidden units of every expert.
@@ -69,6 +70,19 @@ def mixture(
     specs = (tokens, tokens, tokens, places)
     over_mesh = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return _with_down_bias(over_mesh(x, chosen, shares, own), weights, chosen, shares)
+
+
+def _places(weights: Weights, mesh: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Where the weights lie on the mesh, and the axes of it that share the hidden units of each expert."""
+    places = {
+        name: partitions(own, mesh) if is_coded(own) else partition(AXES[name], own.shape, mesh)
+        for name, own in weights.items()
+    }
+    hidden = {(place.codes if is_coded(place) else place)[AXES[name].index("mlp")] for name, place in places.items()}
+    if len(hidden) == 1:
+        return places, tuple(jax.tree.leaves(hidden.pop()))
+    # Groups of inputs that so many devices cannot share equally.
+    return jax.tree.map(lambda _: PartitionSpec(), places), ()
 
 
 def route(
@@ -118,9 +132,9 @@ def _of_tokens(
     weights: Weights,
 ) -> Float[Array, "B T M"]:
     tokens, owners = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
-    run = {"ragged": _ragged, "gather": _gather, "blocks": _blocks}[
-        backend or _choose(owners.size, len(weights["gate"]))
-    ]
+    count = weights["gate"].shape[0]
+    default = "blocks" if is_coded(weights["gate"]) else _choose(owners.size, count)
+    run = {"ragged": _ragged, "gather": _gather, "blocks": _blocks}[backend or default]
     rows = run(gated, tokens, owners, weights)
     rows = rows.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
     return jnp.sum(rows * shares[..., None], axis=2).astype(x.dtype)
@@ -155,7 +169,7 @@ def _gather(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
 
 def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
     """Rows of one expert after the other, so many at a time; the last of an expert take others' rows with them."""
-    count, experts = owners.size, len(weights["gate"])
+    count, experts = owners.size, weights["gate"].shape[0]
     size = 1 if count <= experts else min(max(count // experts, _FEWEST), _MOST)
     order, places, sizes = _sort(owners, experts)
     blocks = -(-sizes // size)
@@ -172,7 +186,7 @@ def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
         rows = x[jax.lax.dynamic_slice_in_dim(source, start, size)]
 
         def product(rows: Array, name: str) -> Array:
-            own = jax.lax.dynamic_index_in_dim(weights[name], expert, keepdims=False)
+            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, expert, keepdims=False), weights[name])
             return _with_bias(linear(rows, own), weights, name, expert[None])
 
         return product(gated(product(rows, "gate"), product(rows, "up")), "down")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.runtime.dispatch import LeftToXLA
 from clusterkv_jax.runtime.sharding import on_one_device, ways
 
@@ -29,6 +30,12 @@ def check_few(x: Float[Array, "B T ..."], *sizes: int) -> None:
             f"Products of up to {most} tokens of 16 bits with inputs and outputs in multiples of {WHOLE} have a "
             f"kernel, got {x.shape} of {x.dtype} and {sizes}."
         )
+
+
+def check_numbers(*weights: Any) -> None:
+    """Raise LeftToXLA for weights in codes, whose kernels are those of `linear`."""
+    if any(isinstance(each, QuantisedWeights) for each in weights):
+        raise LeftToXLA("Weights in codes are multiplied by `linear` alone.")
 
 
 def is_one_after_rms(config: ModelConfig, x: Float[Array, "B T M"]) -> bool:

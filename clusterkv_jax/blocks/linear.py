@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from clusterkv_jax.blocks.quantised_linear import linear_of_codes
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.runtime.dispatch import matmul_precision, platform
 
 # Tokens of a prompt that a layer projects, and takes through its MLP, at once: enough to fill any matrix unit, while
@@ -17,7 +19,7 @@ TOKENS_IN_CACHES = 1024  # the same on a CPU, whose caches hold the activations 
 @jax.named_scope("linear")
 def linear(
     x: Float[Array, "..."],
-    weights: Float[Array, "..."],
+    weights: Float[Array, "..."] | QuantisedWeights,
     axes: tuple[int, ...] = (0,),
     bias: Float[Array, "*outputs"] | None = None,
     *,
@@ -25,11 +27,15 @@ def linear(
 ) -> Float[Array, "..."]:
     """x [*tokens, *inputs] times weights, whose dimensions `axes` are the inputs: [*tokens, *outputs], and their bias.
 
-    float32 is multiplied in float32. The result has the dtype of x, or the one that is given.
+    float32 is multiplied in float32. The result has the dtype of x, or the one that is given. Weights in codes are
+    never whole in numbers; they know which of their dimensions are inputs.
     """
-    inputs = tuple(range(x.ndim - len(axes), x.ndim))
-    precision = matmul_precision(x.dtype)
-    y = jnp.tensordot(x, weights, (inputs, axes), precision=precision, preferred_element_type=dtype)
+    if isinstance(weights, QuantisedWeights):
+        y = linear_of_codes(x, weights).astype(dtype or x.dtype)
+    else:
+        inputs = tuple(range(x.ndim - len(axes), x.ndim))
+        precision = matmul_precision(x.dtype)
+        y = jnp.tensordot(x, weights, (inputs, axes), precision=precision, preferred_element_type=dtype)
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
-from clusterkv_jax.blocks.gpu import TOKENS, check_few, rows_of
+from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.norm import pre_norm
 from clusterkv_jax.blocks.residual import add_output
@@ -47,6 +47,7 @@ def _reference(weights: dict[str, Array], activation: str, x: Float[Array, "B T 
 
 def _few_tokens(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
     """On a GPU: both products and the gate in one launch."""
+    check_numbers(weights["up"], weights.get("gate"))
     if "gate" not in weights or "gate_bias" in weights or activation not in GATES:
         raise LeftToXLA("Only products that a gate follows, without biases, have a kernel.")
     check_few(x, x.shape[-1], weights["up"].shape[1] // ways("mlp"))

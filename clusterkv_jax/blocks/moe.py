@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import Experts, ModelConfig
 from clusterkv_jax.blocks.experts import mixture
-from clusterkv_jax.blocks.gpu import few_on_one_device, is_one_after_rms, rows_of
+from clusterkv_jax.blocks.gpu import check_numbers, few_on_one_device, is_one_after_rms, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.mlp import ACTIVATIONS
 from clusterkv_jax.blocks.norm import post_norm, pre_norm
@@ -34,6 +34,7 @@ def _reference(layer: dict[str, Any], config: ModelConfig, experts: Experts, hid
 def _few_tokens(layer: dict[str, Any], config: ModelConfig, experts: Experts, hidden: Array) -> Array:
     """On a GPU: a launch for the norm of one token and the router's logits, and two for the experts."""
     weights = layer["experts"]
+    check_numbers(*(weights[name] for name in ("gate", "up", "down")))
     if config.activation != "silu" or experts.clamp is not None or experts.bias:
         raise LeftToXLA("Only experts that are gated by silu, without biases, have a kernel.")
     if not few_on_one_device(hidden) or not hidden.dtype == weights["up"].dtype == DTYPE:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
-from clusterkv_jax.blocks.gpu import TOKENS, check_few, rows_of
+from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.norm import post_norm
 from clusterkv_jax.kernels.row_products import row_products
@@ -44,12 +44,13 @@ def row_parallel(
 
 
 def _reference(x: Array, weights: Array, split: str, onto: Array | None) -> Array:
-    y = linear(x, weights, tuple(range(weights.ndim - 1)))
+    y = linear(x, weights, tuple(range(len(weights.shape) - 1)))
     return y if onto is None else onto + y
 
 
 def _few_tokens(x: Array, weights: Array, split: str, onto: Array | None) -> Array:
     """On a GPU: one launch, in which each device adds its share of `onto`, if that is exact."""
+    check_numbers(weights)
     inner: Any = (split, *(None,) * (x.ndim - 3))
     devices = devices_along(("batch", None, *inner), x.shape, 2)
     check_few(x, math.prod(weights.shape[:-1]) // devices, weights.shape[-1])

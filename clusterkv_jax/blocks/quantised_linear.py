@@ -1,0 +1,72 @@
+"""`linear` of weights in codes, each device of a mesh with its own part of them."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from clusterkv_jax.kernels.quantised_linear import quantised_linear
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
+from clusterkv_jax.runtime.sharding import ambient_mesh, partition
+
+Axes = tuple[str, ...]
+
+
+def is_coded(weights: Any) -> bool:
+    """Whether these are weights in codes."""
+    return isinstance(weights, QuantisedWeights)
+
+
+def partitions(weights: QuantisedWeights, mesh: Any) -> QuantisedWeights:
+    """The PartitionSpec of each array of these weights: devices share what they would share of the parameter.
+
+    Inputs stay whole where a group of them would lie on two devices.
+    """
+    return _placed(weights, *_shared(weights, mesh))
+
+
+def linear_of_codes(x: Float[Array, "*inputs"], weights: QuantisedWeights) -> Float[Array, "*outputs"]:
+    """x [*tokens, *inputs] times the weights of one matrix: [*tokens, *outputs], float32."""
+    tokens = x.shape[: x.ndim - len(weights.axes)]
+    outputs = [weights.shape[i] for i in weights.outputs]
+    rows, mesh = x.reshape(*tokens, -1), ambient_mesh()
+    if mesh is None or mesh.size == 1 or mesh.manual_axes:  # within a shard_map, codes are a device's own
+        return _product(rows, weights).reshape(*tokens, *outputs)
+    names = ("batch", "tokens")[: len(tokens)] + (None,) * (len(tokens) - 2)
+    spread = partition(names, tokens, mesh)
+    taken = jax.tree.leaves(tuple(spread))
+    inner, outer = (tuple(axis for axis in axes if axis not in taken) for axes in _shared(weights, mesh))
+
+    def local(rows: Array, weights: QuantisedWeights) -> Array:
+        y = _product(rows, weights)
+        return jax.lax.psum(y, inner) if inner else y
+
+    specs = PartitionSpec(*spread, inner or None), _placed(weights, inner, outer)
+    result = PartitionSpec(*spread, outer or None)
+    y = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False)(rows, weights)
+    return y.reshape(*tokens, *outputs)
+
+
+def _product(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights) -> Float[Array, "*tokens outputs"]:
+    flat = quantised_linear(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), weights)
+    return flat.reshape(*rows.shape[:-1], flat.shape[-1])
+
+
+def _shared(weights: QuantisedWeights, mesh: Any) -> tuple[Axes, Axes]:
+    """The axes of the mesh that share the inputs, and those that share the outputs."""
+    spec = partition(weights.names, weights.shape, mesh)
+    inner = tuple(jax.tree.leaves(spec[weights.axes[0]]))
+    outer = tuple(jax.tree.leaves([spec[i] for i in weights.outputs]))
+    groups = weights.scales.shape[-2]
+    whole = groups > 1 and groups % math.prod(mesh.shape[axis] for axis in inner)
+    return () if whole else inner, outer
+
+
+def _placed(weights: QuantisedWeights, inner: Axes, outer: Axes) -> QuantisedWeights:
+    experts = (None,) * (len(weights.codes.shape) - 2)
+    codes = PartitionSpec(*experts, inner or None, outer or None)
+    scales = PartitionSpec(*experts, (inner if weights.scales.shape[-2] > 1 else ()) or None, outer or None)
+    return replace(weights, codes=codes, scales=scales, offsets=None if weights.offsets is None else scales)

@@ -1,0 +1,110 @@
+"""Weights in codes of 8 or 4 bits, in one layout for all files that hold such.
+
+    kind    codes                               a code stands for
+    int8    int8 [inputs, outputs]              itself
+    int4    uint8 [inputs / 2, outputs]         itself - 8
+    fp8     float8_e4m3fn [inputs, outputs]     itself
+    mxfp4   uint8 [inputs / 2, outputs]         0, .5, 1, 1.5, 2, 3, 4 or 6, or less than 0 where its bit 3 is set
+
+A weight is the number of its code times its scale, plus its offset where there are offsets; scales and offsets are
+[groups, outputs], and each covers `inputs / groups` inputs that follow each other: all of them (a scale for each output
+channel), or 32, 64 or 128. Scales of mxfp4 are exponents as its files store them, uint8: 2 to the power of scale - 127.
+
+Outputs lie next to each other in memory. Products with few rows are bound by the bytes of the weights: a program takes
+all inputs, or some groups of them, of a few outputs, and reads rows of codes, scales and offsets that are contiguous.
+Within a group of g inputs, byte i holds input i in its low half and input i + g/2 in its high half. So the halves of a
+tile of bytes are two tiles of g/2 neighbouring inputs: each is multiplied as it is with its part of x, and nothing is
+interleaved. A group never lies on two devices. Experts have a dimension in front.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num, Shaped
+
+WeightKind = Literal["int8", "int4", "fp8", "mxfp4"]
+PACKED = ("int4", "mxfp4")  # two codes in a byte
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """A parameter in codes, as the module describes.
+
+    Attributes:
+        codes: [*experts, inputs or half as many, outputs].
+        scales: [*experts, groups, outputs], of mxfp4 uint8.
+        offsets: the same, or None where all are 0.
+        kind: static.
+        shape: static; that of the parameter that the codes stand for.
+        axes: static; its dimensions that are inputs, one behind the other.
+        names: static; the logical axes of its dimensions.
+    """
+
+    codes: Shaped[Array, "*experts rows outputs"]
+    scales: Num[Array, "*experts groups outputs"]
+    offsets: Float[Array, "*experts groups outputs"] | None = None
+    kind: WeightKind = field(default="int8", metadata={"static": True})
+    shape: tuple[int, ...] = field(default=(), metadata={"static": True})
+    axes: tuple[int, ...] = field(default=(0,), metadata={"static": True})
+    names: tuple[str | None, ...] = field(default=(), metadata={"static": True})
+
+    def __getitem__(self, expert: Any) -> "QuantisedWeights":
+        """The weights of one expert, in a dimension less."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, expert, keepdims=False), self)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The dimensions of the parameter that are neither inputs nor experts."""
+        return tuple(i for i, name in enumerate(self.names) if i not in self.axes and name != "experts")
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of these codes: on a device, of its part."""
+        return self.codes.shape[-2] * (2 if self.kind in PACKED else 1)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.inputs // self.scales.shape[-2]
+
+
+def scale_numbers(weights: QuantisedWeights) -> Float[Array, "*experts groups outputs"]:
+    """The scales as numbers, float32."""
+    if weights.kind != "mxfp4":
+        return weights.scales.astype(jnp.float32)
+    # The exponent of a bfloat16 has the same offset. The smallest power becomes 0.
+    return jax.lax.bitcast_convert_type(weights.scales.astype(jnp.uint16) << 7, jnp.bfloat16).astype(jnp.float32)
+
+
+def code_numbers(codes: Shaped[Array, "..."], kind: WeightKind, dtype: Any = jnp.float32) -> list[Num[Array, "..."]]:
+    """What codes stand for, before any scale; of packed ones the first half of each group's inputs and the second.
+
+    All of these numbers are exact in bfloat16.
+    """
+    if kind not in PACKED:
+        return [codes.astype(dtype)]
+    halves = codes & 15, codes >> 4
+    if kind == "int4":
+        return [half.astype(dtype) - 8 for half in halves]
+    # Its bits in those of a float16, whose exponent is offset by 14 more.
+    bits = [(half.astype(jnp.uint16) & 8) << 12 | (half.astype(jnp.uint16) & 7) << 9 for half in halves]
+    return [jax.lax.bitcast_convert_type(half, jnp.float16).astype(dtype) * 2**14 for half in bits]
+
+
+def dequantised(weights: Array | QuantisedWeights, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+    """The parameter that codes stand for, whole, of this type; one that is no codes as it is."""
+    if not isinstance(weights, QuantisedWeights):
+        return weights
+    experts, (groups, outputs) = weights.codes.shape[:-2], weights.scales.shape[-2:]
+    halves = code_numbers(weights.codes, weights.kind)
+    parts = jnp.stack([half.reshape(*experts, groups, -1, outputs) for half in halves], axis=-3)
+    numbers = parts * scale_numbers(weights)[..., None, None, :]
+    if weights.offsets is not None:
+        numbers = numbers + weights.offsets.astype(jnp.float32)[..., None, None, :]
+    order = (*range(len(experts)), *weights.axes, *weights.outputs)
+    moved = numbers.astype(dtype).reshape([weights.shape[i] for i in order])
+    return moved.transpose(np.argsort(order))

@@ -1,0 +1,122 @@
+"""Products with weights in codes: checks, backends, broken variants."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from clusterkv_jax.kernels.quantised_linear import quantised_linear, reference
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
+from tests.kernels.base import compiled, near, normal, tolerance
+
+BACKENDS = {"xla": reference.quantised_linear}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+# kind, rows, inputs, groups, outputs, whether there are offsets, the type of rows. The last two have several tiles.
+SHAPES = [
+    ("int8", 1, 96, 1, 48, False, jnp.float32),
+    ("int8", 3, 64, 2, 48, True, jnp.bfloat16),
+    ("int4", 1, 128, 2, 64, True, jnp.float32),
+    ("int4", 16, 128, 4, 32, False, jnp.bfloat16),
+    ("fp8", 2, 96, 3, 48, False, jnp.float32),
+    ("mxfp4", 2, 96, 3, 48, False, jnp.float32),
+    ("int4", 1, 1024, 8, 301, True, jnp.float32),
+    ("int8", 2, 1024, 1, 301, True, jnp.float32),
+]
+
+
+def operands(seed, kind, rows, inputs, groups, outputs, offsets, dtype):
+    """Rows, codes, and the numbers that these stand for by a formula of its own."""
+    draw = np.random.default_rng(seed)
+    x = jnp.asarray(normal(seed, rows, inputs), dtype)
+    scales = draw.uniform(0.01, 0.05, (groups, outputs)).astype(np.float16)
+    spread = np.repeat(scales.astype(np.float64), inputs // groups, axis=0)
+    if kind == "int8":
+        codes = numbers = draw.integers(-128, 128, (inputs, outputs)).astype(np.int8)
+    elif kind == "fp8":
+        codes = numbers = draw.normal(size=(inputs, outputs)).astype(ml_dtypes.float8_e4m3fn)
+    else:
+        each = draw.integers(0, 16, (groups, 2, inputs // groups // 2, outputs)).astype(np.uint8)
+        numbers = (E2M1[each] if kind == "mxfp4" else each.astype(np.int32) - 8).reshape(inputs, outputs)
+        codes = (each[:, 0] | each[:, 1] << 4).reshape(inputs // 2, outputs)
+    if kind == "mxfp4":
+        scales = draw.integers(118, 124, (groups, outputs)).astype(np.uint8)
+        spread = np.repeat(2.0 ** (scales.astype(np.float64) - 127), inputs // groups, axis=0)
+    more = draw.normal(size=(groups, outputs)).astype(np.float16) if offsets else None
+    wide = numbers.astype(np.float64) * spread
+    if more is not None:
+        wide = wide + np.repeat(more.astype(np.float64), inputs // groups, axis=0)
+    names = {"shape": (inputs, outputs), "axes": (0,), "names": ("model", "mlp")}
+    parts = (jnp.asarray(codes), jnp.asarray(scales), None if more is None else jnp.asarray(more))
+    return x, QuantisedWeights(*parts, kind=kind, **names), wide
+
+
+def check_product(implementation, *, examples=2):
+    run = compiled(implementation)
+    for shape in SHAPES:
+        for seed in range(examples):
+            x, weights, numbers = operands(seed, *shape)
+            y = run(x, weights)
+            assert (y.dtype, y.shape) == (jnp.float32, (x.shape[0], numbers.shape[1]))
+            near(y, np.asarray(x, np.float64) @ numbers, tolerance(x.dtype), axes=1)
+
+
+def halves_the_other_way_round(x, weights):
+    if weights.codes.dtype == jnp.uint8:
+        weights = replace(weights, codes=weights.codes << 4 | weights.codes >> 4)
+    return reference.quantised_linear(x, weights)
+
+
+def scales_of_the_first_group(x, weights):
+    first = jnp.broadcast_to(weights.scales[:1], weights.scales.shape)
+    return reference.quantised_linear(x, replace(weights, scales=first))
+
+
+def without_offsets(x, weights):
+    return reference.quantised_linear(x, replace(weights, offsets=None))
+
+
+def without_the_last_output(x, weights):
+    return reference.quantised_linear(x, weights).at[:, -1].set(0)
+
+
+CHECKS = [check_product]
+BROKEN = {
+    check_product: [
+        halves_the_other_way_round,
+        scales_of_the_first_group,
+        without_offsets,
+        without_the_last_output,
+    ]
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES[:6])
+def test_dequantised_weights_are_the_numbers_that_codes_stand_for(shape):
+    _, weights, numbers = operands(0, *shape)
+    np.testing.assert_allclose(dequantised(weights), numbers, rtol=1e-6)
+
+
+def test_codes_of_heads_have_the_shape_of_their_parameter():
+    """Inputs that come last, or first and in two dimensions."""
+    _, weights, numbers = operands(0, "int4", 1, 64, 2, 48, True, jnp.float32)
+    q = replace(weights, shape=(6, 8, 64), axes=(2,), names=("heads", "head_dim", "model"))
+    o = replace(weights, shape=(8, 8, 48), axes=(0, 1), names=("heads", "head_dim", "model"))
+    np.testing.assert_allclose(dequantised(q), numbers.T.reshape(6, 8, 64), rtol=1e-6)
+    np.testing.assert_allclose(dequantised(o), numbers.reshape(8, 8, 48), rtol=1e-6)
+
+
+def test_no_program_holds_the_weights_as_numbers():
+    x, weights, _ = operands(0, "int4", 1, 1024, 8, 301, True, jnp.float32)
+    text = jax.jit(quantised_linear).lower(x, weights).compile().as_text()
+    assert "[512,101]" in text  # a tile of half of the inputs
+    assert not any(f"[{inputs},301]" in text.replace("u8[512,301]", "") for inputs in (512, 1024))
+
+
+def test_rows_of_another_width_are_refused():
+    x, weights, _ = operands(0, "int4", 1, 64, 2, 48, True, jnp.float32)
+    with pytest.raises(ValueError, match=r"takes rows \[n, 64\]"):
+        quantised_linear(x[:, :32], weights)
