@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.checkpoints.loading import Model, check_model
-from clusterkv_jax.runtime.errors import counted, is_count, shown
+from clusterkv_jax.runtime.errors import counted, is_count, is_one_of, shown
 from clusterkv_jax.runtime.sharding import SEQUENCE
 from clusterkv_jax.text.chat import Chat
 from clusterkv_jax.text.prompts import Texts, as_chat, encode_all
@@ -16,6 +16,33 @@ from clusterkv_jax.text.tokenizer import Tokens
 
 # Question tokens per call of `extend`.
 QUESTION_STEP = 64
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a prompt is read that is compressed meanwhile: the newest tokens that stay, and tokens that are read at once.
+
+    Raises ValueError for a window below the chunk.
+    """
+
+    window: int = 4096
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        if not is_count(self.chunk, 1):
+            raise ValueError(f"chunk must be a whole number of at least 1, got {shown(self.chunk)}.")
+        if not is_count(self.window, self.chunk):
+            raise ValueError(
+                f"window must be a whole number of at least the chunk, {self.chunk}, got {shown(self.window)}."
+            )
+
+
+def gate_of(reading: Any, window: Any, chunk: Any) -> Gate | None:
+    """What `generate` is told of reading; None where prompts are read whole. Raises ValueError for anything else."""
+    if not is_one_of(reading, "whole", "gated"):
+        raise ValueError(f"reading must be 'whole' or 'gated', got {shown(reading)}.")
+    gate = Gate(window, chunk)
+    return gate if reading == "gated" else None
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,7 @@ class Batch:
         stops: what ends a text besides the model's end-of-text tokens.
         whole: prompts of at most so many tokens are kept whole, whatever their budget.
         chat: what stands around prompts that are in the model's chat template.
+        gate: how prompts are compressed while they are read; None reads them whole.
     """
 
     texts: list[Tokens]
@@ -47,6 +75,7 @@ class Batch:
     whole: int = 0
     stops: Stops = Stops()  # noqa: RUF009  (frozen)
     chat: Chat = Chat()  # noqa: RUF009  (frozen)
+    gate: Gate | None = None
 
 
 def make_batch(
@@ -62,6 +91,9 @@ def make_batch(
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = True,
+    reading: str = "whole",
+    window: int = Gate.window,
+    chunk: int = Gate.chunk,
     streams: bool = False,
     endless: bool = False,
 ) -> Batch:
@@ -71,6 +103,11 @@ def make_batch(
     """
     check_model(model)
     around = as_chat(chat, system, chat_template_kwargs)
+    gate = gate_of(reading, window, chunk)
+    if gate is not None and prefill_chunk is not None:
+        raise ValueError(
+            f"prefill_chunk={prefill_chunk} is for reading='whole'; gated, chunk says how much is read at once."
+        )
     texts, question_ids = encode_all(model, prompts, questions, chat=around, special_tokens=special_tokens)
     stops = make_stops(model.tokenizer, stop, stop_ids, model.config.vocab_size)
     if (stops.strings or streams) and model.tokenizer is None:
@@ -89,6 +126,7 @@ def make_batch(
         prefill_chunk=prefill_chunk,
         stops=stops,
         chat=around or Chat(),
+        gate=gate,
     )
 
 

@@ -30,9 +30,10 @@ from clusterkv_jax.decoding import (
     prefill,
     recompress_jit,
 )
-from clusterkv_jax.generation.batch import Batch, make_batch, padded
+from clusterkv_jax.generation.batch import Batch, Gate, make_batch, padded
 from clusterkv_jax.generation.diagnosis import check_finite
 from clusterkv_jax.generation.diagnosis import first_not_finite as _first_not_finite
+from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -76,6 +77,9 @@ def generate(
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: bool = True,
+    reading: str = "whole",
+    window: int = Gate.window,
+    chunk: int = Gate.chunk,
     prefill_chunk: int | None = None,
     keep_short: bool = False,
     on_text: OnText | None = None,
@@ -107,10 +111,15 @@ def generate(
         system: the system's message before it.
         chat_template_kwargs: further arguments of the template, such as {"enable_thinking": False}.
         special_tokens: whether names of special tokens in texts, such as "<|im_end|>", are those tokens.
+        reading: "whole" compresses a prompt after it has been read, "gated" while it is read, so that memory does not
+            grow with its length; the method must not need later queries (docs/guides/gated-reading.md).
+        window: gated, the newest tokens that stay until the prompt has been read; prompts of no more are read whole.
+        chunk: gated, tokens that are read at once, at most `window`.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
         keep_short: keep prompts whole that are too short for their budget, which is an error otherwise.
         on_text: called as on_text(sequence, text) with each new piece of text.
-        progress: called as progress("prefill", layers done, layers) and progress("decode", steps done, steps).
+        progress: called as progress("prefill", layers done, layers), gated with tokens in their place, and
+            progress("decode", steps done, steps).
 
     Returns:
         texts, tokens and stats, in the order of the prompts.
@@ -141,6 +150,9 @@ def generate(
         system=system,
         chat_template_kwargs=chat_template_kwargs,
         special_tokens=special_tokens,
+        reading=reading,
+        window=window,
+        chunk=chunk,
         streams=on_text is not None,
         endless=is_endless(named, model.config.max_positions) and not keep_short,
     )
@@ -254,16 +266,27 @@ def _read(
 
     Returns the cache, the logits, and what `Stats` says of the prompts' caches: their rows and bytes.
     """
-    layers = model.config.num_layers
+    layers, longest, reading_bytes = model.config.num_layers, max(map(len, batch.unique)), 0
 
     def on_layer(number: int, hidden: jax.Array) -> None:
         if progress is not None:
             jax.block_until_ready(hidden)
             progress("prefill", number + 1, layers)
 
-    cache, logits = prefill_batch(model, method, batch, key, on_layer=on_layer)
+    def on_chunk(done: int, held: KVCache) -> None:
+        nonlocal reading_bytes
+        reading_bytes = nbytes(held)
+        if progress is not None:
+            jax.block_until_ready(held.position)
+            progress("prefill", done, longest)
+
+    if batch.gate is None:
+        cache, logits = prefill_batch(model, method, batch, key, on_layer=on_layer)
+    else:
+        cache, logits = prefill_batch(model, method, batch, key, on_chunk=on_chunk)
     rows = {"kept_rows": occupancy(cache), "window_rows": occupancy(cache, windows=True)}
     sizes = {"cache_bytes": nbytes(cache), "window_bytes": window_bytes(cache), "host_bytes": host_bytes(cache)}
+    sizes |= {"reading_bytes": reading_bytes}
     if len(batch.unique) != len(batch.texts):
         numbers = jnp.asarray([batch.unique.index(tuple(text)) for text in batch.texts])
         cache, logits = take_sequences((cache, logits), numbers)
@@ -274,21 +297,14 @@ def _read(
 
 @partial(annotate_function, name="prefill")
 def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **options: Any) -> tuple[KVCache, Any]:
-    """`prefill` of a batch's different prompts; `options` are its `on_layer` and `call`."""
-    return prefill(
-        model.params,
-        model.config,
-        method,
-        jnp.asarray(padded(batch.unique, batch.width)),
-        jnp.asarray([len(text) for text in batch.unique], jnp.int32),
-        max_new_tokens=batch.max_new_tokens,
-        reserve=batch.reserve,
-        step_tokens=batch.step_tokens,
-        prefill_chunk=batch.prefill_chunk,
-        whole=batch.whole,
-        key=key,
-        **options,
-    )
+    """`prefill` of a batch's different prompts; `options` are its `on_layer` or `on_chunk`, and `call`."""
+    tokens, lengths = padded(batch.unique, batch.width), np.asarray([len(text) for text in batch.unique], np.int32)
+    sizes: Any = {"max_new_tokens": batch.max_new_tokens, "reserve": batch.reserve, "step_tokens": batch.step_tokens}
+    sizes |= {"whole": batch.whole, "key": key, **options}
+    if batch.gate is not None:
+        return gated_prefill(model.params, model.config, method, tokens, lengths, gate=batch.gate, **sizes)
+    arrays = jnp.asarray(tokens), jnp.asarray(lengths)
+    return prefill(model.params, model.config, method, *arrays, prefill_chunk=batch.prefill_chunk, **sizes)
 
 
 @partial(annotate_function, name="question")

@@ -36,6 +36,8 @@ class Stats:
         prompt_tokens: tokens of each prompt.
         question_tokens: tokens of each question.
         new_tokens: tokens generated for each prompt.
+        reading_bytes: gated, bytes of the caches while the prompts were read: rows, window and chunk of all layers; 0
+            where they were read whole.
     """
 
     ttft_s: float
@@ -55,6 +57,7 @@ class Stats:
     prompt_tokens: list[int]
     question_tokens: list[int]
     new_tokens: list[int]
+    reading_bytes: int = 0
 
 
 @dataclass(frozen=True)

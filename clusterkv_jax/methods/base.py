@@ -218,7 +218,10 @@ class Method(Storage):
     # --- under jit ---
 
     def remember(self, rows: Rows) -> Memory:
-        """What is kept beside the rows of a group between steps. Without any, tokens are appended and attend to all."""
+        """What is kept beside the rows of a group between steps. Without any, tokens are appended and attend to all.
+
+        Asked again, with what was kept, where a budget grows while a prompt is read.
+        """
         del rows
         return {}
 

@@ -43,6 +43,7 @@ from clusterkv_jax.cache.sliding_window import ring, step_window
 from clusterkv_jax.methods import by_head
 from clusterkv_jax.methods.base import (
     Compressed,
+    Memory,
     Method,
     Rows,
     append_and_attend,
@@ -179,15 +180,21 @@ def compress_group(
     rows = replace(rows, memory=method.remember(rows))
     result = method.compress(rows)
     memory = rows.memory if result.memory is None else result.memory
-    if method.schedule.kind != "append":
+    memory = scheduled(method, memory, plan, budgets)
+    return replace(result, memory=memory)
+
+
+def scheduled(method: Method, memory: Memory, plan: GroupPlan, budgets: Int[Array, "B stages"]) -> State:
+    """What is remembered of a group, its budget while decoding and the rows at which it is due among it, or None."""
+    schedule = method.schedule
+    if schedule.kind != "append":
         memory = {"budget": budgets[:, -1]} | memory
     # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold
     # more than its budget while decoding, by the slack of its method or as another stage leaves it.
-    schedule = method.schedule
     longest = plan.reserve + schedule.slack
     if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
         memory = memory | {"due": budgets[:, -1] + schedule.interval}
-    return replace(result, memory=memory or None)
+    return memory or None
 
 
 def stored(method: Method, group: Group, plan: GroupPlan) -> Group:

@@ -89,8 +89,11 @@ class OrbitKV(Merging):
 
     @override
     def remember(self, rows: Rows) -> Memory:
-        # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
-        return {"scores": jnp.fmax(scores_of(rows).astype(jnp.float32), LEAST), "centroids": self._centroids(rows)}
+        scores = scores_of(rows)
+        if "scores" not in rows.memory:
+            # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
+            scores = jnp.fmax(scores.astype(jnp.float32), LEAST)
+        return {"scores": scores, "centroids": self._centroids(rows)}
 
     @override
     def compress(self, rows: Rows) -> Compressed:

@@ -86,7 +86,7 @@ class Clustering(Merging):
     @override
     def remember(self, rows: Rows) -> Memory:
         """The rounds done in the life of each request: Chelsea's ratio decays with them."""
-        return {"rounds": jnp.zeros(rows.budget.shape, jnp.int32)}
+        return {"rounds": rows.memory.get("rounds", jnp.zeros(rows.budget.shape, jnp.int32))}
 
     @override
     def compress(self, rows: Rows) -> Compressed:

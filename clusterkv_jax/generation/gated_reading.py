@@ -1,0 +1,158 @@
+"""Gated reading: prompts are compressed while they are read, so that no layer ever holds more than its budget, a window
+of the newest rows, and a chunk.
+
+    chunk c attends to   | rows kept so far | the newest `window` rows | itself |     at its true positions
+
+The first `window` tokens are read whole. One program reads each chunk after them and one brings rows back to their
+budget, whatever the length of the prompt.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from clusterkv_jax.cache.layers import KVCache
+from clusterkv_jax.decoding import append_step_jit, prefill
+from clusterkv_jax.generation.batch import Gate
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.gating import (
+    back_to_budget,
+    budgets_so_far,
+    plan_reading,
+    rows_beside,
+    settle,
+    while_reading,
+)
+from clusterkv_jax.methods.plan import check_prompts, plans_of_width, rows_of_request
+from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.parameters import Params
+from clusterkv_jax.runtime.checks import check_array, check_ids, check_lengths
+from clusterkv_jax.runtime.errors import counted
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.settings import own_settings
+
+
+@own_settings()
+def gated_prefill(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, " B"],
+    *,
+    gate: Gate,
+    max_new_tokens: int = 64,
+    reserve: int | None = None,
+    step_tokens: int = 1,
+    whole: int = 0,
+    plans: Sequence[LayerPlan] | None = None,
+    key: Key[Array, ""] | None = None,
+    on_chunk: Callable[[int, KVCache], None] | None = None,
+    call: Callable[..., Any] = lambda program, *args: program(*args),
+) -> tuple[KVCache, Float[Any, "B V"]]:
+    """`prefill` that compresses while it reads; the cache has the same slots, and as many rows.
+
+    Prompts of at most the window's tokens are read whole.
+
+    Args:
+        tokens: ids on the host.
+        lengths: on the host.
+        gate: the newest tokens that stay as they are until the prompt has been read, and tokens that are read at once.
+        on_chunk: called with the tokens of the longest prompt that have been read and the cache, which the next chunk
+            then takes over.
+
+    The others are as in `prefill`.
+
+    Raises:
+        ValueError: as `prefill` does; for a method that needs later queries, and for a budget that no prompt fills.
+    """
+    reader = while_reading(method, gate.window, gate.chunk)
+    sizes: Any = {"max_new_tokens": max_new_tokens, "step_tokens": step_tokens, "whole": whole}
+    sizes["reserve"] = max_new_tokens if reserve is None else reserve
+    check_array("tokens", tokens, "B,N", jnp.integer)
+    known = check_lengths(lengths, *tokens.shape)
+    if known is None or not isinstance(tokens, np.ndarray):
+        raise ValueError("Gated reading needs tokens and lengths on the host.")
+    tokens, lengths, longest = tokens.astype(np.int32), known.astype(np.int32), int(known.max())
+    if longest <= gate.window:
+        return prefill(params, config, method, tokens, lengths, **sizes, plans=plans, key=key, call=call)
+    if longest > config.max_positions:
+        raise ValueError(f"A prompt of {longest} tokens exceeds the model's {config.max_positions} positions.")
+    check_ids(tokens, config.vocab_size, lengths)
+    request, own = plans_of_width(config, method, params["embed"].dtype, tokens.shape[1], **sizes)
+    check_prompts(config, method, request, lengths.astype(np.int64))
+    plans = tuple(map(own, range(config.num_layers))) if plans is None else tuple(plans)
+    so_far = partial(budgets_so_far, config, method, plans, request, lengths)
+    _check_fills(method, plans, so_far(lengths, 0), longest)
+
+    beside = rows_beside(method, reader)
+    reading = tuple(plan_reading(plan, reader, beside, gate.window, gate.chunk) for plan in plans)
+    start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
+    first: Any = {"max_new_tokens": gate.chunk, "step_tokens": gate.chunk, "whole": gate.window}
+    cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
+    for begin in range(gate.window, longest, gate.chunk):
+        if (
+            begin > gate.window
+        ):  # rows return to what they may be before a chunk enters: after the last one, to the end's
+            budgets = so_far(np.minimum(lengths, begin), beside)
+            cache = call(back_to_budget, reader, reading, cache, budgets, config.rope)
+        counts = np.clip(lengths - begin, 0, gate.chunk)
+        part = _chunk(tokens, begin, counts, gate.chunk)
+        cache, latest = call(append_step_jit, params, config, reader, cache, part, counts)
+        logits = call(_latest, logits, latest, counts)
+        if on_chunk is not None:
+            on_chunk(min(begin + gate.chunk, longest), cache)
+    cache = call(back_to_budget, method, reading, cache, so_far(lengths, 0), config.rope)
+    return _settled(config, method, plans, request, lengths, cache, call), logits
+
+
+def _check_fills(method: Method, plans: Sequence[LayerPlan], budgets: Sequence[np.ndarray], longest: int) -> None:
+    """Raise ValueError where every head of every prompt keeps all that is read."""
+    rows = [each for plan, each in zip(plans, budgets, strict=True) if plan.window is None]
+    if not rows or min(int(each.min()) for each in rows) >= longest:
+        raise ValueError(
+            f"{type(method).__name__} keeps all of a prompt of {counted(longest, 'token')} with this budget, which so "
+            "never fills; gated reading needs a smaller one, or reading='whole'."
+        )
+
+
+def _chunk(
+    tokens: Int[np.ndarray, "B N"], begin: int, counts: Int[np.ndarray, " B"], width: int
+) -> Int[np.ndarray, "B T"]:
+    """A chunk of full width, with token 0 where a prompt has none left."""
+    part = np.zeros((len(tokens), width), np.int32)
+    there = tokens[:, begin : begin + width]
+    part[:, : there.shape[1]] = there
+    return np.where(np.arange(width) < counts[:, None], part, 0)
+
+
+@jit()
+def _latest(
+    before: Float[Array, "B V"], latest: Float[Array, "B V"], counts: Int[Array | np.ndarray, " B"]
+) -> Float[Array, "B V"]:
+    """The logits of each sequence's last token so far."""
+    return jnp.where((jnp.asarray(counts) > 0)[:, None], latest, before)
+
+
+def _settled(
+    config: ModelConfig,
+    method: Method,
+    plans: tuple[LayerPlan, ...],
+    request: Any,
+    lengths: Int[np.ndarray, " B"],
+    cache: KVCache,
+    call: Callable[..., Any],
+) -> KVCache:
+    """The cache in its slots, layer after layer, so that one layer alone is there twice."""
+    layers, states = list(cache.layers), list(cache.state)
+    position = cache.position
+    del cache
+    for number, plan in enumerate(plans):
+        budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
+        layers[number], states[number] = call(settle, method, plan, layers[number], states[number], budgets)
+    return KVCache(tuple(layers), tuple(states), position)

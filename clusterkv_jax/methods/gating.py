@@ -1,0 +1,180 @@
+"""Prompts that are compressed while they are read: which methods can, and how rows return to a budget that grows.
+
+    slots of a head    | rows kept so far | the newest `window` rows | a chunk |
+
+What leaves the window stays, goes or is merged by the method's own rule: a chunk of the prompt enters as a question
+does, and rows return to their budget as they do while decoding, with the window among the protected rows. The budget is
+that of the text so far, so a share of it grows, and a number of rows does not.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from typing_extensions import override
+
+from clusterkv_jax.blocks.config import Rope
+from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache.layers import HeadGroups, KVCache, Layer, State, WindowCache, groups, pad_slots, resize
+from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, every, slots_apart
+from clusterkv_jax.methods.by_head import OF_SLOTS
+from clusterkv_jax.methods.chassis import placed, placed_state, recompress, scheduled, with_groups
+from clusterkv_jax.methods.families.eviction import Eviction
+from clusterkv_jax.methods.plan import aligned, rows_of_request
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+from clusterkv_jax.methods.streamingllm import StreamingLLM
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import slot_ways
+
+
+@dataclass(frozen=True)
+class _Latest(Eviction):
+    """StreamingLLM while a prompt is read: the first rows and the latest, without a ring."""
+
+    sinks: int
+    recent: int
+    interval: int
+
+    @property
+    @override
+    def protected(self) -> Protected:
+        return Protected(sinks=self.sinks, recent=self.recent)
+
+    @property
+    @override
+    def schedule(self) -> Schedule:
+        return every(self.interval)
+
+    @override
+    def score(self, rows: Rows) -> Float[Array, "B 1 C"]:
+        batch, _, slots = rows.cache.degree.shape
+        return jnp.broadcast_to(ordinals(slots, 3).astype(jnp.float32), (batch, 1, slots))
+
+
+def while_reading(method: Method, window: int, chunk: int) -> Method:
+    """The method as it compresses while a prompt is read: by the same rule, with the newest `window` rows protected.
+
+    Raises ValueError for a method that cannot say what a row is worth before it has seen what follows.
+    """
+    if isinstance(method, StreamingLLM):
+        return _Latest(method.budget, sinks=method.sinks, recent=window, interval=chunk)
+    names = {field.name for field in fields(method)}  # pyright: ignore[reportArgumentType]
+    interval = next((name for name in ("interval", "decode_interval") if name in names), None)
+    alone = method.needs(0) <= {"scores", "layers"} and method.forgets and method.holds != "pages"
+    if not alone or interval is None or "recent" not in names:
+        raise ValueError(
+            f"{type(method).__name__} needs later queries, or all rows at once, to say what a row is worth, so it "
+            "cannot drop rows while it reads; gated reading takes CentroidKV, GravityKV, Chelsea, OrbitKV, KVzap, "
+            "StreamingLLM and auto."
+        )
+    settings: dict[str, Any] = {"recent": max(window, method.protected.last), interval: chunk}
+    return replace(method, **settings)
+
+
+def rows_beside(method: Method, reader: Method) -> int:
+    """Rows that a head holds beside its budget while a prompt is read."""
+    return reader.protected.last - method.protected.last
+
+
+# --- on the host: slots and budgets ---
+
+
+def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chunk: int) -> LayerPlan:
+    """A layer's plan while it is read: slots for its budget at the end, for `beside` rows more, and a chunk."""
+    if plan.window is not None:
+        return plan
+
+    def longer(group: GroupPlan) -> GroupPlan:
+        rows = max(group.capacity, min(group.most_rows, MOST_ROWS) + beside + chunk, window)
+        ways = slot_ways(len(group.heads)) if slots_apart(reader) else 1
+        return replace(group, capacity=aligned(rows, ways), fewest_rows=MOST_ROWS, exact=False)
+
+    by_head = plan.by_head and replace(plan.by_head, capacity=aligned(window), fewest_rows=MOST_ROWS, exact=False)
+    return replace(plan, groups=tuple(map(longer, plan.groups)), needs=reader.needs(0), by_head=by_head)
+
+
+def budgets_so_far(
+    config: ModelConfig,
+    method: Method,
+    plans: tuple[LayerPlan, ...],
+    request: Request,
+    lengths: Int[np.ndarray, " B"],
+    seen: Int[np.ndarray, " B"],
+    beside: int,
+) -> tuple[Int[np.ndarray, "B groups"], ...]:
+    """Rows that each group of heads may hold of prompts of `lengths` after `seen` of their tokens, layer by layer.
+
+    A prompt that is no longer than its budget is kept whole.
+    """
+    numbers = [config.global_number(layer) for layer in range(config.num_layers)]
+    budgets = []
+    for plan, number in zip(plans, numbers, strict=True):
+        at_end = rows_of_request(method, plan, lengths, number, request)[..., 0]
+        now = rows_of_request(method, plan, seen, number, replace(request, whole=0))[..., 0]
+        now = np.where(at_end >= lengths[:, None], at_end, np.maximum(now, method.protected.fewest))
+        budgets.append((now + beside).astype(np.int32))
+    return tuple(budgets)
+
+
+# --- under jit: back to the budget ---
+
+
+@jit(static_argnames=("method", "plans", "rope"), donate_argnames=("cache",))
+def back_to_budget(
+    method: Method,
+    plans: tuple[LayerPlan, ...],
+    cache: KVCache,
+    budgets: tuple[Int[Array | np.ndarray, "B groups"], ...],
+    rope: Rope | None,
+) -> KVCache:
+    """Bring every sequence to these budgets, in the slots that there are; those that hold no more stay as they are."""
+    state = tuple(
+        tuple(
+            _with_budget(method, of_group, group, memory, jnp.asarray(rows[:, i]), cache.position)
+            for i, (of_group, group, memory) in enumerate(zip(plan.groups, groups(layer), memories, strict=True))
+        )
+        for plan, layer, memories, rows in zip(plans, cache.layers, cache.state, budgets, strict=True)
+    )
+    return recompress(method, replace(cache, state=state), rope)
+
+
+def _with_budget(
+    method: Method, plan: GroupPlan, group: Any, memory: State, budget: Int[Array, " B"], position: Int[Array, " B"]
+) -> State:
+    if memory is None:
+        return None
+    share = jnp.full(position.shape, plan.share)
+    rows = Rows(group, budget, position, memory, share=share, plan=plan)
+    return memory | method.remember(rows) | {"budget": budget, "due": budget + 1}
+
+
+@jit(static_argnames=("method", "plan"))
+def settle(
+    method: Method,
+    plan: LayerPlan,
+    layer: Layer,
+    state: tuple[State, ...],
+    budgets: Int[Array | np.ndarray, "B groups stages"],
+) -> tuple[Layer, tuple[State, ...]]:
+    """A layer that is read and at its budget, in the slots that it has while decoding, with what is remembered then."""
+    if isinstance(layer, WindowCache):
+        return layer, state
+    caches = [resize(group, of_group.capacity) for group, of_group in zip(groups(layer), plan.groups, strict=True)]
+    kept = [
+        _remembered(method, of_group, memory, jnp.asarray(budgets[:, i]))
+        for i, (of_group, memory) in enumerate(zip(plan.groups, state, strict=True))
+    ]
+    layer = with_groups(layer, caches) if isinstance(layer, HeadGroups) else caches[0]
+    return placed(method, layer), placed_state(method, tuple(kept))
+
+
+def _remembered(method: Method, plan: GroupPlan, memory: State, budgets: Int[Array, "B stages"]) -> State:
+    if memory is None or method.schedule.kind == "append":
+        return None
+    own = {name: x for name, x in memory.items() if name not in ("budget", "due")}
+    own = {name: pad_slots(x, plan.capacity) if name in OF_SLOTS else x for name, x in own.items()}
+    return scheduled(method, own, plan, budgets)

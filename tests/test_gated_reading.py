@@ -1,0 +1,172 @@
+"""Gated reading: what is kept, of whom, and what it equals."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.cache.layers import groups, occupancy
+from clusterkv_jax.generation.batch import Gate
+from clusterkv_jax.generation.gated_reading import gated_prefill
+from clusterkv_jax.runtime.programs import compilation
+from tests.support.tiny import VOCAB, prompt, sliding, taught, tiny, untied, with_sinks
+
+HALF = ckv.Budget(ratio=0.5)
+SHARES = replace(HALF, shares=((1.0, 2.0), (3.0, 0.7)))
+ROWS = ckv.Budget(tokens=40)
+PROMPTS = [prompt(1, 48), prompt(2, 33), prompt(3, 20)]
+GATE = Gate(window=16, chunk=8)
+SMALL = {"sinks": 2, "recent": 4}
+CLUSTERING = SMALL | {"chunk": 16, "interval": 8}
+
+
+def kinds(budget):
+    return [
+        ckv.KVzap(budget, **SMALL, decode_interval=8),
+        ckv.StreamingLLM(budget, sinks=2),
+        ckv.CentroidKV(budget, **CLUSTERING),
+        ckv.OrbitKV(budget, **SMALL, interval=8),
+    ]
+
+
+def name(method):
+    return type(method).__name__
+
+
+def padded(prompts, width=48, fill=0):
+    tokens = np.full((len(prompts), width), fill, np.int32)
+    for i, row in enumerate(prompts):
+        tokens[i, : len(row)] = row
+    return tokens, np.asarray([len(row) for row in prompts], np.int32)
+
+
+def gated(method, prompts=PROMPTS, model=None, gate=GATE, fill=0, **options):
+    model, options = model or taught(), {"max_new_tokens": 24, "gate": gate} | options
+    return gated_prefill(model.params, model.config, method, *padded(prompts, fill=fill), **options)
+
+
+def afterwards(method, prompts=PROMPTS, model=None):
+    model = model or taught()
+    return ckv.prefill(model.params, model.config, method, *padded(prompts), max_new_tokens=24)
+
+
+def alike(one, other, atol=2e-4):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", kinds(HALF), ids=name)
+def test_a_window_that_holds_the_prompt_changes_nothing(method):
+    asked = {"method": method, "max_new_tokens": 12, "questions": [prompt(7, 5)] * 3}
+    whole = ckv.generate(taught(), PROMPTS, **asked)
+    read = ckv.generate(taught(), PROMPTS, **asked, reading="gated", window=48, chunk=8)
+    assert (read.tokens, read.stats.kept_rows) == (whole.tokens, whole.stats.kept_rows)
+    assert read.stats.cache_bytes == whole.stats.cache_bytes
+
+
+@pytest.mark.parametrize("method", kinds(ROWS), ids=name)
+def test_a_budget_that_fills_only_at_the_end_compresses_as_afterwards(method):
+    """Rows are 40 and a window of 16 beside them, so none goes before the prompt of 48 has been read in chunks."""
+    alike(gated(method), afterwards(method))
+
+
+@pytest.mark.parametrize("method", [*kinds(HALF), *kinds(SHARES)[::3]], ids=name)
+def test_budgets_are_met_exactly_and_slots_are_those_of_reading_whole(method):
+    (read, _), (whole, _) = gated(method), afterwards(method)
+    assert occupancy(read) == occupancy(whole)
+    assert jax.tree.map(jnp.shape, read) == jax.tree.map(jnp.shape, whole)
+    if method.holds == "centroids":
+        for group in (group for layer in read.layers for group in groups(layer)):
+            np.testing.assert_allclose(jnp.sum(group.degree, axis=2)[:, 0], [48, 33, 20], rtol=1e-6)
+
+
+def test_rows_that_are_kept_by_scores_are_the_best_of_all_read_so_far():
+    """Scores of the first layer do not depend on attention, and the best of what is left are the best of all."""
+    method = ckv.KVzap(ckv.Budget(tokens=12), **SMALL)
+    (read, _), (whole, _) = gated(method), afterwards(method)
+    np.testing.assert_array_equal(read.layers[0].positions, whole.layers[0].positions)
+    assert not np.array_equal(read.layers[1].values, whole.layers[1].values)
+
+
+def test_streaming_keeps_the_first_and_the_latest():
+    cache, _ = gated(ckv.StreamingLLM(ckv.Budget(tokens=10), sinks=2))
+    assert np.asarray(cache.layers[1].positions)[0, 0, :10].tolist() == [0, 1, *range(40, 48)]
+
+
+@pytest.mark.parametrize("method", [*kinds(HALF), kinds(SHARES)[0]], ids=name)
+def test_prompts_of_a_batch_are_read_as_each_alone(method):
+    model = untied(taught())
+    together, logits = gated(method, model=model, whole=0)
+    for i in range(2):
+        cache, alone = gated(method, PROMPTS[i : i + 1], model=model)
+        np.testing.assert_allclose(logits[i], alone[0], atol=2e-3)
+        assert [[row[i]] for row in occupancy(together)] == occupancy(cache)
+
+
+@pytest.mark.parametrize("method", kinds(HALF)[2:], ids=name)
+def test_padding_never_matters(method):
+    model = taught()
+    embed = jnp.asarray(model.params["embed"]).at[VOCAB - 1].set(jnp.nan)
+    poisoned = replace(model, params=model.params | {"embed": embed})
+    prompts = [[min(token, VOCAB - 2) for token in row] for row in PROMPTS]
+    (one, _), (other, _) = gated(method, prompts), gated(method, prompts, model=poisoned, fill=VOCAB - 1)
+    alike(one, other, atol=0)
+
+
+@pytest.mark.parametrize("model", [sliding, with_sinks])
+def test_layers_with_windows_and_sink_logits_are_read_in_chunks(model):
+    method = kinds(ROWS)[0]
+    alike(gated(method, model=model()), afterwards(method, model=model()))
+
+
+@pytest.mark.parametrize("method", kinds(HALF), ids=name)
+def test_questions_and_answers_go_on_from_what_was_read(method):
+    asked = {"method": method, "max_new_tokens": 20, "questions": [prompt(7, 5)] * 3, "window": 16, "chunk": 8}
+    read = ckv.generate(taught(), PROMPTS, **asked, reading="gated")
+    assert [len(tokens) for tokens in read.tokens] == [20] * 3
+    assert read.stats.reading_bytes > read.stats.cache_bytes / 2 > 0
+
+
+def test_longer_prompts_take_no_other_programs():
+    method = kinds(ckv.Budget(tokens=16))[2]
+    gated(method, [prompt(1, 26)])
+    with compilation() as compiled:
+        gated(method, [prompt(2, 42)])
+    assert compiled.programs == 0
+
+
+def test_memory_does_not_grow_with_the_prompt():
+    held = []
+    method = kinds(ckv.Budget(tokens=16))[0]
+    gated(method, [prompt(1, 48)], on_chunk=lambda done, cache: held.append((done, cache.layers[0].capacity)))
+    assert held == [(24, 16 + 16 - 4 + 8), (32, 36), (40, 36), (48, 36)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4}, "window must be a whole number of at least the chunk, 8, got 4"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
+        ({"reading": "in parts"}, "reading must be 'whole' or 'gated', got 'in parts'"),
+        ({"method": ckv.SnapKV(HALF)}, "SnapKV needs later queries, or all rows at once"),
+        ({"method": ckv.KVzip(HALF)}, "KVzip needs later queries"),
+        ({"method": ckv.KVzap(HALF, scope="layer")}, "KVzap needs later queries"),
+        ({"method": kinds(ckv.Budget(tokens=48))[0]}, "keeps all of a prompt of 48 tokens with this budget"),
+        ({"method": ckv.Full()}, "Full"),
+        ({"prefill_chunk": 8}, "prefill_chunk=8 is for reading='whole'"),
+        ({"max_new_tokens": 300}, "exceed the model's 256 positions"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(options, message):
+    asked = {"method": kinds(HALF)[0], "reading": "gated", "window": 16, "chunk": 8, "max_new_tokens": 4} | options
+    with pytest.raises(ValueError, match=message):
+        ckv.generate(taught(), PROMPTS, **asked)
+
+
+def test_scores_need_a_calibration():
+    with pytest.raises(ValueError, match="KVzap keeps rows by learned scores"):
+        gated(kinds(HALF)[0], model=tiny())
