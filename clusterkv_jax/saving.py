@@ -43,7 +43,7 @@ from clusterkv_jax.storage.digests import all_finite, digest
 from clusterkv_jax.storage.files import replacing
 from clusterkv_jax.storage.schema import checked, from_json, shown
 
-FORMAT = "clusterkv_jax cache 2"
+FORMAT = "clusterkv_jax cache 3"
 T = TypeVar("T")
 _FLOATS = ("float32", "bfloat16", "float16")
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)  # which files have as bytes

@@ -96,8 +96,8 @@ def test_another_model_method_or_file_is_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(ValueError, match="is not a whole cache file"):
             ckv.load_cache(path, config, METHOD)
-    path.write_bytes(whole.replace(b"cache 2", b"cache 9"))
-    with pytest.raises(ValueError, match="must be of format 'clusterkv_jax cache 2', got 'clusterkv_jax cache 9'"):
+    path.write_bytes(whole.replace(b"cache 3", b"cache 9"))
+    with pytest.raises(ValueError, match="must be of format 'clusterkv_jax cache 3', got 'clusterkv_jax cache 9'"):
         ckv.load_cache(path, config, METHOD)
 
 
@@ -128,7 +128,7 @@ KEYS, DEGREE = "layers.0.0.keys", "layers.0.0.degree"
 @pytest.mark.parametrize(
     ("arrays", "metadata", "sentence"),
     [
-        ({}, {"format": None}, "must be of format 'clusterkv_jax cache 2', got None."),
+        ({}, {"format": None}, "must be of format 'clusterkv_jax cache 3', got None."),
         ({}, {"about": None}, "is damaged: its metadata do not have the checksum that they were saved with."),
         ({}, {"about": "{}"}, "is damaged: its metadata do not have the checksum that they were saved with."),
         ({}, {"checksum": None}, "is damaged: its metadata do not have the checksum that they were saved with."),

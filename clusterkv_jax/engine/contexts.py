@@ -7,9 +7,10 @@ device to the host, from there to a folder; what no place holds is read once mor
 import os
 import shutil
 import tempfile
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 from clusterkv_jax import saving
+from clusterkv_jax.engine.room import ENDLESS
 from clusterkv_jax.engine.slot_programs import placed_on_host
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
@@ -28,11 +30,13 @@ PLACES: tuple[Place, ...] = ("device", "host", "disk")
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A prompt that an engine has read: ask it with `Engine.add(context, question)`.
+    """A prompt that an engine has read, or what an answer has left: ask it with `Engine.add(context, question)`.
+
+    The engine forgets what nobody holds any more.
 
     Attributes:
         number: of the context, counted from 0.
-        tokens: of the prompt; of a saved cache they are not known.
+        tokens: that its cache has seen; of a saved cache they are not known, unless an answer has left it.
         length: how many there are.
         file: the saved cache that it is, or None.
         fingerprint: of that file as it was read.
@@ -40,6 +44,7 @@ class Context:
         max_new_tokens: what budgets of base "prompt+new" count.
         store: of the engine that read it.
         in_chat: a question's ids within the chat that the prompt is part of; None of one that is in none.
+        answered: whether an answer has left it: there are no logits after it, so it is only asked with a question.
     """
 
     number: int
@@ -51,6 +56,7 @@ class Context:
     max_new_tokens: int
     store: Any = field(repr=False)
     in_chat: Callable[[str], list[int]] | None = field(default=None, repr=False)
+    answered: bool = False
 
 
 def check_own(context: Any, store: Any) -> None:
@@ -62,12 +68,19 @@ def check_own(context: Any, store: Any) -> None:
 @dataclass(frozen=True, eq=False)
 class PrefillResult:
     """What reading a prompt gives: its cache, the logits after it (zeros of a saved cache), rows by layer and head of
-    the method and of windows.
+    the method and of windows; and how many tokens may follow, which of a prompt is checked beforehand.
     """
 
     cache: Any
     logits: Any
     rows: tuple[list[list[list[int]]], list[list[list[int]]]]
+    room: int = ENDLESS
+
+    @property
+    def mean_rows(self) -> float:
+        """Rows of a head, on average over all heads that no window limits; of windows where there are no others."""
+        held = self.rows[0] or self.rows[1]
+        return float(np.mean([count for layer in held for heads in layer for count in heads]))
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +98,8 @@ class ContextStore:
         self.config, self.method, self.limits = config, method, limits
         self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
         self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
+        # Of contexts that are garbage, which any thread may collect.
+        self._unreachable: deque[int] = deque()
 
     def get(self, number: int) -> PrefillResult | None:
         """A context's cache on the device, now the one asked last; None if no place holds it."""
@@ -97,8 +112,15 @@ class ContextStore:
 
     def put(self, number: int, result: PrefillResult) -> None:
         """Hold what is on the device; others make room."""
+        while self._unreachable:
+            self.drop(self._unreachable.popleft())
         self._held["device"][number] = result
         self._make_room()
+
+    def add(self, context: Context, result: PrefillResult) -> None:
+        """Hold a new context until it is garbage."""
+        weakref.finalize(context, self._unreachable.append, context.number).atexit = False
+        self.put(context.number, result)
 
     def drop(self, number: int) -> None:
         """Forget a context."""
@@ -139,14 +161,14 @@ class ContextStore:
     def _lower(self, number: int, result: PrefillResult, place: Place) -> None:
         if place == "host":
             cache, logits = jax.tree.map(np.asarray, (result.cache, result.logits))
-            self._held["host"][number] = PrefillResult(cache, logits, result.rows)
+            self._held["host"][number] = replace(result, cache=cache, logits=logits)
             return
         try:
             saving.save(self._path(number), result.cache, self.config, self.method)
         except (ValueError, OSError):  # numbers that are not finite have no file; a disk may be full
             return
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result.cache)
-        self._held["disk"][number] = PrefillResult(shapes, jax.tree.map(np.asarray, result.logits), result.rows)
+        self._held["disk"][number] = replace(result, cache=shapes, logits=jax.tree.map(np.asarray, result.logits))
 
     def _on_device(self, number: int, result: PrefillResult, place: Place) -> PrefillResult | None:
         """What was read, on the device; None if its file is gone or damaged."""
@@ -159,9 +181,9 @@ class ContextStore:
                 return None
             finally:
                 self._path(number).unlink(missing_ok=True)
-            return PrefillResult(cache, jax.tree.map(jax.numpy.asarray, result.logits), result.rows)
+            return replace(result, cache=cache, logits=jax.tree.map(jax.numpy.asarray, result.logits))
         cache, logits = jax.tree.map(jax.numpy.asarray, (result.cache, result.logits))
-        return PrefillResult(placed_on_host(cache, self.method), logits, result.rows)
+        return replace(result, cache=placed_on_host(cache, self.method), logits=logits)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None

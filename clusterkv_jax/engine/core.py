@@ -1,6 +1,7 @@
 """`EngineCore`: requests wait, are read, decode together and leave, one step after the other."""
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.engine.contexts import ContextStore
+from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
+from clusterkv_jax.engine.continuation import left_behind
 from clusterkv_jax.engine.handle import Handle, OnOutput, State
 from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.logits import Logprobs, checked_mask
@@ -86,6 +88,7 @@ class EngineCore:
         self.handles: dict[Key, Handle] = {}
         self.listeners: list[deque[tuple[Handle, str]]] = []
         self._counters, self._compiling = Counters(), Compilation()
+        self.context_numbers = itertools.count()
 
     # --- what an engine says ---
 
@@ -122,6 +125,13 @@ class EngineCore:
         with self.at_work():
             self._admit_waiting()
             self._decode()
+
+    def compact(self, context: Context) -> Context:
+        """A context at its budget, at work."""
+        cache, new = self.prefiller.held(context)[0].cache, context.max_new_tokens
+        sizes = 0, context.length, new
+        result = left_behind(self.model, self.method, self.layout, cache, *sizes, compact=True)
+        return self._new_context(context.tokens, context.seed, new, result)
 
     def stats(self) -> EngineStats:
         """How the engine does."""
@@ -172,10 +182,12 @@ class EngineCore:
         if request.key not in self.handles:
             return False
         try:
+            cached = 0
             if request.context is None:
                 result = self.prefiller.of_prompt(request, self.schedule.waiting[1:2])
             else:
-                result = self.prefiller.of_context(request.context, request.batch.max_new_tokens)
+                needed = len(request.question), request.batch.max_new_tokens
+                result, cached = self.prefiller.of_context(request.context, *needed)
             self.runner.insert(slot, result)
         except _NobodyWaitsError:
             return False
@@ -184,7 +196,7 @@ class EngineCore:
             return False
         if request.key not in self.handles:
             return False
-        sequence = RunningSequence(request, seed_words(request.seed), result.rows)
+        sequence = RunningSequence(request, seed_words(request.seed), result.rows, cached=cached)
         self.schedule = place(self.schedule, slot, sequence)
         self.handles[request.key].state = "active"
         return True
@@ -248,7 +260,8 @@ class EngineCore:
         try:
             check_tokens(model, self.method, request, tokens)
             stopped = shorten(model.tokenizer, tokens, request.batch.stops, sequence.known)
-            sequence = replace(sequence, tokens=tuple(tokens), ended=sequence.ended or stopped)
+            overrun = len(tokens) < len(sequence.tokens)
+            sequence = replace(sequence, tokens=tuple(tokens), ended=sequence.ended or stopped, overrun=overrun)
             self._count(new_tokens=len(tokens) - len(before.tokens))
             if sequence.ended:
                 self._finish(sequence, "finished", self._result(slot, sequence, now))
@@ -293,16 +306,36 @@ class EngineCore:
                 looked_at = self.runner.statistics(slot)
         return result_of(self.model, sequence, self.layout, looked_at, now, self.compiled_s)
 
+    def _context_of(self, sequence: RunningSequence) -> Context | None:
+        """What an answer leaves, where the request asks for it and its slot has seen nothing else: all but the last
+        token, which is in no cache.
+        """
+        request, slot = sequence.request, find(self.schedule, sequence.request.key)[0]
+        if not request.keep or slot is None or not sequence.tokens or sequence.overrun:
+            return None
+        tokens = (*request.batch.texts[0], *request.question, *sequence.tokens[:-1])
+        new = request.batch.max_new_tokens
+        with own_settings(), self._on_mesh():
+            result = self.runner.left_behind(slot, len(tokens), new)
+        return self._new_context(tokens, request.read_seed, new, result)
+
+    def _new_context(self, tokens: tuple[int, ...], seed: int, max_new_tokens: int, result: PrefillResult) -> Context:
+        number, sizes = next(self.context_numbers), (len(tokens), None, None, seed, max_new_tokens)
+        context = Context(number, tokens, *sizes, self.contexts, answered=True)
+        self.contexts.add(context, result)
+        return context
+
     def _finish(self, sequence: RunningSequence, state: State, outcome: Result | Exception) -> None:
         """A request leaves, and its slot is free."""
         key = sequence.request.key
+        context = self._context_of(sequence) if isinstance(outcome, Result) else None
         self.schedule = remove(self.schedule, key)
         self.prefiller.hold_for(self.schedule.waiting[:1])
         handle = self.handles.pop(key)
-        handle.finish(state, outcome)
+        handle.finish(state, outcome, context)
         self._count(**{state: 1})
         if isinstance(outcome, Result):
-            self._deliver(handle, output_of(sequence, outcome.texts[0], outcome))
+            self._deliver(handle, output_of(sequence, outcome.texts[0], outcome, context))
         elif handle.on_output is not None:
             handle.on_output(outcome)
 

@@ -22,6 +22,7 @@ from clusterkv_jax.engine.requests import Request, check_params, check_settings
 from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
+from clusterkv_jax.runtime.checks import check_flag
 from clusterkv_jax.runtime.prng import spread
 from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.runtime.sharding import on_mesh
@@ -110,7 +111,7 @@ class Engine:
         self._contexts = ContextStore(model.config, self.method, places, context_folder)
         limits = {"entering": entering, "most_waiting": (max_waiting, max_waiting_bytes)}
         self._core = EngineCore(model, self.method, self._layout, self._contexts, **limits)
-        self._request_ids, self._context_numbers = itertools.count(), itertools.count()
+        self._request_ids = itertools.count()
 
     @property
     def memory(self) -> MemoryPlan:
@@ -163,6 +164,7 @@ class Engine:
         *,
         params: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
         stream: bool = False,
+        keep: bool = False,
         allowed_tokens: AllowedTokens | None = None,
         **texts: Any,
     ) -> Request:
@@ -173,6 +175,8 @@ class Engine:
             question: a text or token ids, fed after the prompt has been compressed.
             params: how the answer's tokens are drawn, and where they end.
             stream: whether somebody waits for each token; calls of the decode program are then short.
+            keep: whether its cache is left as a context when the answer ends, or is cancelled: prompt, question and
+                answer but for its last token, for a question that goes on from there. A stop string may leave none.
             allowed_tokens: called before each token with those of the answer so far, in the thread that works with the
                 engine. It returns the tokens that may follow, a bit each in 32-bit words (a grammar's bitmask), or None
                 for all; calls of the decode program then have one step.
@@ -180,7 +184,7 @@ class Engine:
 
         Raises ValueError at once for what cannot be served.
         """
-        return self._request(prompt, question, params, params.seed, stream, allowed_tokens, **texts)
+        return self._request(prompt, question, params, params.seed, stream, keep, allowed_tokens, **texts)
 
     def submit(self, request: Request, on_output: OnOutput | None = None) -> list[Handle]:
         """Put a request behind those that wait, however many they are; `check_room` asks whether there is room.
@@ -224,6 +228,7 @@ class Engine:
         repetition_penalty: float = 1.0,
         logit_bias: Mapping[int, float] | None = None,
         logprobs: int | None = None,
+        keep: bool = False,
         wait: bool = True,
         **texts: Any,
     ) -> Handle:
@@ -244,6 +249,7 @@ class Engine:
             repetition_penalty: of tokens of the prompt and the answer.
             logit_bias: by token id.
             logprobs: most likely tokens that the result tells log probabilities of, beside those of its tokens.
+            keep: as in `request`; the context is the handle's.
             wait: where the queue is full, work until there is room; False raises `EngineFull`.
             texts: `chat`, `system`, `chat_template_kwargs`, `special_tokens` as in `generate`; for a context in `read`.
 
@@ -260,6 +266,7 @@ class Engine:
             "repetition_penalty": repetition_penalty,
             "logit_bias": logit_bias,
             "logprobs": logprobs,
+            "keep": keep,
         }
         return self._add(prompt, question, sampling=sampling, seed=seed, read_seed=seed, wait=wait, **asked, **texts)
 
@@ -297,12 +304,13 @@ class Engine:
         params: SamplingParams,
         read_seed: int,
         stream: bool = False,
+        keep: bool = False,
         allowed_tokens: AllowedTokens | None = None,
         **texts: Any,
     ) -> Request:
         """`request` of a prompt that is read by this seed."""
         context, config = prompt if isinstance(prompt, Context) else None, self.model.config
-        check_params(params, context, config.vocab_size)
+        check_params(params, context, config.vocab_size, keep=check_flag(keep=keep))
         if context is not None:
             check_own(context, self._contexts)
         ends = {"max_new_tokens": params.max_tokens, "stop": params.stop, "stop_ids": params.stop_token_ids}
@@ -311,7 +319,7 @@ class Engine:
         own_ends = () if params.ignore_eos else tuple(config.eos_ids)
         how = params, int(read_seed), own_ends, stream, allowed_tokens
         at = self._core.now(), self._core.compiled_s
-        return Request(next(self._request_ids), batch, length, context, *how, *at)
+        return Request(next(self._request_ids), batch, length, context, *how, *at, keep=keep)
 
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
@@ -327,7 +335,8 @@ class Engine:
         """
         check_settings(Sampling(), seed)
         with self._core.at_work():
-            return self._core.prefiller.read(next(self._context_numbers), text, int(seed), max_new_tokens, **texts)
+            number = next(self._core.context_numbers)
+            return self._core.prefiller.read(number, text, int(seed), max_new_tokens, **texts)
 
     def save(self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None) -> None:
         """Write a context to a file that `read` and `add` of another process take, with the same model and method.
@@ -335,9 +344,27 @@ class Engine:
         `origin` is as in `save_cache`.
         """
         check_own(context, self._contexts)
+        known = {"tokens": list(context.tokens)} if context.answered else {}
         with self._core.at_work():
-            cache = self._core.prefiller.of_context(context, context.max_new_tokens).cache
-            saving.save(path, cache, self.model.config, self.method, origin=origin)
+            cache = self._core.prefiller.held(context)[0].cache
+            saving.save(path, cache, self.model.config, self.method, origin={**(origin or {}), **known})
+
+    def compact(self, context: Context) -> Context:
+        """A context with the rows that its budget leaves of so many tokens, where its method can drop more; nothing is
+        read for it. Raises ValueError as `save`, and for a context whose tokens are not known.
+        """
+        check_own(context, self._contexts)
+        if not context.tokens:
+            raise ValueError(f"compact needs the tokens of a context, which {context.file} does not hold.")
+        with self._core.at_work():
+            return self._core.compact(context)
+
+    def rows(self, context: Context) -> tuple[float, int]:
+        """What a context holds: rows of a head, on average over all heads, and bytes. Raises ValueError as `save`."""
+        check_own(context, self._contexts)
+        with self._core.at_work():
+            result, _ = self._core.prefiller.held(context)
+        return result.mean_rows, result.nbytes
 
     def drop(self, context: Context) -> None:
         """Forget what is held of a context; asked again, it is read again. Raises ValueError as `save`."""

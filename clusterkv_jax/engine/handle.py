@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.outputs import RequestOutput
 from clusterkv_jax.engine.scheduler import Key
 from clusterkv_jax.generation.results import Result
@@ -15,12 +16,20 @@ OnOutput = Callable[[RequestOutput | Exception], None]
 
 
 class Handle:
-    """A request that was added: what `Engine.stream` names, and where its result is."""
+    """A request that was added: what `Engine.stream` names, and where its result is.
+
+    Attributes:
+        key: its number, and that of its answer.
+        on_output: called with what is new of it.
+        state: where it stands.
+        context: what the answer has left, of a request with `keep` that has come to its end.
+    """
 
     def __init__(self, core: Any, key: Key, on_output: OnOutput | None = None) -> None:
         self._core, self.key, self.on_output = core, key, on_output
         self.state: State = "waiting"
         self._outcome: Result | Exception | None = None
+        self.context: Context | None = None
 
     @override
     def __repr__(self) -> str:
@@ -51,6 +60,6 @@ class Handle:
             raise self._outcome
         return self._outcome
 
-    def finish(self, state: State, outcome: Result | Exception) -> None:
-        """What the request has come to."""
-        self.state, self._outcome = state, outcome
+    def finish(self, state: State, outcome: Result | Exception, context: Context | None) -> None:
+        """What the request has come to, and the context that its answer has left."""
+        self.state, self._outcome, self.context = state, outcome, context

@@ -8,6 +8,7 @@ from clusterkv_jax.cache.host_store import host_bytes, traffic
 from clusterkv_jax.cache.layers import KVCache, nbytes
 from clusterkv_jax.cache.sliding_window import window_bytes
 from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.logits import Logprobs
 from clusterkv_jax.engine.requests import Request
@@ -33,6 +34,7 @@ class RequestOutput:
         logprobs: of these tokens, where the request asks for them.
         finish_reason: why the answer has ended, as in `Result`; None if it goes on.
         result: the whole answer, of the last output.
+        context: what the answer has left, of the last output of a request with `keep`.
     """
 
     request_id: int
@@ -42,15 +44,19 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     result: Result | None = None
+    context: Context | None = None
 
 
-def output_of(sequence: RunningSequence, text: str, result: Result | None = None) -> RequestOutput:
+def output_of(
+    sequence: RunningSequence, text: str, result: Result | None = None, context: Context | None = None
+) -> RequestOutput:
     """What is new of a sequence whose whole text is this one."""
     reason = None if result is None else result.finish_reasons[0]
     tokens = sequence.tokens[sequence.said :]
     asked = sequence.request.params.logprobs is not None
     logprobs = sequence.logprobs[sequence.said : len(sequence.tokens)] if asked else None
-    return RequestOutput(*sequence.request.key, text[len(sequence.shown) :], tokens, logprobs, reason, result)
+    new = text[len(sequence.shown) :], tokens, logprobs
+    return RequestOutput(*sequence.request.key, *new, reason, result, context)
 
 
 def token_logprobs(request: Request, logprobs: Logprobs | None, slot: int, tokens: Tokens) -> list[TokenLogprob]:
@@ -93,6 +99,7 @@ def result_of(
         prompt_tokens=[request.prompt_tokens],
         question_tokens=[len(request.question)],
         new_tokens=[len(tokens)],
+        cached_tokens=[sequence.cached],
     )
     stops = request.batch.stops
     reason = finish_reason(model.tokenizer, tokens, request.ends, stops) if sequence.ended else "cancelled"

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.cache.layers import Group, KVCache, WindowCache, group_heads, groups, occupancy
+from clusterkv_jax.cache.layers import Group, KVCache, occupancy
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
-from clusterkv_jax.engine.layout import Layout, Limits
+from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.requests import (
     Request,
     answer_tokens,
@@ -26,9 +26,10 @@ from clusterkv_jax.engine.requests import (
     request_of_batch,
     rows_alike,
 )
+from clusterkv_jax.engine.room import fits, room_behind
 from clusterkv_jax.generation.batch import Batch, padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.runtime.errors import is_count, shown
 from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.text.prompts import as_chat, encode_all
 from clusterkv_jax.text.tokenizer import Tokens
@@ -70,9 +71,10 @@ class Prefiller:
         if chat is not None and not isinstance(text, str):
             raise ValueError(f"prompt 0 must be a text to be part of a chat, got {shown(text)}.")
         if is_file(text):
-            length, mark, result = read_file(text, self.model, self.method, self.layout)
+            length, mark, result, tokens = read_file(text, self.model, self.method, self.layout)
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
-            context = Context(number, (), length, Path(text), mark, 0, new, self._contexts)
+            known = {"answered": bool(tokens)}
+            context = Context(number, tokens, length, Path(text), mark, seed, new, self._contexts, **known)
         else:
             in_chat = None if chat is None else partial(self._in_chat, text, chat=chat, **texts)
             # The template before a question is the same for every one.
@@ -82,7 +84,7 @@ class Prefiller:
             batch = self.batch(tokens, None, max_new_tokens=new)
             context = Context(number, tuple(tokens), len(tokens), None, None, seed, new, self._contexts, in_chat)
             result = self._read(batch, seed)
-        self._contexts.put(number, result)
+        self._contexts.add(context, result)
         return context
 
     def _in_chat(self, text: str, question: str, **texts: Any) -> Tokens:
@@ -91,24 +93,35 @@ class Prefiller:
         assert questions is not None
         return questions[0]
 
-    def of_context(self, context: Context, max_new_tokens: int) -> PrefillResult:
-        """What was read of a context, wherever it is; read again where nothing is left of it, and for a request whose
-        new tokens make another budget.
+    def of_context(self, context: Context, question: int, max_new_tokens: int) -> tuple[PrefillResult, int]:
+        """What was read of a context, and how many of its tokens are not read again.
+
+        All are where it has no room for what follows, and for a request whose new tokens make another budget.
         """
-        if not rows_alike(self.model, self.method, context, max_new_tokens):
-            batch = self.batch(list(context.tokens), None, max_new_tokens=max_new_tokens)
-            return self._read(batch, context.seed)
+        alike = rows_alike(self.model, self.method, context, max_new_tokens)
+        if alike:
+            result, cached = self.held(context)
+            if question + max_new_tokens <= result.room:
+                return result, cached
+        result = self._read(self.batch(list(context.tokens), None, max_new_tokens=max_new_tokens), context.seed)
+        if alike:
+            self._contexts.put(context.number, result)
+        return result, 0
+
+    def held(self, context: Context) -> tuple[PrefillResult, int]:
+        """What was read of a context, wherever it is, and how many of its tokens that are; read again if it is gone."""
         if (result := self._contexts.get(context.number)) is not None:
-            return result
+            return result, context.length
         if context.file is not None:
-            _, mark, result = read_file(context.file, self.model, self.method, self.layout)
+            _, mark, result, _ = read_file(context.file, self.model, self.method, self.layout)
             if mark != context.fingerprint:
                 raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
+            cached = context.length
         else:
             batch = self.batch(list(context.tokens), None, max_new_tokens=context.max_new_tokens)
-            result = self._read(batch, context.seed)
+            result, cached = self._read(batch, context.seed), 0
         self._contexts.put(context.number, result)
-        return result
+        return result, cached
 
     def of_prompt(self, request: Request, following: Sequence[Request]) -> PrefillResult:
         """What is read of a prompt; held for the next one in the queue, where that is the same."""
@@ -168,8 +181,10 @@ def is_file(prompt: Any) -> bool:
     return isinstance(prompt, os.PathLike)
 
 
-def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[int, str, PrefillResult]:
-    """How many tokens a saved cache has read, its fingerprint, and the cache.
+def read_file(
+    path: Any, model: Model, method: Method, layout: Layout
+) -> tuple[int, str, PrefillResult, tuple[int, ...]]:
+    """How many tokens a saved cache has read, its fingerprint, the cache, and the tokens where an answer has left it.
 
     Raises ValueError if it does not fit the slots.
     """
@@ -181,13 +196,18 @@ def read_file(path: Any, model: Model, method: Method, layout: Layout) -> tuple[
     if length >= limits.max_tokens:
         raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
     cache = _with_means(cache, layout.one)
-    if not _fits(cache, layout.one, limits):
+    tokens = saving.origin(path).get("tokens", ())
+    if tokens and (len(tokens) != length or not all(is_count(token) for token in tokens)):
+        raise ValueError(f"The saved cache {path} must hold its {length} tokens, got {len(tokens)}.")
+    room = room_behind(cache, layout.one, limits.step_tokens) if fits(cache, layout.one) else 0
+    if room < (1 if tokens else limits.reserve):
         raise ValueError(
             f"The saved cache {path} does not fit the engine's slots: it was made for more tokens than theirs, or with "
             "a reserve for which nothing is compressed later; save one with Engine.save."
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
-    return length, mark, PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
+    result = PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
+    return length, mark, result, tuple(tokens)
 
 
 def _with_means(cache: KVCache, one: KVCache) -> KVCache:
@@ -207,36 +227,3 @@ def _with_means(cache: KVCache, one: KVCache) -> KVCache:
         for group, slot in zip(held, slots, strict=True)
     ]
     return replace(cache, layers=jax.tree.unflatten(structure, layers))
-
-
-def _fits(cache: KVCache, one: KVCache, limits: Limits) -> bool:
-    """Whether a cache has a slot's arrays, none of them larger, and room in it for all that may follow."""
-    if jax.tree.structure(cache) != jax.tree.structure(one):
-        return False
-    for x, slot in zip(jax.tree.leaves(cache), jax.tree.leaves(one), strict=True):
-        if x.dtype != slot.dtype or x.ndim != slot.ndim or any(a > b for a, b in zip(x.shape, slot.shape, strict=True)):
-            return False
-    return all(
-        _has_room(group, memory, slot, limits)
-        for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
-        if not (isinstance(slots, WindowCache) and slots.rows.capacity == slots.window)  # a whole window is never full
-        for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
-        if group_heads(layer) == group_heads(slots)
-    )
-
-
-def _has_room(group: Any, memory: Any, slot: Any, limits: Limits) -> bool:
-    """Whether a slot's group has room for the rows that a sequence comes to hold."""
-    held = int(np.asarray(group.length).mean(axis=1).max())
-    heads = group.length.shape[1]
-    in_pages = slot.degree.shape[1] != heads
-    if in_pages and group.degree.shape != slot.degree.shape:
-        return False
-    room = slot.degree[0].size // heads if in_pages else slot.degree.shape[2]
-    if memory is None or "indexed" in memory:
-        return held + limits.reserve <= room
-    if "due" in memory:
-        return max(held, int(np.asarray(memory["due"]).max()) - 1) + limits.step_tokens <= room
-    if "budget" in memory:
-        return max(held, int(np.asarray(memory["budget"]).max())) + 1 <= room
-    return held + limits.reserve <= room

@@ -52,6 +52,7 @@ class Request:
         added_s: when it was made, by a clock that stands still while the engine compiles.
         compile_s: seconds that the engine had compiled by then.
         index: which of its `params.n` answers this is.
+        keep: whether its cache is left as a context when it ends.
     """
 
     request_id: int
@@ -66,6 +67,7 @@ class Request:
     added_s: float
     compile_s: float
     index: int = 0
+    keep: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -131,13 +133,17 @@ def context_batch(model: Model, limits: Limits, context: Context, question: Any,
     batch = make_batch(model, [stand_in], questions=questions, **sizes)
     if question is None and context.file is not None:
         raise ValueError(f"The saved cache {context.file} holds no logits; give a question that continues its text.")
+    if question is None and context.answered:
+        raise ValueError("A context that an answer has left holds no logits; give a question that continues it.")
     check_lengths(limits, context.length, batch)
     return replace(batch, texts=[list(context.tokens)])
 
 
 def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: int) -> bool:
-    """Whether a request for so many tokens has the budget that a context was read with; a saved cache is as it is."""
-    if context.file is not None or max_new_tokens == context.max_new_tokens:
+    """Whether a request for so many tokens has the budget that a context was read with; a saved cache, and what an
+    answer has left, are as they are.
+    """
+    if context.file is not None or context.answered or max_new_tokens == context.max_new_tokens:
         return True
     length, dtype = np.asarray([context.length]), model.params["embed"].dtype
     one, other = (
@@ -148,7 +154,7 @@ def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: i
     return all(np.array_equal(rows(length, i, one), rows(length, i, other)) for i in range(one.num_layers))
 
 
-def check_params(params: SamplingParams, context: Context | None, vocab_size: int) -> None:
+def check_params(params: SamplingParams, context: Context | None, vocab_size: int, *, keep: bool) -> None:
     """Raise ValueError for parameters that a model, or a context, does not go with."""
     check_settings(params.sampling, params.seed)
     if wrong := [token for token in params.logit_bias or () if token >= vocab_size]:
@@ -157,8 +163,9 @@ def check_params(params: SamplingParams, context: Context | None, vocab_size: in
         raise ValueError(f"min_tokens must be at most the new tokens, {params.max_tokens}, got {params.min_tokens}.")
     if params.min_tokens and params.stop:
         raise ValueError("min_tokens goes with stop_token_ids, not with stop: a text may end within a token.")
-    if params.repetition_penalty != 1 and context is not None and context.file is not None:
-        raise ValueError(f"repetition_penalty needs the prompt's tokens, which {context.file} does not hold.")
+    for name, asked in (("repetition_penalty", params.repetition_penalty != 1), ("keep", keep)):
+        if asked and context is not None and not context.tokens:
+            raise ValueError(f"{name} needs the prompt's tokens, which {context.file} does not hold.")
 
 
 def answers(request: Request) -> list[Request]:

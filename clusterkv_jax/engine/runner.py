@@ -7,7 +7,7 @@ import numpy as np
 
 from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.engine import slot_programs
+from clusterkv_jax.engine import continuation, slot_programs
 from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.logits import Logprobs
@@ -82,6 +82,11 @@ class ModelRunner:
 
     def _sampling(self, running: Sequence[RunningSequence | None], masks: dict[int, np.ndarray]) -> SamplingState:
         return next_sampling(running, masks, self.model.config.vocab_size, self.layout.limits.reserve)
+
+    def left_behind(self, slot: int, length: int, max_new_tokens: int) -> PrefillResult:
+        """What the sequence in a slot, of so many tokens, leaves for those that go on from it."""
+        cache = self._slots.cache
+        return continuation.left_behind(self.model, self.method, self.layout, cache, slot, length, max_new_tokens)
 
     def statistics(self, slot: int) -> KVCache:
         """What statistics look at, of one slot."""

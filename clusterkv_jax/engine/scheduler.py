@@ -35,6 +35,8 @@ class RunningSequence:
         known: of the text, so that what follows is decoded alone.
         said: how many tokens were.
         logprobs: of the tokens, where the request asks for them.
+        cached: tokens of the prompt that were read before.
+        overrun: whether its slot has seen tokens behind the one that has ended it.
     """
 
     request: Request
@@ -47,6 +49,8 @@ class RunningSequence:
     known: GrowingText = NOTHING
     said: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached: int = 0
+    overrun: bool = False
 
     @property
     def left(self) -> int:

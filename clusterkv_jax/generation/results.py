@@ -1,6 +1,6 @@
 """What answers are: texts, tokens, and what they took."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.methods.request import row_bytes
@@ -38,6 +38,7 @@ class Stats:
         new_tokens: tokens generated for each prompt.
         reading_bytes: gated, bytes of the caches while the prompts were read: rows, window and chunk of all layers; 0
             where they were read whole.
+        cached_tokens: tokens of each prompt that an engine had read before, as a context's; none of `generate`.
     """
 
     ttft_s: float
@@ -58,6 +59,7 @@ class Stats:
     question_tokens: list[int]
     new_tokens: list[int]
     reading_bytes: int = 0
+    cached_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ class OrbitKV(Merging):
         if "scores" not in rows.memory:
             # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
             scores = jnp.fmax(scores.astype(jnp.float32), LEAST)
-        return {"scores": scores, "centroids": self._centroids(rows)}
+        assert rows.share is not None
+        return {"scores": scores, "share": rows.share}
 
     @override
     def compress(self, rows: Rows) -> Compressed:
@@ -104,7 +105,8 @@ class OrbitKV(Merging):
 
         memory = rows.memory
         merged = partial(self._merged, capacity=rows.plan.capacity, **merge)
-        args = cache, memory["scores"], rows.budget, memory["centroids"], rows.squares
+        centroids = self._centroids(rows.budget, memory["share"], rows.plan.most_rows)
+        args = cache, memory["scores"], rows.budget, centroids, rows.squares
         group, slots, scores = over_heads(merged, *args)
         return Compressed(group, memory | {"scores": scores}, slots=slots)
 
@@ -148,16 +150,15 @@ class OrbitKV(Merging):
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 
-    def _centroids(self, rows: Rows) -> Int[Array, " B"]:
+    def _centroids(self, budget: Int[Array, " B"], share: Float[Array, " B"], most_rows: int) -> Int[Array, " B"]:
         """Rows of the budget that the others are merged into, at least one: nothing is dropped.
 
         They are all free rows in heads that mix what they read; heads that look single rows up are those with at least
         the mean share.
         """
-        assert rows.share is not None
-        free = rows.budget - self.sinks - self.recent
-        part = share_of(self.merged, free, rows.plan.most_rows)
-        return jnp.maximum(1, jnp.where(rows.share >= 1, part, free))
+        free = budget - self.sinks - self.recent
+        part = share_of(self.merged, free, most_rows)
+        return jnp.maximum(1, jnp.where(share >= 1, part, free))
 
     def _expected(self, rows: int, plan: GroupPlan) -> tuple[int, ...]:
         """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""

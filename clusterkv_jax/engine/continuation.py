@@ -1,0 +1,109 @@
+"""What an answer leaves: the cache of its slot, with the budget of a prompt as long as the conversation has become."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from clusterkv_jax.cache.layers import KVCache, State, occupancy, take_sequences
+from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.engine.contexts import PrefillResult
+from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.room import room_behind
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress
+from clusterkv_jax.methods.plan import rows_of_request
+from clusterkv_jax.methods.request import request_of_model
+from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.runtime.control_flow import cond_in_place
+from clusterkv_jax.runtime.programs import jit
+from clusterkv_jax.runtime.sharding import constrain
+
+# B of each group of heads, of all layers.
+Budgets = tuple[Int[Array | np.ndarray, " groups"], ...]
+
+
+def left_behind(
+    model: Model,
+    method: Method,
+    layout: Layout,
+    cache: KVCache,
+    slot: int,
+    length: int,
+    max_new_tokens: int,
+    *,
+    compact: bool = False,
+) -> PrefillResult:
+    """A copy of the cache of one slot, which has seen `length` tokens; it goes on under the budget of so many.
+
+    What is beyond that budget goes when its method is due, as while decoding; with `compact` at once. Methods that
+    only append, or replace a row by each token, keep the rows that they have.
+    """
+    if _is_ever_due(cache):
+        budgets = _budgets(model, method, layout, length, max_new_tokens)
+        number, now = np.asarray(slot, np.int32), np.asarray(compact)
+        left = _with_budgets(model.config, method, cache, number, budgets, now)
+    else:
+        left = take_sequences(cache, jnp.asarray([slot]))
+    room = room_behind(left, layout.one, layout.limits.step_tokens)
+    logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
+    return PrefillResult(left, logits, (occupancy(left), occupancy(left, windows=True)), room)
+
+
+def _is_ever_due(cache: KVCache) -> bool:
+    return any(memory is not None and "due" in memory for state in cache.state for memory in state)
+
+
+def _budgets(model: Model, method: Method, layout: Layout, length: int, max_new_tokens: int) -> Budgets:
+    """While decoding behind a prompt of so many tokens."""
+    limits, config = layout.limits, model.config
+    counts = {"reserve": limits.reserve, "step_tokens": limits.step_tokens, "whole": limits.whole}
+    lengths, dtype = np.asarray([length]), model.params["embed"].dtype
+    request = request_of_model(
+        config, dtype, lengths, method.cache_dtype, **counts, max_new_tokens=min(max_new_tokens, limits.reserve)
+    )
+    rows = (
+        rows_of_request(method, plan, lengths, config.global_number(number), request)
+        for number, plan in enumerate(layout.plans)
+    )
+    return tuple(np.maximum(np.asarray(each)[0, :, -1], method.protected.fewest).astype(np.int32) for each in rows)
+
+
+@jit(static_argnames=("config", "method"))
+def _with_budgets(
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    slot: Int[Array | np.ndarray, ""],
+    budgets: Budgets,
+    now: Bool[Array | np.ndarray, ""],
+) -> KVCache:
+    """A copy of one slot under other budgets, compressed where it is due by them, or holds more than them `now`."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
+    interval = method.schedule.interval
+    one = replace(one, state=_until(one.state, budgets, jnp.where(now, 0, interval)))
+    late = due(method, one)
+    assert late is not None
+    one = cond_in_place(late, lambda cache: recompress(method, cache, rope=config.rope), one)
+    layers, state = placed(method, one.layers), placed_state(method, _until(one.state, budgets, interval))
+    return KVCache(layers, state, constrain(one.position, "batch"))
+
+
+def _until(
+    state: tuple[tuple[State, ...], ...], budgets: Budgets, interval: Int[Array, ""] | int
+) -> tuple[tuple[State, ...], ...]:
+    """What is kept between steps with these budgets, due `interval` rows beyond them."""
+
+    def of_group(memory: State, budget: Any) -> State:
+        if memory is None or "due" not in memory:
+            return memory
+        held = jnp.broadcast_to(budget, memory["budget"].shape)
+        return memory | {"budget": held, "due": held + interval}
+
+    return tuple(
+        tuple(of_group(memory, each[i]) for i, memory in enumerate(layer))
+        for layer, each in zip(state, map(jnp.asarray, budgets), strict=True)
+    )

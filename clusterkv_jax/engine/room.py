@@ -1,0 +1,52 @@
+"""Room: whether a cache fits an engine's slots, and how many tokens may still follow in it."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from clusterkv_jax.cache.layers import KVCache, WindowCache, groups
+
+# Of caches whose method makes room for tokens as they come.
+ENDLESS = 2**31
+
+
+def fits(cache: KVCache, one: KVCache) -> bool:
+    """Whether a cache has the arrays of a slot, none of them larger; pages are as many."""
+    if jax.tree.structure(cache) != jax.tree.structure(one):
+        return False
+    for x, slot in zip(jax.tree.leaves(cache), jax.tree.leaves(one), strict=True):
+        if x.dtype != slot.dtype or x.ndim != slot.ndim or any(a > b for a, b in zip(x.shape, slot.shape, strict=True)):
+            return False
+    parts = zip(cache.layers, one.layers, strict=True)
+    pairs = (pair for layer, slots in parts for pair in zip(groups(layer), groups(slots), strict=True))
+    return all(group.degree.shape == slot.degree.shape for group, slot in pairs if _in_pages(slot))
+
+
+def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
+    """Tokens that may follow in a slot that holds a cache which fits it; `step_tokens` enter at once."""
+    rooms = [
+        _room(group, memory, slot, step_tokens)
+        for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
+        if not (isinstance(slots, WindowCache) and slots.rows.capacity == slots.window)  # a whole window is never full
+        for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
+    ]
+    return min(rooms, default=ENDLESS)
+
+
+def _room(group: Any, memory: Any, slot: Any, step_tokens: int) -> int:
+    """Of one group of heads: what its method never fills is endless."""
+    held = int(np.asarray(group.length).mean(axis=1).max())
+    slots = math.prod(slot.degree.shape[1:]) // group.length.shape[1] if _in_pages(slot) else slot.degree.shape[2]
+    most = slots + 1
+    if memory is not None and "indexed" not in memory:
+        if "due" in memory:
+            most = max(held, int(np.asarray(memory["due"]).max()) - 1) + step_tokens
+        elif "budget" in memory:
+            most = max(held, int(np.asarray(memory["budget"]).max())) + 1
+    return ENDLESS if most <= slots else slots - held
+
+
+def _in_pages(group: Any) -> bool:
+    return group.degree.shape[1] != group.length.shape[1]
