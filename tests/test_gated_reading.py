@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache.layers import groups, occupancy
+from clusterkv_jax.cache import chunk_attention
+from clusterkv_jax.cache.attention import MOST_QUERIES, attend_where, combine
+from clusterkv_jax.cache.layers import HeadGroups, LayerCache, StepInputs, groups, occupancy, quantised
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_reading import gated_prefill
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.runtime.programs import compilation
 from tests.support.tiny import VOCAB, prompt, sliding, taught, tiny, untied, with_sinks
 
@@ -170,3 +173,45 @@ def test_what_cannot_be_is_said_in_one_sentence(options, message):
 def test_scores_need_a_calibration():
     with pytest.raises(ValueError, match="KVzap keeps rows by learned scores"):
         gated(kinds(HALF)[0], model=tiny())
+
+
+def group(rng, heads, slots, length):
+    """Rows of so many heads, of degree 1, and what lies behind them."""
+    keys, values = (jnp.asarray(rng.normal(size=(1, heads, slots, 8)), jnp.float32) for _ in range(2))
+    degree = jnp.broadcast_to(ordinals(slots, 3) < length, (1, heads, slots)).astype(jnp.float32)
+    keys, values = (jnp.where(degree[..., None] > 0, x, 0.0) for x in (keys, values))
+    return LayerCache(keys, values, degree, jnp.full((1, heads), length))
+
+
+def library(q, keys, values, lengths):
+    """What a device's attention gives, by plain products."""
+    count, rows = q.shape[1], keys.shape[2]
+    ends = jnp.arange(count)[None] + 1 if lengths is None else jnp.broadcast_to(lengths[:, None], (len(q), count))
+    out, lse = attend_where(q, keys, values, ordinals(rows, 3) < ends[..., None])
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+@pytest.mark.parametrize("layer", ["one group", "groups", "codes"])
+@pytest.mark.parametrize("serves", [True, False], ids=["library", "plain"])
+def test_a_chunk_attends_to_rows_and_itself(monkeypatch, layer, serves):
+    rng, count, kv_heads = np.random.default_rng(0), MOST_QUERIES + 88, 3
+    held = group(rng, kv_heads, 40, 33)
+    if layer == "groups":
+        held = HeadGroups((group(rng, 2, 24, 20), group(rng, 1, 60, 57)), ((2, 0), (1,)))
+    if layer == "codes":
+        held = quantised(held, "int8")
+    q, k, v = (jnp.asarray(rng.normal(size=(1, count, h, 8)), jnp.float32) for h in (6, kv_heads, kv_heads))
+    real = jnp.arange(count)[None] < count - 9
+    tokens = StepInputs(q, k, v, jnp.arange(count)[None], real, sink_logits=jnp.arange(6.0))
+    monkeypatch.setattr(chunk_attention, "attention_with_lse", lambda *_: library if serves else None)
+    found = chunk_attention.attend_chunk(held, tokens, plain=True)
+    for start in range(0, count - 9, 200):  # a few tokens at a time attend by what questions attend by
+        some = slice(start, min(start + 200, count - 9))
+        among = attend_where(
+            q[:, some],
+            jnp.swapaxes(k, 1, 2),
+            jnp.swapaxes(v, 1, 2),
+            jnp.tril(jnp.ones((1, count, count), bool))[:, some],
+        )
+        rows = chunk_attention.attend_cache(held, q[:, some])
+        np.testing.assert_allclose(found[:, some], combine(rows, among, tokens.sink_logits), atol=2e-5)

@@ -1,11 +1,11 @@
 """Queries over a layer's cache, whatever groups or pages its heads stand in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.layers import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
@@ -16,6 +16,9 @@ from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.runtime.errors import is_number, shown
 from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.runtime.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
+
+# Queries whose scores to all rows exist at once where no kernel keeps them to itself.
+MOST_QUERIES = 512
 
 
 @own_settings()
@@ -46,6 +49,8 @@ def attend_cache(
 
     `soft_cap` c makes of a score s c tanh(s / c), before the bias, which is `degree_power` times log degree.
     """
+    if q.shape[1] > MOST_QUERIES:
+        return _in_parts(partial(attend_cache, layer, soft_cap=soft_cap, degree_power=degree_power), q)
     if isinstance(layer, LayerCache):
         out, lse = _attend_rows(q, layer, soft_cap, degree_power)
         return out, with_mean(lse, q, layer.key_mean)
@@ -61,6 +66,16 @@ def attend_cache(
     ]
     out, lse = zip(*parts, strict=True)
     return join_heads(out, layer.heads), join_heads(lse, layer.heads)
+
+
+def _in_parts(
+    attend: Callable[..., tuple[Array, Array]], *of_queries: Shaped[Array, "B T ..."]
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Attention of some queries after the other, so that scores of all of them never exist at once."""
+    starts = range(0, of_queries[0].shape[1], MOST_QUERIES)
+    parts = [attend(*(x[:, start : start + MOST_QUERIES] for x in of_queries)) for start in starts]
+    out, lse = zip(*parts, strict=True)
+    return jnp.concatenate(out, axis=1), jnp.concatenate(lse, axis=1)
 
 
 def attend_with_probabilities(
@@ -208,7 +223,9 @@ def attend_where(
     visible: Bool[Array, "B T N"],
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Each of few queries over the rows that it sees, at least one; as `attend_cache`."""
+    """Each query over the rows that it sees, at least one; as `attend_cache`."""
+    if q.shape[1] > MOST_QUERIES:
+        return _in_parts(lambda q, visible: attend_where(q, keys, values, visible, soft_cap), q, visible)
     batch, tokens, heads, dim = q.shape
     kv_heads = keys.shape[1]
     precision = matmul_precision(q.dtype)

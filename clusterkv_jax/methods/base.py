@@ -301,7 +301,7 @@ def append_and_attend(
 
     So do their scores, where the memory has those of the rows.
     """
-    longer, memory = _longer(group, memory, tokens, apart=apart)
+    longer, memory = append_with_scores(group, memory, tokens, apart=apart)
     how = tokens.soft_cap, tokens.degree_power
     if tokens.q.shape[1] == 1:
         return with_sinks(attend_cache(longer, tokens.q, *how), tokens.sink_logits), longer, memory
@@ -316,7 +316,8 @@ def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -
     return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
 
 
-def _longer(group: Any, memory: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
+def append_with_scores(group: Any, memory: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
+    """`append_tokens`, and their scores where the memory has those of the rows."""
     if memory is None or "scores" not in memory:
         return append_tokens(group, tokens, apart=apart), memory
     assert tokens.scores is not None

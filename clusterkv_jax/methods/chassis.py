@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.cache import pages
-from clusterkv_jax.cache.attention import join_heads, query_heads
+from clusterkv_jax.cache.attention import MOST_QUERIES, join_heads, query_heads
+from clusterkv_jax.cache.chunk_attention import attend_chunk
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
@@ -47,6 +48,7 @@ from clusterkv_jax.methods.base import (
     Method,
     Rows,
     append_and_attend,
+    append_with_scores,
     in_front,
     is_by_head,
     rows_held,
@@ -226,6 +228,8 @@ def step_layer(
     tokens = replace(tokens, degree_power=float(method.degree_power))
     if by_head.steps_alike(method, layer, state, tokens.q.shape[1]):
         return by_head.step(layer, state, tokens)
+    if tokens.q.shape[1] > MOST_QUERIES and type(method).step is Method.step:
+        return _step_chunk(method, layer, state, tokens)
     parts = []
     for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
@@ -236,6 +240,18 @@ def step_layer(
     attended, longer, memories = zip(*parts, strict=True)
     out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
     return out, with_groups(layer, longer), memories
+
+
+def _step_chunk(
+    method: Method, layer: Layer, state: tuple[State, ...], tokens: StepInputs
+) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
+    """A chunk of a prompt, whose tokens are appended: all heads attend at once, whatever groups they stand in."""
+    parts = []
+    for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
+        mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
+        parts.append(append_with_scores(group, memory, mine, apart=slots_apart(method)))
+    longer, memories = zip(*parts, strict=True)
+    return attend_chunk(layer, tokens, plain=method.holds == "tokens"), with_groups(layer, longer), memories
 
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:

@@ -27,6 +27,7 @@ from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_QUERIES = 64  # query rows of a tile
+MANY_QUERIES = 1024  # query rows of a head from which on products take the time, and not reading
 MOST_SPLITS = 128
 MOST_SPAN = 512  # short rows of a ragged batch free their multiprocessors early
 PROGRAMS = 528  # wanted at least: four for each multiprocessor of an H200
@@ -51,12 +52,14 @@ def biased_attention(
     if power_of_two(dim) > 256:
         raise NotImplementedError(f"The GPU kernel of biased_attention takes D up to 256, got {dim}.")
     queries = tokens * heads // kv_heads
-    tile = min(power_of_two(queries, 16), MOST_QUERIES)
+    many = queries >= MANY_QUERIES and not isinstance(keys, Quantised)
+    tile = 2 * MOST_QUERIES if many else min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
     stored = as_array(keys)
     row = {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
     measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
-    options = split_sizes(stored.dtype.itemsize, slots, programs) | measured | dict(sizes or {})
+    computed = split_sizes(stored.dtype.itemsize, slots, programs, slots if many else MOST_SPAN)
+    options = computed | ({"warps": 8} if many else {}) | measured | dict(sizes or {})
     block, span, warps = options["block"], options["span"], options["warps"]
     splits = pl.cdiv(slots, span)
     end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
@@ -117,11 +120,11 @@ def biased_attention(
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def split_sizes(itemsize: int, slots: int, programs: int) -> dict[str, int]:
+def split_sizes(itemsize: int, slots: int, programs: int, most_span: int = MOST_SPAN) -> dict[str, int]:
     """Where nothing was measured: spans that fill the device with programs, but few enough to combine cheaply."""
     block, stages = {4: (32, 2), 2: (64, 3), 1: (128, 3)}[itemsize]
     splits = min(MOST_SPLITS, max(1, PROGRAMS // programs), pl.cdiv(slots, block))
-    splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, MOST_SPAN)))
+    splits = max(splits, min(MOST_SPLITS, pl.cdiv(slots, most_span)))
     span = pl.cdiv(pl.cdiv(slots, splits), block) * block
     return {"block": block, "span": span, "warps": 4, "stages": stages}
 

@@ -1,0 +1,79 @@
+"""Attention of a chunk of a prompt: over the rows that a layer holds and, causally, over itself.
+
+Where the device has a library's attention it takes both parts, the heads of a layer as sequences of their own: heads
+hold unequally many rows, and the library knows one length for each sequence. Rows that count by their degrees, and
+capped scores, go by the library's own causal half at most.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from clusterkv_jax.blocks.causal_attention import attention_with_lse
+from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_mean
+from clusterkv_jax.cache.layers import HeadGroups, Layer, LayerCache, StepInputs, pad_slots
+from clusterkv_jax.kernels.quantised import Quantised, dequantised
+
+
+@jax.named_scope("attend")
+def attend_chunk(layer: Layer, tokens: StepInputs, *, plain: bool) -> Float[Array, "B T H D"]:
+    """New tokens over the rows that a layer held before them, and over each other.
+
+    `plain` rows are tokens, all of degree 1.
+    """
+    q, k, v = tokens.q, jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2)
+    library = attention_with_lse(q, k) if tokens.soft_cap is None else None
+    if library is None:
+        among = attend_new(q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
+    else:
+        out, lse = library(q, k, v, None)
+        among = out, jnp.swapaxes(lse, 1, 2)
+    if library is None or not plain or not isinstance(layer, LayerCache | HeadGroups):
+        rows = attend_cache(layer, q, tokens.soft_cap, tokens.degree_power)
+    else:
+        rows = _by_library(library, layer, q)
+    return combine(rows, among, tokens.sink_logits)
+
+
+def _by_library(
+    library: Callable[..., Any], layer: LayerCache | HeadGroups, q: Array
+) -> tuple[Float[Array, "B T H D"], Array]:
+    """`attend_cache` of rows that all count alike."""
+    joined = _joined(layer, q.dtype)
+    batch, tokens, heads, dim = q.shape
+    kv_heads = joined.length.shape[1]
+    alone = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, -1, dim), 2, 1).reshape(batch * kv_heads, tokens, -1, dim)
+    keys, values = (x.reshape(batch * kv_heads, 1, *x.shape[2:]) for x in (joined.keys, joined.values))
+    out, lse = library(alone, keys, values, joined.length.reshape(-1))
+
+    def of_tokens(x: Array) -> Array:  # [B K, T, G, ...] -> [B, T, H, ...]
+        x = jnp.moveaxis(x.reshape(batch, kv_heads, *x.shape[1:]), 1, 2)
+        return x.reshape(batch, tokens, heads, *x.shape[4:])
+
+    return of_tokens(out), with_mean(of_tokens(jnp.swapaxes(lse, 1, 2)), q, joined.key_mean)
+
+
+def _joined(layer: LayerCache | HeadGroups, dtype: jnp.dtype) -> LayerCache:
+    """All heads of a layer in their order, in slots as many as the largest has, in numbers of this type."""
+    if isinstance(layer, LayerCache):
+        return _in_type(layer, dtype)
+    slots = max(group.capacity for group in layer.groups)
+    order = [head for heads in layer.heads for head in heads]
+    back = jnp.asarray(sorted(range(len(order)), key=order.__getitem__))
+    parts = [_in_type(group, dtype) for group in layer.groups]
+
+    def join(*each: Array) -> Array:
+        wide = [pad_slots(x, slots) if x.ndim > 2 and x.shape[2] > 1 else x for x in each]
+        return jnp.concatenate(wide, axis=1)[:, back]
+
+    return jax.tree.map(join, *parts)
+
+
+def _in_type(group: LayerCache, dtype: jnp.dtype) -> LayerCache:
+    def numbers(x: Array | Quantised) -> Array:
+        return dequantised(x).astype(dtype) if isinstance(x, Quantised) else x
+
+    return LayerCache(numbers(group.keys), numbers(group.values), group.degree, group.length, None, group.key_mean)
