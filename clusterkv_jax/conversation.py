@@ -398,7 +398,7 @@ def _compile(here: Conversation, on_program: Callable[[str], None]) -> None:
     step = shapes(1, QUESTION_STEP), shapes(1)
     cache, logits = compile(append_step_jit, model.params, model.config, method, here.cache, *step)
     if compile(due_jit, method, cache) is not None:
-        compile(recompress_jit, method, cache, model.config.rope)
+        compile(recompress_jit, method, cache, model.config.ropes)
     keys = seed_keys([here.seed])
     token = compile(next_token_jit, logits, here.sampling, keys, 0)
     state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))

@@ -239,7 +239,7 @@ def extend_step(
     tokens, counts = (x.astype(jnp.int32) for x in (tokens, counts))
     cache, logits = append_step(params, config, method, cache, tokens, counts)
     if (late := due(method, cache)) is not None:
-        cache = cond_in_place(late, partial(recompress, method, rope=config.rope), cache)
+        cache = cond_in_place(late, partial(recompress, method, ropes=config.ropes), cache)
     return cache, logits
 
 
@@ -377,7 +377,7 @@ def decode_loop(
 
     def compressed(carry):
         step, state, tokens = carry
-        return step, replace(state, cache=recompress(method, state.cache, rope=config.rope)), tokens
+        return step, replace(state, cache=recompress(method, state.cache, ropes=config.ropes)), tokens
 
     tokens = jnp.full((state.token.shape[0], steps), -1, jnp.int32)
     start = jnp.zeros((), jnp.int32), state, tokens
@@ -389,7 +389,7 @@ def decode_loop(
 
 append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
 due_jit = jit(static_argnames=("method",))(due)
-recompress_jit = jit(static_argnames=("method", "rope"), donate_argnames=("cache",))(recompress)
+recompress_jit = jit(static_argnames=("method", "ropes"), donate_argnames=("cache",))(recompress)
 
 
 @jit(static_argnames=("sampling",))

@@ -146,6 +146,16 @@ def sliding_but_every(pattern: int, layers: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
 
 
+def unrotated(rotates: Sequence[Any], layers: int) -> tuple[int, ...]:
+    """The layers that do not rotate, by a list whose entries say of each whether it does.
+
+    Raises ValueError for a list of fewer layers.
+    """
+    if len(rotates) < layers:
+        refuse("no_rope_layers", rotates, f"a list for {layers} layers")
+    return tuple(layer for layer in range(layers) if not rotates[layer])
+
+
 def experts(file: Sparse, size: int, **options: Any) -> Experts:
     """The experts of a decoder, of `size` hidden units each; the number of them has two names.
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from clusterkv_jax.models import (
     ernie,
+    exaone,
     gemma,
     glm,
     gpt_oss,
@@ -22,6 +23,7 @@ from clusterkv_jax.models import (
     phi,
     qwen,
     seed,
+    smollm,
 )
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_fields import Published
@@ -50,6 +52,7 @@ class Family:
 FAMILIES = {
     "chatglm": Family("GLM-4 as first published", glm.ChatFile, glm.from_chatglm, glm.CHATGLM_WEIGHTS),
     "ernie4_5": Family("Ernie 4.5 without experts", ernie.File, ernie.from_hf, ernie.WEIGHTS),
+    "exaone4": Family("EXAONE 4", exaone.File, exaone.from_hf, exaone.WEIGHTS),
     "gemma": Family("Gemma 1", gemma.File1, gemma.from_gemma, llama.WEIGHTS),
     "gemma2": Family("Gemma 2", gemma.File2, gemma.from_gemma2, gemma.WEIGHTS),
     "gemma3": Family(
@@ -97,6 +100,7 @@ FAMILIES = {
         "Qwen3-VL, texts alone", qwen.ImageFile, qwen.from_qwen3_vl, qwen.WEIGHTS, of_texts, others=OF_IMAGES
     ),
     "seed_oss": Family("Seed-OSS", seed.File, seed.from_hf, seed.WEIGHTS),
+    "smollm3": Family("SmolLM3", smollm.File, smollm.from_hf, smollm.WEIGHTS),
 }
 
 

@@ -22,7 +22,7 @@ from clusterkv_jax.learned.expected import turned
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import LongScaling, Rope, YarnScaling
 from clusterkv_jax.models.decoder import forward
-from tests.support.checkpoint_files import LLAMA, random_tensors, write
+from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, write
 from tests.support.reference_decoder import reference_logits
 from tests.support.tiny import prompt
 
@@ -191,6 +191,20 @@ def test_rows_of_a_batch_are_the_rows_alone(name):
     both, alone = (ckv.generate(model, some, method=method, max_new_tokens=4) for some in (prompts, prompts[1:]))
     np.testing.assert_array_equal(both.tokens[1], alone.tokens[0])
     assert {rows for layer in alone.stats.kept_rows for rows in layer[0]} == {15}
+
+
+def test_keys_that_are_not_rotated_stay_where_others_are_moved(tmp_path):
+    published = FAMILIES["smollm3"]
+    model = ckv.load(write(tmp_path / "m", published, random_tensors(published)))
+    keys = []
+    for rerotate in (False, True):
+        method = ckv.StreamingLLM(ckv.Budget(tokens=12), rerotate=rerotate)
+        tokens, lengths = jnp.asarray([prompt(0, 40)], jnp.int32) % 64, jnp.asarray([40])
+        cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, max_new_tokens=4)
+        keys.append([layer.keys for layer in cache.layers])
+    (there, still), (moved, stayed) = keys
+    assert not np.allclose(there, moved)
+    np.testing.assert_array_equal(still, stayed)
 
 
 # --- configurations ---

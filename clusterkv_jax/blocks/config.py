@@ -187,7 +187,8 @@ class ModelConfig:
     head_dim ** -0.5; embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score
     s c tanh(s / c), `logit_cap` of a logit. `sink_logits` gives the softmax of each head a logit more, without a value.
     A token of one of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where
-    there is a `local_rope`. The other layers see every token; `of_layer` is the configuration as one layer sees it.
+    there is a `local_rope`. The other layers see every token. Queries and keys of `unrotated_layers` are not rotated.
+    `of_layer` is the configuration as one layer sees it.
     `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
     `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `models.decoder`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
@@ -225,6 +226,7 @@ class ModelConfig:
     window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     local_rope: Rope | None = None
+    unrotated_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
     experts: Experts | None = None
     bos_id: int | None = None
@@ -236,7 +238,7 @@ class ModelConfig:
     decoder: Any = None
 
     def __post_init__(self):
-        layers = all(is_count(layer) and layer < self.num_layers for layer in self.sliding_layers)
+        layers = range(self.num_layers)
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_fields(
             self,
@@ -254,7 +256,10 @@ class ModelConfig:
                 for value in (getattr(self, name),)
             ),
             ("window", self.window is None or is_count(self.window, 1), "a whole number of at least 1, or None"),
-            ("sliding_layers", layers, f"layers, from 0 to {self.num_layers - 1}"),
+            *(
+                (name, all(is_count(layer) and layer in layers for layer in getattr(self, name)), f"in {layers}")
+                for name in ("sliding_layers", "unrotated_layers")
+            ),
             ("sliding_layers", bool(self.sliding_layers) == (self.window is not None), "some if there is a window"),
         )
         if self.num_heads % self.num_kv_heads:
@@ -279,13 +284,21 @@ class ModelConfig:
     def of_layer(self, layer: int) -> "ModelConfig":
         """The configuration as a layer sees it, a model of this layer: layers of a kind have the same.
 
-        Of a model whose layers all see every token it is the configuration itself.
+        Of a model whose layers all see every token, by the same rotations, it is the configuration itself.
         """
-        if not self.sliding_layers:
+        if not self.sliding_layers and not self.unrotated_layers:
             return self
-        if layer in self.sliding_layers:
-            return replace(self, num_layers=1, rope=self.local_rope or self.rope, sliding_layers=(0,), local_rope=None)
-        return replace(self, num_layers=1, window=None, sliding_layers=(), local_rope=None)
+        slides = layer in self.sliding_layers
+        own: Any = {"window": self.window, "sliding_layers": (0,)} if slides else {"window": None, "sliding_layers": ()}
+        return replace(self, num_layers=1, rope=self.ropes[layer], local_rope=None, unrotated_layers=(), **own)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotations of each layer, None for one without."""
+        return tuple(
+            None if layer in self.unrotated_layers else (layer in self.sliding_layers and self.local_rope) or self.rope
+            for layer in range(self.num_layers)
+        )
 
     @property
     def global_layers(self) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def _with_budgets(
     one = replace(one, state=_until(one.state, budgets, jnp.where(now, 0, interval)))
     late = due(method, one)
     assert late is not None
-    one = cond_in_place(late, lambda cache: recompress(method, cache, rope=config.rope), one)
+    one = cond_in_place(late, lambda cache: recompress(method, cache, ropes=config.ropes), one)
     layers, state = placed(method, one.layers), placed_state(method, _until(one.state, budgets, interval))
     return KVCache(layers, state, constrain(one.position, "batch"))
 

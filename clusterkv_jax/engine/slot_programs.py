@@ -350,7 +350,7 @@ def _of_moved(cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
 
 def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
     """After a compression of the sequences that are due, of those that a token has entered."""
-    after, before = recompress(method, _of_moved(cache, moved), rope=config.rope), iter(_dues(cache.state))
+    after, before = recompress(method, _of_moved(cache, moved), ropes=config.ropes), iter(_dues(cache.state))
     return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before))))
 
 

@@ -100,14 +100,14 @@ def gated_prefill(
             begin > gate.window
         ):  # rows return to what they may be before a chunk enters: after the last one, to the end's
             budgets = so_far(np.minimum(lengths, begin), beside)
-            cache = call(back_to_budget, reader, reading, cache, budgets, config.rope)
+            cache = call(back_to_budget, reader, reading, cache, budgets, config.ropes)
         counts = np.clip(lengths - begin, 0, gate.chunk)
         part = _chunk(tokens, begin, counts, gate.chunk)
         cache, latest = call(append_step_jit, params, config, reader, cache, part, counts)
         logits = call(_latest, logits, latest, counts)
         if on_chunk is not None:
             on_chunk(min(begin + gate.chunk, longest), cache)
-    cache = call(back_to_budget, method, reading, cache, so_far(lengths, 0), config.rope)
+    cache = call(back_to_budget, method, reading, cache, so_far(lengths, 0), config.ropes)
     return _settled(config, method, plans, request, lengths, cache, call), logits
 
 

@@ -322,7 +322,7 @@ def append_questions(
         cache, latest = append_step_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
         # The host looks: most questions leave room, and clustering is then not even compiled here.
         if fetch(due_jit(method, cache)):
-            cache = recompress_jit(method, cache, model.config.rope)
+            cache = recompress_jit(method, cache, model.config.ropes)
         logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
     assert logits is not None
     return cache, logits

@@ -295,14 +295,14 @@ def _room(layer: Layer, state: tuple[State, ...]) -> dict[int, Int[Array, "B hea
 
 
 @jax.named_scope("recompress")
-def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
+def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -> KVCache:
     """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit.
 
-    `rope` are the model's rotations, for methods that score rows by queries of other positions.
+    `ropes` are the rotations of each layer, for methods that score rows by queries of other positions.
     """
     layers, states, selection, number, earlier = [], [], None, -1, jnp.array(False)
     by_heads = is_by_head(method, sum(not isinstance(layer, WindowCache) for layer in cache.layers))
-    for layer, state in zip(cache.layers, cache.state, strict=True):
+    for layer, state, rope in zip(cache.layers, cache.state, ropes, strict=True):
         if isinstance(layer, WindowCache):
             layers.append(layer)
             states.append(state)
@@ -311,7 +311,7 @@ def recompress(method: Method, cache: KVCache, rope: Rope | None) -> KVCache:
         late = _late(layer, state)
         if by_heads and len(late) > 1:
 
-            def alone(held):
+            def alone(held, rope=rope):
                 return _recompress_alone(method, *held, cache.position, rope)
 
             late_here = jnp.any(jnp.stack([*late.values()]))

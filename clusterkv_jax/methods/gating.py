@@ -123,13 +123,13 @@ def budgets_so_far(
 # --- under jit: back to the budget ---
 
 
-@jit(static_argnames=("method", "plans", "rope"), donate_argnames=("cache",))
+@jit(static_argnames=("method", "plans", "ropes"), donate_argnames=("cache",))
 def back_to_budget(
     method: Method,
     plans: tuple[LayerPlan, ...],
     cache: KVCache,
     budgets: tuple[Int[Array | np.ndarray, "B groups"], ...],
-    rope: Rope | None,
+    ropes: tuple[Rope | None, ...],
 ) -> KVCache:
     """Bring every sequence to these budgets, in the slots that there are; those that hold no more stay as they are."""
     state = tuple(
@@ -139,7 +139,7 @@ def back_to_budget(
         )
         for plan, layer, memories, rows in zip(plans, cache.layers, cache.state, budgets, strict=True)
     )
-    return recompress(method, replace(cache, state=state), rope)
+    return recompress(method, replace(cache, state=state), ropes)
 
 
 def _with_budget(

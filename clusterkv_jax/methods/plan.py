@@ -49,7 +49,7 @@ def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Requ
     if number is None:
         assert config.window is not None
         return plan_window(config.window, request)
-    return plan_layer(method, number, request)
+    return plan_layer(method, number, replace(request, rope=config.ropes[layer]))
 
 
 def needs_of_layer(config: ModelConfig, method: Method, layer: int) -> frozenset[str]:

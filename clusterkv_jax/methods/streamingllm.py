@@ -63,7 +63,6 @@ class StreamingLLM(Streaming):
         if not self.rerotate:
             return Compressed(layer)
         assert layer.positions is not None
-        assert rows.plan.rope is not None
         # How far the rows have been moved, and the sinks as they were.
         memory = {"moved": rows.position - layer.length[:, 0], "sinks": layer.keys[:, :, : self.sinks]}
         places = jnp.where(layer.degree > 0, ordinals(layer.capacity, 3) - layer.positions, 0)[:, 0]
@@ -96,7 +95,6 @@ class StreamingLLM(Streaming):
 
         They are turned from what they were, not from what they became: errors must not add up.
         """
-        assert token.rope is not None
         distance = jnp.maximum(token.positions[:, 0] + 1 - memory["budget"], 0) - memory["moved"]
         turned = _turned(memory["sinks"], jnp.repeat(distance[:, None], self.sinks, axis=1), token.rope)
         moves = token.real[:, 0] & (distance > 0)
@@ -111,11 +109,12 @@ class StreamingLLM(Streaming):
 
 def moved_back(token: StepInputs, memory: Memory) -> StepInputs:
     """The tokens at positions as much smaller as the cached rows were moved."""
-    assert token.rope is not None
+    if token.rope is None:
+        return token
     back = jnp.broadcast_to(-memory["moved"][:, None], token.positions.shape)
     return replace(token, q=rotate(token.q, back, token.rope), k=rotate(token.k, back, token.rope))
 
 
-def _turned(keys: Float[Array, "B K C D"], by: Int[Array, "B C"], rope: Rope) -> Float[Array, "B K C D"]:
-    """Keys moved by so many positions: rotations add up."""
-    return jnp.swapaxes(rotate(jnp.swapaxes(keys, 1, 2), by, rope), 1, 2)
+def _turned(keys: Float[Array, "B K C D"], by: Int[Array, "B C"], rope: Rope | None) -> Float[Array, "B K C D"]:
+    """Keys moved by so many positions: rotations add up, and without any they have no position."""
+    return keys if rope is None else jnp.swapaxes(rotate(jnp.swapaxes(keys, 1, 2), by, rope), 1, 2)

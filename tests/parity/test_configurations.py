@@ -60,6 +60,9 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "use_sliding_window": (False, True, True),
     "max_window_layers": (0, 1, 1),
     "layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], [NEAR, NEAR]),
+    "sliding_window_pattern": (2, 3, 2),
+    "no_rope_layers": ([0], None, [1, 0]),
+    "no_rope_layer_interval": (4, 2, 3),
     "embedding_multiplier": (6.0, 0.5, 2.0),
     "attention_multiplier": (0.3, 0.1, 2.0),
     "residual_multiplier": (0.22, 1.5, 0.7),
@@ -119,6 +122,8 @@ OF_FAMILY["olmo3"] = {
         for theta in (7e3, 8e3, 9e3)
     ),
 }
+OF_FAMILY["exaone4"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
+OF_FAMILY["smollm3"] = {"layer_types": ([WHOLE], None, [NEAR, WHOLE])}
 OF_FAMILY["helium"] = {"head_dim": (12, 8, 20)}
 OF_FAMILY["granitemoehybrid"] = {
     "num_local_experts": (0, 0, 0),

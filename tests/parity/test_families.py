@@ -158,6 +158,9 @@ def test_greedy_tokens(checkpoint, name):
         ("olmo3", "sliding_attention", {"rope_type": "default", "rope_theta": 1.01e5}),
         ("ernie4.5", "rope_theta", 490000.0),
         ("granite4", "residual_multiplier", 0.221),
+        ("smollm3", "no_rope_layers", [1, 1]),
+        ("smollm3-window", "sliding_window", 49),
+        ("exaone4", "sliding_window", 49),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):

@@ -87,6 +87,7 @@ FAMILIES = {
     "glm": _GLM,
     "glm4": {**_GLM, "model_type": "glm4"},
     "chatglm": _CHATGLM,
+    "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]},
     "opt": OPT,
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

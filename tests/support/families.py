@@ -12,6 +12,7 @@ WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2
 SAME_AS = WRAPPERS | {
     "chatglm": "glm",
     "ernie4_5": "glm",
+    "exaone4": "smollm3",
     "gemma": "gemma2",
     "granitemoehybrid": "granite",
     "helium": "glm",
@@ -23,6 +24,7 @@ SAME_AS = WRAPPERS | {
 # Sizes of a head in what is published of a family: kernels of libraries take some and not others.
 HEAD_DIMS = {
     "ernie4_5": (128,),
+    "exaone4": (64, 128),
     "gemma": (256,),
     "gemma2": (128, 256),
     "gemma3_text": (128, 256),
@@ -44,6 +46,7 @@ HEAD_DIMS = {
     "qwen3": (128,),
     "qwen3_moe": (128,),
     "seed_oss": (128,),
+    "smollm3": (128,),
 }
 
 _SMALL = {
@@ -189,6 +192,12 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4.5": ("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "helium": ("helium", {"head_dim": 16, "attention_bias": True}),
     "granite4": ("granitemoehybrid", GRANITE | _GRANITE4),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "head_dim": 24}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 50, "num_hidden_layers": 3},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 50, "sliding_window_pattern": 2}),
     "phi4-mini": (
         "phi3",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
