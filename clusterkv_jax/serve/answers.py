@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from clusterkv_jax.engine import Request, RequestOutput, SamplingParams
 from clusterkv_jax.serve import metrics
+from clusterkv_jax.serve.body import aside
 from clusterkv_jax.serve.errors import ApiError, as_api_error, refused
 from clusterkv_jax.serve.grammar import allowed_tokens
 from clusterkv_jax.serve.prefixes import after_shared, context_of
@@ -29,6 +31,7 @@ class Asked:
         max_tokens: most tokens of an answer; None for all that there is room for.
         stream: whether somebody waits for single tokens.
         path: of the interface, for the log.
+        size: bytes that the prompt is made of.
         ignored: fields of the request that nothing is done with.
         grammar: of the answer, as `grammar` writes it; None for any text.
     """
@@ -38,6 +41,7 @@ class Asked:
     max_tokens: int | None
     stream: bool
     path: str
+    size: int
     ignored: Sequence[str] = ()
     grammar: str | None = None
 
@@ -63,7 +67,7 @@ async def begin(server: Server, asked: Asked) -> Running:
     """
     begin, number = time.perf_counter(), secrets.token_hex(12)
     with refused():
-        prompt = await asyncio.to_thread(asked.prompt)
+        prompt = await aside(asked.size, asked.prompt)
     max_tokens = _most_tokens(server, len(prompt.tokens), asked.max_tokens)
     wanted = max_tokens if asked.max_tokens is not None else min(max_tokens, server.limits["reserve"] // 2)
     shared = after_shared(server, prompt, wanted)
@@ -74,7 +78,8 @@ async def begin(server: Server, asked: Asked) -> Running:
         max_tokens = min(max_tokens, server.limits["reserve"] - len(question))
     with refused():
         params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
-        request = await asyncio.to_thread(_request, server, asked, text, question, params)
+        size = asked.size if asked.grammar is None else sys.maxsize  # to compile a grammar takes long
+        request = await aside(size, _request, server, asked, text, question, params)
     stream = server.served.submit(request)
     counted = len(shared) if there else 0
     metrics.count(server.metrics, prompt_tokens=len(prompt.tokens), prefix_cache_queries=len(prompt.tokens))

@@ -1,6 +1,7 @@
 """What a client sends: read within limits, and checked against a declared type."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,11 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from clusterkv_jax.serve.errors import ApiError, refused
 from clusterkv_jax.storage import schema
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
+Body = TypeVar("Body", bound=msgspec.Struct)
 # Seconds in which a body must be there.
 BODY_S = 60
-# Bytes from which on others are served while a body is parsed.
-LARGE = 2**16
+# Bytes from which on others are served while a body is worked on; a thread for less would take longer than the work.
+LARGE = 2**13
 # Unknown fields that a line of the log names.
 MOST_IGNORED = 16
 # Messages and blocks of one request.
@@ -41,13 +43,18 @@ async def read_body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-async def parsed(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:
+async def aside(size: int, function: Callable[..., T], *args: Any) -> T:
+    """What a function makes of so many bytes: of many in a thread, while others are served."""
+    return await asyncio.to_thread(function, *args) if size > LARGE else function(*args)
+
+
+async def parsed(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     """A body as a declared type, and the names of fields that it does not have. Raises ApiError for anything else."""
     with refused():
-        return await asyncio.to_thread(_parsed, raw, kind) if len(raw) > LARGE else _parsed(raw, kind)
+        return await aside(len(raw), _parsed, raw, kind)
 
 
-def _parsed(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:
+def _parsed(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     value = schema.from_json(schema.as_text(raw, "The request"), "The request")
     if not isinstance(value, dict):
         raise ValueError("The request must be a JSON object.")

@@ -125,6 +125,7 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         bool(body.stream),
         request.url.path,
+        len(raw),
         ignored,
         of_call(server.model, tools, choice) or of_format(body.response_format),
     )

@@ -66,6 +66,7 @@ async def completions(server: Server, request: Request, raw: bytes) -> Response:
         body.max_tokens,
         bool(body.stream),
         request.url.path,
+        len(raw),
         ignored,
     )
     running = await unless_gone(request, begin(server, asked))

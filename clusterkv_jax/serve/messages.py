@@ -116,7 +116,7 @@ async def messages(server: Server, request: Request, raw: bytes) -> Response:
     prompt, tools = partial(of_conversation, server.model, conversation), "tools" in conversation.variables
     forced = of_call(server.model, conversation.variables.get("tools", ()), choice_of(body.tool_choice))
     grammar = forced or of_format(None if body.output_config is None else body.output_config.format)
-    asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, ignored, grammar)
+    asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, len(raw), ignored, grammar)
     running = await unless_gone(request, begin(server, asked))
     if body.stream:
         return streamed(_events(server, running, body.stop_sequences, tools), running)

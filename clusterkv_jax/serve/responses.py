@@ -100,7 +100,8 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
     others = {shown(tool.get("type")) for tool in body.tools if tool.get("type") != "function"}
     ignored = [*ignored, *(f"tools of type {kind}" for kind in sorted(others))]
     prompt = partial(of_conversation, server.model, conversation)
-    asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, ignored, grammar)
+    size = sum(len(str(message)) for message in conversation.messages)
+    asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, size, ignored, grammar)
     running = await unless_gone(request, begin(server, asked))
     tools = "tools" in conversation.variables
     this = _Asked(server, body, messages, tools, running)
