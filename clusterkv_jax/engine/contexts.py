@@ -6,7 +6,6 @@ device to the host, from there to a folder; what no place holds is read once mor
 
 import os
 import shutil
-import tempfile
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from clusterkv_jax.engine.slot_programs import placed_on_host
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.errors import shown
+from clusterkv_jax.storage.files import own_folder
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
@@ -96,7 +96,7 @@ class ContextStore:
         self, config: ModelConfig, method: Method, limits: dict[Place, int], folder: str | os.PathLike[str] | None
     ) -> None:
         self.config, self.method, self.limits = config, method, limits
-        self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
+        self._folder, self._lock = (None, None) if folder is None else own_folder(Path(folder), "contexts-")
         self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
         # Of contexts that are garbage, which any thread may collect.
         self._unreachable: deque[int] = deque()
@@ -132,8 +132,9 @@ class ContextStore:
         """Forget all contexts and remove their folder."""
         for held in self._held.values():
             held.clear()
-        if self._folder is not None:
+        if self._folder is not None and self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.release()
             self.limits = self.limits | {"disk": 0}
 
     def counts(self) -> dict[Place, int]:

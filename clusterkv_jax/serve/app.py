@@ -113,7 +113,7 @@ def _check_key(keys: tuple[str, ...], request: Request) -> None:
     if not keys:
         return
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    given = (token.strip() if kind.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
+    given = (token.strip(" ") if kind.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
     # starlette reads a header's bytes as Latin-1.
     right = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in keys]
     if not any(right):

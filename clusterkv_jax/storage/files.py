@@ -8,8 +8,9 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 from filelock import FileLock, Timeout
@@ -42,6 +43,18 @@ def replacing(path: Path) -> Iterator[Path]:
             finally:
                 # The lock goes with its folder, while it is held: whoever waits for it finds that it is gone.
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_folder(parent: Path, prefix: str) -> tuple[Path, FileLock]:
+    """A new folder that is this process's alone while it holds the lock; what the dead left under the prefix goes."""
+    for left in parent.glob(f"{prefix}*"):
+        with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):
+            shutil.rmtree(left, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+    lock = FileLock(new / "lock")
+    lock.acquire()
+    # Under this name others see it, and that it is locked.
+    return new.rename(new.with_name(new.name[1:])), lock
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -38,3 +38,18 @@ def test_a_full_disk_holds_nothing_and_stops_nobody(tmp_path, monkeypatch):
     served, contexts = on_disk(tmp_path)
     assert served.stats().contexts == {"device": 1, "host": 0, "disk": 0}
     assert asked(served, contexts) == [alone(seed, 40, 3) for seed in range(3)]
+
+
+def test_what_a_killed_process_has_left_is_removed_and_what_a_living_one_holds_is_not(tmp_path):
+    dead = tmp_path / "contexts-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "context-0.safetensors").write_bytes(b"a cache")
+    first, contexts = on_disk(tmp_path)
+    second, _ = on_disk(tmp_path)
+    assert not dead.exists()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert asked(first, contexts) == [alone(seed, 40, 3) for seed in range(3)]
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == []
