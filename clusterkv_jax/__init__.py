@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from clusterkv_jax.decoding import prefill as prefill
     from clusterkv_jax.engine import AsyncEngine as AsyncEngine
     from clusterkv_jax.engine import Context as Context
+    from clusterkv_jax.engine import Conversation as Conversation
     from clusterkv_jax.engine import Engine as Engine
     from clusterkv_jax.engine import EngineFull as EngineFull
     from clusterkv_jax.engine import EngineStats as EngineStats
@@ -51,6 +52,7 @@ _HOMES = {
     "Budget": "budget.Budget",
     "CheckpointError": "checkpoints.CheckpointError",
     "Context": "engine.Context",
+    "Conversation": "engine.Conversation",
     "Engine": "engine.Engine",
     "EngineFull": "engine.EngineFull",
     "EngineStats": "engine.EngineStats",

@@ -5,6 +5,7 @@ configuration with the fingerprint of its weights, and the method, all of which 
 array has its checksum there, and the metadata have theirs.
 """
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -21,6 +22,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.host_store import commit, place
 from clusterkv_jax.cache.layers import (
     Group,
@@ -36,6 +38,7 @@ from clusterkv_jax.cache.layers import (
 from clusterkv_jax.kernels.quantised import CODES, SCALE_BYTES, Quantised, kind, row_bytes
 from clusterkv_jax.methods import Method
 from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.registry import METHODS
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.errors import out_of_memory_explained
 from clusterkv_jax.runtime.settings import own_settings
@@ -129,14 +132,41 @@ def read(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> t
 
 def origin(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What was written beside a cache. Raises ValueError if the file is missing, damaged or no cache."""
-    path = Path(path)
+    return _about_of(Path(path)).origin
+
+
+def _about_of(path: Path) -> _About:
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
     try:
         with safe_open(path, framework="np") as file:
-            return _about(path, file.metadata() or {}).origin
+            return _about(path, file.metadata() or {})
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
+
+
+def made_by(path: str | os.PathLike[str]) -> Method:
+    """The method that made a cache, with all that its model knew of it.
+
+    Raises ValueError as `origin`, and for a method that is none of this library's.
+    """
+    text = _about_of(Path(path)).method
+    try:
+        return _built(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{path} was made by {shown(text)}, which is to be given as its method.") from None
+
+
+def _built(node: ast.AST) -> Any:
+    """What an expression of methods, budgets and plain values says."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=fields):
+            return {**METHODS, "Budget": Budget}[name](**{str(field.arg): _built(field.value) for field in fields})
+        case ast.Tuple(elts=parts):
+            return tuple(_built(part) for part in parts)
+        case _:
+            assert isinstance(node, ast.expr)
+            return ast.literal_eval(node)
 
 
 def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str]:

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from clusterkv_jax.text.chat import Chat, cut_turn, cut_turns, frame_ids, next_turn, turn
+from clusterkv_jax.text.chat import Chat, cut_messages, cut_paragraphs, cut_turn, frame_ids, turn
 from clusterkv_jax.text.tokenizer import encode
 from tests.support.words import by_letters
 
@@ -76,31 +76,38 @@ def test_a_frame_that_ends_in_a_space_is_found_before_every_text(text):
 
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>CONTENT</{{ m['role'] }}>{% endfor %}<assistant>"
-THOUGHTLESS = TURNS.replace("CONTENT", "{{ m['content'].split('</think>')[-1] }}")
-SAID = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": " <think>Hm.</think> Ahab. "}]
+SAID = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": " Ahab. "},
+    {"role": "user", "content": "Where?"},
+]
 
 
 @pytest.mark.parametrize(
-    ("template", "rewritten"),
+    ("content", "before", "plain"),
     [
-        (TURNS.replace("CONTENT", "{{ m['content'] }}"), False),
-        (TURNS.replace("CONTENT", "{{ m['content'] | trim }}"), False),
-        (THOUGHTLESS, True),
+        ("{{ m['content'] }}", "<user>Who?</user><assistant> Ahab. ", True),
+        ("{{ m['content'] | trim }}", "<user>Who?</user><assistant>Ahab. ", False),
     ],
 )
-def test_a_turn_is_what_follows_the_last_answer(template, rewritten):
-    found = next_turn(tokenizer(template), SAID, "Where?")
-    assert found == ("</assistant><user>Where?</user><assistant>", rewritten)
+def test_messages_are_cut_within_a_content(content, before, plain):
+    """A template that trims trims what stands at the end, which a cut is not."""
+    found = cut_messages(tokenizer(TURNS.replace("CONTENT", content)), SAID, 1, len(" Ahab. "))
+    assert found[:2] == (before, "</assistant><user>Where?</user><assistant>")
+    assert (found[2] == before + found[1]) is plain
 
 
-@pytest.mark.parametrize("content", ["{{ messages[0]['content'] }}", "{{ m['content'] | upper }}", ""])
-def test_an_answer_is_shown_once_and_whole(content):
-    with pytest.raises(ValueError, match=r"^The model's chat template must show an answer once and whole"):
-        next_turn(tokenizer(TURNS.replace("CONTENT", content)), SAID, "Where?")
+@pytest.mark.parametrize("content", ["{{ messages[0]['content'] }}", "{{ m['content'] }}{{ m['content'] }}", ""])
+def test_nothing_is_before_a_cut_that_is_not_shown_once(content):
+    before, after, plain = cut_messages(tokenizer(TURNS.replace("CONTENT", content)), SAID, 1, 3)
+    assert (before, after) == ("", plain)
 
 
 def test_a_system_stands_before_all_turns():
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    before, after = cut_turns(by_letters(template), "A text.", ["Who?", "He.", "When?"], Chat(system="Be brief."))
-    assert before == "<system>Be brief.<user>A text."
-    assert after == "Who?<assistant>He.<user>When?<assistant>"
+    before, after, _ = cut_messages(by_letters(template), SAID, 0, 2, Chat(system="Be brief."))
+    assert (before, after) == ("<system>Be brief.<user>Wh", "o?<assistant> Ahab. <user>Where?<assistant>")
+
+
+def test_without_a_template_contents_stand_a_blank_line_apart():
+    assert cut_paragraphs(SAID, 1, 3) == ("Who?\n\n Ah", "ab. \n\nWhere?", "Who?\n\n Ahab. \n\nWhere?")

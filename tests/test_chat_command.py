@@ -72,7 +72,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
     answer = terminal.ask(QUESTION)
     assert NUMBER in answer, answer
     assert TOLD.search(answer), answer
-    assert re.search(r"turns +1\r\ntokens +[\d,]+ of the model's 8,192 positions", terminal.ask("/stats"))
+    assert re.search(r"turns +1\r\ntokens +[\d,]+ of 8,192; the last turn read [\d,]+", terminal.ask("/stats"))
     assert "MB written to" in terminal.ask(f"/save {tmp_path / 'talk.ckv'}")
     full = terminal.ask("/full")
     assert NUMBER in full, full
@@ -106,8 +106,8 @@ def run(*arguments):
     ("arguments", "said"),
     [
         (["--file", "-"], "--file takes no '-'"),
-        (["--file", "x.txt", "--load", "x.ckv"], "leave --file, --system and the template's arguments out."),
-        (["--load", "x.ckv", "--system", "Be brief."], "leave --file, --system and the template's arguments out."),
+        (["--file", "x.txt", "--load", "x.ckv"], "goes on by what its file says; leave --file out."),
+        (["--load", "x.ckv", "--temperature", "0.5"], "goes on by what its file says; leave --temperature out."),
         (["--file", "EMPTY"], "There is nothing to talk about"),
         (["--model", "demo", "--sampling", "mine"], "--sampling must be model"),
         (["--model", "demo", "--method", "full", "--cache-ratio", "0.5"], "takes no --cache-ratio"),

@@ -1,5 +1,6 @@
 """`clusterkv chat`: a conversation in the terminal about texts, over their compressed cache; `turns` has its loop."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,7 @@ _cache = partial(typer.Option, rich_help_panel="Cache")
 
 
 def chat(
+    context: typer.Context,
     file: Annotated[
         list[str] | None,
         typer.Option(help="A text in UTF-8, or a folder of them; repeatable.", show_default="a chapter of Moby-Dick"),
@@ -63,11 +65,15 @@ def chat(
     model: Annotated[str, typer.Option(help=MODEL)] = "smollm2",
     method: Annotated[str, _cache(help="A method, a preset, its .yaml file, or FILE.py:Class.")] = "auto",
     cache_ratio: Annotated[
-        float | None, _cache(help="The share of the text's KV pairs to keep.", show_default=f"{RATIO}")
+        float | None, _cache(help="The share of all KV pairs to keep, also of what is said.", show_default=f"{RATIO}")
     ] = None,
     cache_tokens: Annotated[int | None, _cache(help="Or how many of each head, such as 1024.")] = None,
     cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
     calibration: Annotated[str | None, _cache(help=CALIBRATION)] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of all turns.", min=2, show_default="8,192, or the text and 4,096"),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 256,
     sampling: SamplingOf = None,
     temperature: Temperature = 0.0,
@@ -82,42 +88,62 @@ def chat(
 ) -> None:
     """Talk about texts in the terminal. They are read once; all that is said goes into their compressed cache."""
     with one_sentence_errors(debug):
-        _check(file or [], load, system, chat_template_kwargs)
+        _check(file or [], load, _named(context))
         text = None if load else _text(file or [])
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
-        from clusterkv_jax import conversation
         from clusterkv_jax.sampling import check_seed
         from clusterkv_jax.text.demo import QUESTION
 
         check_seed(seed, "--seed")
         check_drawing(sampling, temperature, top_k, top_p, min_p)
-        drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         console = plain_console(highlight=False, soft_wrap=True)
-        network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
-        how: Any = {"method": kept, "max_new_tokens": max_new_tokens, "seed": seed}
-        how["sampling"] = drawing if sampling is None else network.sampling
-
-        def saved(file):
-            return partial(conversation.load, file, network, **how)
-
-        if load is None:
-            reading = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
-            how_read = {name: reading[name] for name in ("system", "chat_template_kwargs")}
-            begun = opened("Reading the text", partial(conversation.start, network, text, **how, **how_read))
+        if load is not None:
+            network = ckv.load(model)
+            begun = opened(f"Loading {load}", partial(ckv.Conversation.load, load, network))
+            kept, about = type(begun.method).__name__, str(load)
         else:
-            begun = opened(f"Loading {load}", saved(load))
-        about = ", ".join(file or [str(load or "a chapter of Moby-Dick, which --file replaces")])
-        console.print(told(begun, f"{model} · {method} · {about}"), style="dim")
+            kept, about = method, ", ".join(file or ["a chapter of Moby-Dick, which --file replaces"])
+            network, chosen = loaded(model, kept, cache_ratio, cache_tokens, cache_dtype, calibration)
+            reading = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
+            drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            how: Any = {"method": chosen, "max_new_tokens": max_new_tokens, "seed": seed}
+            how |= {name: reading[name] for name in ("system", "chat_template_kwargs")}
+            how["sampling"] = drawing if sampling is None else network.sampling
+            begun = opened("Reading the text", partial(_about, network, text, max_tokens, how))
+        console.print(told(begun, f"{model} · {kept} · {about}"), style="dim")
         example = "" if file or load else f", such as: {QUESTION}"
         console.print(f"Type a question, or /help{example}", style="dim")
-        talk(console, begun, saved)
+        talk(console, begun, lambda file: partial(ckv.Conversation.load, file, network))
 
 
-def _check(files: list[str], load: Path | None, *of_text: str | None) -> None:
-    """Raise ValueError for what does not go together."""
-    if load is not None and (files or any(said is not None for said in of_text)):
-        raise ValueError("--load holds a text as it was read; leave --file, --system and the template's arguments out.")
+def _about(model: Any, text: str, max_tokens: int | None, how: dict[str, Any]) -> Any:
+    """A conversation that has read a text."""
+    import clusterkv_jax as ckv
+    from clusterkv_jax.text.tokenizer import encode
+
+    most = max(8192, len(encode(model.tokenizer, text)) + 4096) if max_tokens is None else max_tokens
+    conversation = ckv.Conversation(model, max_tokens=most, **how)
+    conversation.read(text)
+    return conversation
+
+
+def _named(context: typer.Context) -> list[str]:
+    """Options that were given."""
+    named = (name for name in context.params if _is_given(context, name))
+    return [f"--{name.replace('_', '-')}" for name in named]
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check(files: list[str], load: Path | None, given: Sequence[str]) -> None:
+    """Raise ValueError for what does not go together; a file says all but where the model is."""
+    said = [name for name in given if name not in ("--load", "--model", "--compilation-cache", "--debug")]
+    if load is not None and said:
+        raise ValueError(f"--load goes on by what its file says; leave {said[0]} out.")
     if load is not None and not load.is_file():
         raise ValueError(f"There is no cache file {load}.")
     if "-" in files:

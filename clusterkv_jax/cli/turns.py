@@ -23,7 +23,7 @@ HELP = """/full        the last answer again, from the full cache: all before it
 /quit        end, as Ctrl-D does; Ctrl-C ends an answer and nothing else"""
 
 # From a file to what `opened` opens.
-Saved = Callable[[Path], Callable[..., Any]]
+Saved = Callable[[Path], Callable[[], Any]]
 
 
 def talk(console: Console, conversation: Any, saved: Saved) -> None:
@@ -37,13 +37,17 @@ def talk(console: Console, conversation: Any, saved: Saved) -> None:
             console.print(sentence(error), style="red")
 
 
-def opened(doing: str, begin: Callable[..., Any]) -> Any:
-    """A conversation, with a spinner that says what is being done, and a line that says what it took."""
+def opened(doing: str, begin: Callable[[], Any]) -> Any:
+    """A conversation whose programs are compiled, with a spinner that says what is being done, and a line of what it
+    took.
+    """
     from clusterkv_jax.runtime.programs import compilation
 
     console, begun = plain_console(stderr=True, highlight=False), time.perf_counter()
     with console.status(Text(f"{doing} ...")) as spinner, compilation() as compiled:
-        conversation = begin(on_program=lambda name: spinner.update(Text(f"Compiling {name} ...")))
+        conversation = begin()
+        spinner.update(Text("Preparing the answers: the first time with a model takes longest ..."))
+        conversation.compile()
     line = f"{doing} took {time.perf_counter() - begun:.1f} s, {compiled.seconds:.1f} s of it compiling."
     console.print(line, style="dim", soft_wrap=True)
     return conversation
@@ -51,15 +55,11 @@ def opened(doing: str, begin: Callable[..., Any]) -> Any:
 
 def told(conversation: Any, about: str) -> str:
     """One line: what a conversation is about, and what its cache holds."""
-    from clusterkv_jax.conversation import size
-
-    return f"{about} · {_held(size(conversation))}"
+    return f"{about} · {_held(conversation)}"
 
 
 def _turn(console: Console, conversation: Any, saved: Saved, line: str) -> Any:
     """The conversation after a line: a question, or a command."""
-    from clusterkv_jax.conversation import save
-
     command, _, name = line.partition(" ")
     match command, name.strip():
         case ("/full", ""):
@@ -71,7 +71,7 @@ def _turn(console: Console, conversation: Any, saved: Saved, line: str) -> Any:
         case ("/save" | "/load", ""):
             raise ValueError(f"{command} needs a file, such as {command} talk.ckv.")
         case ("/save", file):
-            save(Path(file).expanduser(), conversation)
+            conversation.save(Path(file).expanduser())
             console.print(f"{_size(Path(file).expanduser())} written to {file}.", style="dim")
         case ("/load", file):
             conversation = opened(f"Loading {file}", saved(Path(file).expanduser()))
@@ -79,28 +79,47 @@ def _turn(console: Console, conversation: Any, saved: Saved, line: str) -> Any:
         case _ if command.startswith("/"):
             raise ValueError(f"There is no {line}; /help lists what there is.")
         case _:
-            return _answered(console, conversation, line)
+            _answer(console, conversation, line)
     return conversation
 
 
-def _answered(console: Console, conversation: Any, question: str) -> Any:
-    """The conversation after a question; the answer is shown as it comes, and below it what it took."""
-    from clusterkv_jax.conversation import ask, size
-
+def _answer(console: Console, conversation: Any, question: str) -> None:
+    """Say a question; the answer is shown as it comes, and below it what it took."""
+    before = conversation.tokens
     with _showing() as (on_text, stopped):
-        conversation, answer = ask(conversation, question, on_text=on_text, stopped=stopped)
-    again = " · read again: the cache was full" if answer.read_again else ""
-    console.print(f"{_held(size(conversation))} · {_seconds(answer)}{again}", style="dim")
-    return conversation
+        for piece in (pieces := conversation.say(question)):
+            on_text(piece)
+            if stopped():
+                pieces.close()
+    result = conversation.result
+    again = " · read again: the cache was full" if before and result.stats.cached_tokens == [0] else ""
+    console.print(f"{_held(conversation)} · {_seconds(result)}{again}", style="dim")
+
+
+class _Stopped(Exception):
+    """Ends a call of `generate`."""
 
 
 def _show_full(console: Console, conversation: Any) -> None:
     """The last answer by the full cache."""
-    from clusterkv_jax.conversation import ask_full
+    from clusterkv_jax.generation import generate
 
-    with _showing("Reading all of it again ...") as (on_text, stopped):
-        answer, nbytes = ask_full(conversation, on_text=on_text, stopped=stopped)
-    console.print(f"full cache · {nbytes / 1e6:,.1f} MB · {_seconds(answer)}", style="dim")
+    if not conversation.turns:
+        raise ValueError("Nothing was asked yet that the full cache could answer.")
+    with _showing("Reading all of it again ...") as (on_text, stopped), contextlib.suppress(_Stopped):
+
+        def show(_: int, text: str) -> None:
+            on_text(text)
+            if stopped():
+                raise _Stopped
+
+        how = {"sampling": conversation.sampling, "seed": conversation.seed + conversation.turns - 1}
+        how |= {"max_new_tokens": conversation.max_new_tokens, "on_text": show}
+        result = generate(conversation.model, [conversation.prompt], method="full", **how)
+    if stopped():
+        return
+    size = f"{result.stats.cache_bytes / 1e6:,.1f} MB"
+    console.print(f"full cache · {size} · {_seconds(result)}", style="dim")
 
 
 @contextmanager
@@ -152,34 +171,36 @@ def _typed(console: Console) -> str | None:
 # --- what is told ---
 
 
-def _held(size: Any) -> str:
+def _held(conversation: Any) -> str:
     """What a cache holds, beside a full one."""
-    share = f"{size.rows:,.0f} of {size.tokens:,} rows"
-    return f"{share} · {size.cache_bytes / 1e6:,.1f} MB, a full cache {size.full_bytes / 1e6:,.1f}"
+    from clusterkv_jax.generation.results import full_bytes
+
+    share = f"{conversation.rows:,.0f} of {conversation.tokens:,} rows"
+    full = full_bytes(conversation.model, conversation.tokens)
+    return f"{share} · {conversation.nbytes / 1e6:,.1f} MB, a full cache {full / 1e6:,.1f}"
 
 
-def _seconds(answer: Any) -> str:
+def _seconds(result: Any) -> str:
     """When the first token came, and how many there were; compiling apart where it took long."""
-    told = f"first token after {answer.first_s:.2f} s, {len(answer.tokens)} tokens in {answer.seconds:.2f} s"
-    compiling = f" ({answer.compile_s:.1f} s of compiling)" if answer.compile_s > 1 else ""
+    stats, count = result.stats, len(result.tokens[0])
+    seconds = stats.ttft_s + stats.tpot_s * (count - 1)
+    told = f"first token after {stats.ttft_s:.2f} s, {count} tokens in {seconds:.2f} s"
+    compiling = f" ({stats.compile_s:.1f} s of compiling)" if stats.compile_s > 1 else ""
     ends = {"length": " · cut by --max-new-tokens", "cancelled": " · stopped"}
-    return f"{told}{compiling}{ends.get(answer.finish_reason, '')}"
+    return f"{told}{compiling}{ends.get(result.finish_reasons[0], '')}"
 
 
 def _stats(conversation: Any) -> str:
     """What /stats says."""
-    from clusterkv_jax.conversation import size
-
-    held, positions = size(conversation), conversation.model.config.max_positions
-    return "\n".join(
-        [
-            f"turns    {conversation.turns}",
-            f"tokens   {held.tokens:,} of the model's {positions:,} positions",
-            f"rows     {held.rows:,.0f} of each head, {held.rows / held.tokens:.1%} of the tokens",
-            f"cache    {held.cache_bytes / 1e6:,.1f} MB, a full one {held.full_bytes / 1e6:,.1f} MB",
-            f"method   {type(conversation.method).__name__}",
-        ]
-    )
+    tokens, rows = conversation.tokens, conversation.rows
+    lines = [
+        f"turns    {conversation.turns}",
+        f"tokens   {tokens:,} of {conversation.max_tokens:,}; the last turn read {conversation.read_tokens:,}",
+        f"rows     {rows:,.0f} of each head, {rows / max(tokens, 1):.1%} of the tokens",
+        f"bytes    {_held(conversation).partition(' · ')[2]} MB",
+        f"method   {type(conversation.method).__name__}",
+    ]
+    return "\n".join(lines)
 
 
 def _size(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from clusterkv_jax.engine.async_engine import AsyncEngine, OutputStream
 from clusterkv_jax.engine.contexts import Context
+from clusterkv_jax.engine.conversation import Conversation
 from clusterkv_jax.engine.engine import Engine
 from clusterkv_jax.engine.handle import Handle
 from clusterkv_jax.engine.metrics import EngineStats
@@ -12,6 +13,7 @@ from clusterkv_jax.engine.requests import EngineFull, Request
 __all__ = [
     "AsyncEngine",
     "Context",
+    "Conversation",
     "Engine",
     "EngineFull",
     "EngineStats",

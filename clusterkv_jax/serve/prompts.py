@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterkv_jax.checkpoints import Model
-from clusterkv_jax.text.chat import has_template, render, unused_letter
-from clusterkv_jax.text.prompts import MOST_LETTERS, gap
+from clusterkv_jax.text.chat import Chat, cut_messages, cut_paragraphs, gap, has_template, render
+from clusterkv_jax.text.prompts import MOST_LETTERS
 from clusterkv_jax.text.tokenizer import Tokens, encode
 
 Message = Mapping[str, Any]
@@ -63,8 +63,7 @@ def of_conversation(model: Model, conversation: Conversation) -> Prompt:
     templated = has_template(model.tokenizer)
     if "tools" in conversation.variables and "tools" not in str(getattr(model.tokenizer, "chat_template", None)):
         raise ValueError(f"The chat template of {model.name!r} knows no tools; leave them out.")
-    split = _in_template if templated else _in_paragraphs
-    shared, rest = split(model.tokenizer, messages, cut, conversation.variables)
+    shared, rest = _cut(model.tokenizer, messages, cut, conversation.variables)
     _check(model, shared + rest)
     begin = [] if not shared else encode(model.tokenizer, shared, add_special_tokens=not templated)
     end = encode(model.tokenizer, rest, add_special_tokens=not templated and not shared)
@@ -89,33 +88,15 @@ def _before_last_user(messages: Sequence[Message]) -> Cut | None:
     return (last - 1, len(messages[last - 1]["content"])) if last else None
 
 
-def _in_template(
-    tokenizer: Any, messages: Sequence[Message], cut: Cut | None, variables: Mapping[str, Any]
-) -> tuple[str, str]:
+def _cut(tokenizer: Any, messages: Sequence[Message], cut: Cut | None, variables: Mapping[str, Any]) -> tuple[str, str]:
     """The text before and after the cut; nothing is before it where the template writes a message in another way."""
-    variables = {"add_generation_prompt": True, **variables}
+    if not has_template(tokenizer):
+        before, after, _ = cut_paragraphs(messages, *cut or (0, 0))
+        return before, after
     if cut is None:
-        return "", render(tokenizer, [messages], **variables)[0]
-    mark = unused_letter(tokenizer, *(message["content"] for message in messages))
-    number, letters = cut
-    content = messages[number]["content"]
-    marked = {**messages[number], "content": content[:letters] + mark + content[letters:]}
-    with_mark, plain = render(tokenizer, [[*messages[:number], marked, *messages[number + 1 :]], messages], **variables)
-    shared, found, rest = with_mark.partition(mark)
-    return (shared, rest) if found and shared + rest == plain else ("", plain)
-
-
-def _in_paragraphs(
-    _tokenizer: Any, messages: Sequence[Message], cut: Cut | None, _variables: Mapping[str, Any]
-) -> tuple[str, str]:
-    text, place = "", 0
-    for number, message in enumerate(messages):
-        content = message["content"]
-        before = len(text) + (len(gap(text, content)) if text else 0)
-        text += gap(text, content) + content if text else content
-        if cut is not None and number == cut[0]:
-            place = before + cut[1]
-    return text[:place], text[place:]
+        return "", render(tokenizer, [messages], **{"add_generation_prompt": True, **variables})[0]
+    before, after, plain = cut_messages(tokenizer, messages, *cut, Chat(arguments=variables))
+    return (before, after) if before + after == plain else ("", plain)
 
 
 def continued(conversation: Conversation, goes_on: bool) -> Conversation:

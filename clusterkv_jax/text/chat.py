@@ -60,20 +60,38 @@ def frame(tokenizer: Any, text: str, chat: Chat = Chat()) -> tuple[str, str]:
     return before, after[0]
 
 
-def cut_turns(tokenizer: Any, text: str, said: Sequence[str], chat: Chat = Chat()) -> tuple[str, str]:
-    """A conversation whose first message begins with a text, cut behind that text: `said` are what follows it in the
-    message, the answer, the next question and so on, a question last.
+def cut_messages(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], number: int, letters: int, chat: Chat = Chat()
+) -> tuple[str, str, str]:
+    """Messages, without the system's, cut behind so many letters of one's content: the text before the cut, the text
+    behind it, and all of it as the template writes it without a mark at the cut.
 
-    Raises ValueError if the template fails, or shows the cut or an answer other than once and whole.
+    Nothing is before the cut where the template shows that place other than once. Raises ValueError if it fails.
     """
-    mark = unused_letter(tokenizer, text, *said)
-    contents = [text + mark + said[0], *said[1:]]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    (whole,) = _rendered(tokenizer, [messages], chat)
-    before, *after = whole.split(mark)
-    if len(after) != 1 or not all(content.strip() in after[0] for content in said):
-        raise ValueError("The model's chat template does not print every turn of a conversation whole.")
-    return before, after[0]
+    mark = unused_letter(tokenizer, *(message["content"] for message in messages))
+    content = messages[number]["content"]
+    marked = {**messages[number], "content": content[:letters] + mark + content[letters:]}
+    with_mark, plain = _rendered(tokenizer, [[*messages[:number], marked, *messages[number + 1 :]], messages], chat)
+    before, *after = with_mark.split(mark)
+    return (before, after[0], plain) if len(after) == 1 else ("", plain, plain)
+
+
+def cut_paragraphs(messages: Sequence[Mapping[str, Any]], number: int, letters: int) -> tuple[str, str, str]:
+    """The same for a model without a template: contents a blank line apart."""
+    text, place = "", 0
+    for at, message in enumerate(messages):
+        content = message["content"]
+        start = len(text) + (len(gap(text, content)) if text else 0)
+        text += gap(text, content) + content if text else content
+        if at == number:
+            place = start + letters
+    return text[:place], text[place:], text
+
+
+def gap(text: str, question: str) -> str:
+    """The line breaks that are missing between a text and a question for a blank line."""
+    there = len(text) - len(text.rstrip("\n")) + len(question) - len(question.lstrip("\n"))
+    return "\n" * max(0, 2 - there)
 
 
 def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -84,27 +102,6 @@ def frame_ids(tokenizer: Any, chat: Chat = Chat()) -> tuple[tuple[int, ...], tup
     both = zip(*(encode(tokenizer, start + word) for word in ("a", "I")), strict=False)
     prefix = tuple(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], both))
     return prefix, tuple(encode(tokenizer, after))
-
-
-def next_turn(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], question: str, chat: Chat = Chat()
-) -> tuple[str, bool]:
-    """What the template puts behind the last answer where a question follows it, and whether it writes anew what stands
-    before that: an answer without its thinking, say.
-
-    `messages` are those of user and assistant so far, an answer last.
-
-    Raises ValueError if the template fails, or shows the answer or the question other than once and whole.
-    """
-    answer, asked = messages[-1]["content"], {"role": "user", "content": question}
-    mark = unused_letter(tokenizer, question, *(message["content"] for message in messages))
-    marked = {"role": "assistant", "content": answer + mark}
-    before, after = _rendered(tokenizer, [messages[:-1], [*messages[:-1], marked, asked]], chat)
-    parts = after.split(mark)
-    if len(parts) != 2 or question.strip() not in parts[1]:
-        raise ValueError("The model's chat template must show an answer once and whole for a conversation to go on.")
-    said, written = ("".join(text.split()) for text in (before + answer, parts[0]))
-    return parts[1], said != written
 
 
 def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:

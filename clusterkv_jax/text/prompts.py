@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from clusterkv_jax.text import tokenizer as door
-from clusterkv_jax.text.chat import Chat, cut_turn, frame, has_template, turn
+from clusterkv_jax.text.chat import Chat, cut_turn, frame, gap, has_template, turn
 from clusterkv_jax.text.tokenizer import Tokens
 
 # What is read: a text, or its ids in a list or an array.
@@ -81,12 +81,6 @@ def encode_all(
     cuts = [cut_turn(tokenizer, text, gap(text, question) + question, chat) for text, question in pairs]
     heads = [_chat_ids(tokenizer, head, own, "front") for head, _ in cuts]
     return heads, [_chat_ids(tokenizer, tail, own, "back") for _, tail in cuts]
-
-
-def gap(text: str, question: str) -> str:
-    """The line breaks that are missing between a text and a question for a blank line."""
-    there = len(text) - len(text.rstrip("\n")) + len(question) - len(question.lstrip("\n"))
-    return "\n" * max(0, 2 - there)
 
 
 def is_list(x: Any) -> bool:

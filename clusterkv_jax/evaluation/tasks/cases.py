@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from clusterkv_jax.sampling import Sampling
-from clusterkv_jax.text.chat import cut_turns, frame, has_template, turn
+from clusterkv_jax.text.chat import cut_messages, frame, has_template, turn
 from clusterkv_jax.text.tokenizer import encode
 
 Tokens = tuple[int, ...]
@@ -130,9 +130,19 @@ def _wrap(case: Case, tokenizer: Any, whole: bool) -> tuple[str, str, bool]:
         if whole:
             return turn(tokenizer, case.context), "", False
         if case.earlier:
-            said = [text for pair in case.earlier for text in pair]
-            return *cut_turns(tokenizer, case.context, [*said, case.question]), False
+            return *_cut_turns(tokenizer, case), False
         before, after = frame(tokenizer, case.context)
         return before, case.question + after, False
     except ValueError as error:
         raise ValueError(f"Case {case.id}: {error}") from error
+
+
+def _cut_turns(tokenizer: Any, case: Case) -> tuple[str, str]:
+    """The context, and the turns that follow it."""
+    said = [*(text for pair in case.earlier for text in pair), case.question]
+    contents = [case.context + said[0], *said[1:]]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    before, after, _ = cut_messages(tokenizer, messages, 0, len(case.context))
+    if not before or not all(text.strip() in after for text in said):
+        raise ValueError("The model's chat template does not print every turn of a conversation whole.")
+    return before, after
