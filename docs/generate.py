@@ -197,7 +197,13 @@ def _cases(name: str) -> dict[str, dict[str, Any]]:
 
 
 # What a model may have beside plain attention and an MLP, by the fields of its configuration.
-BESIDE = {"window": "window", "soft_cap": "soft cap", "sink_logits": "sinks", "experts": "experts"}
+BESIDE = {
+    "window": "window",
+    "unrotated_layers": "layers without rotations",
+    "soft_cap": "soft cap",
+    "sink_logits": "sinks",
+    "experts": "experts",
+}
 
 
 def _beside(name: str) -> str:

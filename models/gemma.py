@@ -102,14 +102,13 @@ class Multimodal(WithImages, kw_only=True):
 
     without_effect = WithImages.without_effect | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"}
 
-    text_config: dict[str, Any]
     tie_word_embeddings: bool | None = True
 
 
 def from_gemma(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Translate a `model_type: gemma` configuration."""
     file = declared(published, File1, where)
-    fields = decoder(file) | {"embedding_scale": math.sqrt(file.hidden_size), "norm_offset": 1.0}
+    fields: dict[str, Any] = decoder(file) | {"embedding_scale": math.sqrt(file.hidden_size), "norm_offset": 1.0}
     if file.hidden_act == "gelu":  # what the first files say and did not mean
         fields["activation"] = "gelu_tanh"
     bias = file.attention_bias

@@ -34,7 +34,6 @@ class Multimodal(WithImages, kw_only=True):
         *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
     }
 
-    text_config: dict[str, Any]
     tie_word_embeddings: bool | None = True
 
 
@@ -49,5 +48,5 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
 def from_multimodal(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The part of a `model_type: mistral3` configuration that is of texts; images are not read."""
     part, inside = text_config(published, Multimodal, where)
-    demand(published["text_config"], "model_type", "mistral")
+    demand(published.get("text_config") or {}, "model_type", "mistral")
     return from_hf(part, inside)

@@ -53,10 +53,14 @@ def abstract(config: ModelConfig) -> Params:
 def _abstract_layer(config: ModelConfig, number: int) -> Params:
     norms = {"before": ["norm"], "after": ["out_norm"], "both": ["norm", "out_norm"]}[config.norm_place]
     experts = config.experts_of(number)
+    if experts is None:
+        mlp = {"mlp": _abstract_mlp(config, config.intermediate_size)}
+    else:
+        mlp = {"experts": _abstract_experts(config, experts), **_abstract_shared(config, experts)}
     return {
         "attention": _abstract_attention(config),
         **{f"{block}_{norm}": _abstract_norm(config) for block in ("attention", "mlp") for norm in norms},
-        **({"mlp": _abstract_mlp(config)} if experts is None else {"experts": _abstract_experts(config, experts)}),
+        **mlp,
     }
 
 
@@ -97,8 +101,8 @@ def _abstract_attention(config: ModelConfig) -> Params:
     return specs
 
 
-def _abstract_mlp(config: ModelConfig) -> Params:
-    m, f = config.hidden_size, config.intermediate_size
+def _abstract_mlp(config: ModelConfig, f: int) -> Params:
+    m = config.hidden_size
     inputs = ("gate", "up") if config.gated_mlp else ("up",)
     specs = {name: TensorSpec((m, f), ("model", "mlp"), initializers.normal(m**-0.5)) for name in inputs}
     specs["down"] = TensorSpec((f, m), ("mlp", "model"), initializers.normal(_residual_scale(config, f)))
@@ -116,7 +120,20 @@ def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
     if experts.bias:
         biases = {"router_bias": (e,), "gate_bias": (e, f), "up_bias": (e, f), "down_bias": (e, m)}
         shapes, inits = shapes | biases, inits | dict.fromkeys(biases, initializers.zeros)
+    if experts.sigmoid:
+        shapes, inits = shapes | {"choice_bias": (e,)}, inits | {"choice_bias": initializers.zeros}
     return {name: TensorSpec(shape, AXES[name], inits.get(name, into)) for name, shape in shapes.items()}
+
+
+def _abstract_shared(config: ModelConfig, experts: Experts) -> Params:
+    """The expert that every token goes through, where there is one; `share` makes its share of what enters."""
+    if experts.shared_size is None:
+        return {}
+    specs = _abstract_mlp(config, experts.shared_size)
+    if experts.shared_gate:
+        m = config.hidden_size
+        specs["share"] = TensorSpec((1, m), (None, "model"), initializers.normal(m**-0.5))
+    return {"shared_mlp": specs}
 
 
 def _residual_scale(config: ModelConfig, fan_in: int) -> float:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (bias on queries, keys and values), Qwen3 (norm on queries and keys), Qwen3 with experts.
+"""Qwen2 and Qwen2.5 (bias on queries, keys and values), Qwen3 (norm on queries and keys), both with experts.
 
 Yang et al., 2024 (arXiv:2407.10671) and 2025 (arXiv:2505.09388). The texts of Qwen2.5-VL and Qwen3-VL: their rotations
 are of three positions, which are one and the same where there are no images.
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from clusterkv_jax.models import llama
-from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.config import Experts, ModelConfig
 from clusterkv_jax.models.hf_config import decoder, decoder_to_hf, experts, sliding
 from clusterkv_jax.models.hf_fields import (
     Decoder,
@@ -33,6 +33,14 @@ MOE_WEIGHTS = llama.WEIGHTS | {
     "layers.*.experts.gate": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
     "layers.*.experts.up": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
     "layers.*.experts.down": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
+}
+
+
+MOE2_WEIGHTS = MOE_WEIGHTS | {
+    "layers.*.shared_mlp.gate": "model.layers.*.mlp.shared_expert.gate_proj.weight",
+    "layers.*.shared_mlp.up": "model.layers.*.mlp.shared_expert.up_proj.weight",
+    "layers.*.shared_mlp.down": "model.layers.*.mlp.shared_expert.down_proj.weight",
+    "layers.*.shared_mlp.share": "model.layers.*.mlp.shared_expert_gate.weight",
 }
 
 
@@ -71,6 +79,21 @@ class MoeFile(Sparse, kw_only=True):
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False
     num_experts_per_tok: ExpertCount = 8
+
+
+class Moe2File(MoeFile, kw_only=True):
+    """The fields of transformers' Qwen2MoeConfig."""
+
+    default_experts = 60
+    assumed = Published.assumed
+
+    num_key_value_heads: Heads | None = 16
+    qkv_bias: bool = True
+    max_window_layers: Annotated[int, Meta(ge=0, le=2**16)] = 28
+    layer_types: LayerTypes | None = None
+    moe_intermediate_size: Size = 1408
+    shared_expert_intermediate_size: Size = 5632
+    num_experts_per_tok: ExpertCount = 4
 
 
 class ImageFile(Multimodal, kw_only=True):
@@ -144,16 +167,39 @@ def from_moe(published: dict[str, Any], where: str = "config.json") -> ModelConf
     file = declared(published, MoeFile, where)
     fields = decoder(file)
     fields |= sliding(file.sliding_window if file.use_sliding_window else None, fields)
-    single, step = set(file.mlp_only_layers or ()), file.decoder_sparse_step
-    dense = (number for number in range(file.num_hidden_layers) if number in single or (number + 1) % step)
     return ModelConfig(
         **fields,
         rope=rope(file, fields["head_dim"]),
         qk_norm=True,
         qkv_bias=file.attention_bias,
         output_bias=file.attention_bias,
-        experts=experts(file, file.moe_intermediate_size, normalize=file.norm_topk_prob, dense_layers=tuple(dense)),
+        experts=_experts(file),
     )
+
+
+def from_qwen2_moe(published: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a `model_type: qwen2_moe` configuration; without types every second layer has the window."""
+    file = declared(published, Moe2File, where)
+    fields = decoder(file)
+    window, types = file.sliding_window if file.use_sliding_window else None, file.layer_types
+    if types is None:
+        slides = [window is not None and i % 2 == 0 and i < file.max_window_layers for i in range(fields["num_layers"])]
+        types = ["sliding_attention" if one else "full_attention" for one in slides]
+    return ModelConfig(
+        **fields,
+        **sliding(window, fields, types),
+        rope=rope(file, fields["head_dim"]),
+        qkv_bias=file.qkv_bias,
+        experts=_experts(file, shared_size=file.shared_expert_intermediate_size, shared_gate=True),
+    )
+
+
+def _experts(file: MoeFile, **options: Any) -> Experts:
+    """The experts of both, in the layers that have them."""
+    single, step = set(file.mlp_only_layers or ()), file.decoder_sparse_step
+    dense = tuple(number for number in range(file.num_hidden_layers) if number in single or (number + 1) % step)
+    options |= {"normalize": file.norm_topk_prob, "dense_layers": dense}
+    return experts(file, file.moe_intermediate_size, **options)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

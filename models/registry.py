@@ -37,7 +37,8 @@ class Family:
     """The models that have it, how its configuration is translated, and what its tensors are called.
 
     `file` declares the fields of the configuration. `rename` gives tensors of other names those. Tensors whose names
-    begin with one of `others` are not read. `to_hf` is None for a family that is read only.
+    begin with one of `others` are not read; `{layers}` in it is the number of layers. `to_hf` is None for a family that
+    is read only.
     """
 
     models: str
@@ -66,6 +67,7 @@ FAMILIES = {
     "gemma3_text": Family("Gemma 3 1B and 270M", gemma.File3, gemma.from_gemma3, gemma.WEIGHTS),
     "glm": Family("GLM-4", glm.File, glm.from_hf, glm.HF_WEIGHTS),
     "glm4": Family("GLM-4-0414", glm.File, glm.from_glm4, glm.WEIGHTS_0414),
+    "glm4_moe": Family("GLM-4.5, GLM-4.6", glm.MoeFile, glm.from_moe, glm.MOE_WEIGHTS, others=glm.OF_MORE_TOKENS),
     "gpt_oss": Family("gpt-oss", gpt_oss.File, gpt_oss.from_hf, gpt_oss.WEIGHTS),
     "granite": Family("Granite 3", granite.File, granite.from_hf, granite.WEIGHTS),
     "granitemoehybrid": Family(
@@ -94,6 +96,7 @@ FAMILIES = {
     "qwen2_5_vl": Family(
         "Qwen2.5-VL, texts alone", qwen.ImageFile, qwen.from_qwen25_vl, qwen.WEIGHTS, of_texts, others=OF_IMAGES
     ),
+    "qwen2_moe": Family("Qwen1.5 and Qwen2 with experts", qwen.Moe2File, qwen.from_qwen2_moe, qwen.MOE2_WEIGHTS),
     "qwen3": Family("Qwen3", qwen.File3, qwen.from_qwen3, qwen.WEIGHTS, to_hf=qwen.to_hf),
     "qwen3_moe": Family("Qwen3 with experts", qwen.MoeFile, qwen.from_moe, qwen.MOE_WEIGHTS),
     "qwen3_vl": Family(

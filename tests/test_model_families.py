@@ -207,6 +207,12 @@ def test_keys_that_are_not_rotated_stay_where_others_are_moved(tmp_path):
     np.testing.assert_array_equal(still, stayed)
 
 
+def test_a_layer_that_predicts_more_tokens_is_not_read(tmp_path):
+    published = FAMILIES["glm4_moe"]
+    tensors = random_tensors(published) | {"model.layers.2.eh_proj.weight": np.ones((4, 4), np.float32)}
+    assert len(ckv.load(write(tmp_path / "m", published, tensors)).params["layers"]) == 2
+
+
 # --- configurations ---
 
 _LONGER = {

@@ -151,8 +151,12 @@ class Experts:
     """What most layers have in place of one MLP: `count` experts of `intermediate_size` hidden units.
 
     A router chooses `per_token` of them for each token. `normalize` makes their shares add up to 1; otherwise they are
-    the probabilities among all experts. The layers of `dense_layers` have one MLP. `bias` gives the router and every
-    projection one; `clamp` stands in for the model's activation.
+    the probabilities among all experts. With `sigmoid` each expert has a score of its own, to which a bias is added
+    where experts are chosen. `scale` multiplies the shares. The layers of `dense_layers` have one MLP. `bias` gives the
+    router and every projection one; `clamp` stands in for the model's activation.
+
+    Every token goes through a shared expert of `shared_size` hidden units too, with `shared_gate` by a share that the
+    token gives it.
     """
 
     count: int
@@ -162,10 +166,18 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     bias: bool = False
     clamp: ClampedSwiglu | None = None
+    sigmoid: bool = False
+    scale: float = 1.0
+    shared_size: int | None = None
+    shared_gate: bool = False
 
     def __post_init__(self):
+        shared = self.shared_size
         check_fields(
             self,
+            ("scale", is_number(self.scale) and self.scale > 0, "a number above 0"),
+            ("shared_size", shared is None or is_count(shared, 1), "a whole number of at least 1, or None"),
+            ("shared_gate", shared is not None or not self.shared_gate, "False without a shared expert"),
             ("count", is_count(self.count, 1), "a whole number of at least 1"),
             (
                 "per_token",
@@ -312,8 +324,9 @@ class ModelConfig:
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
         """The hidden units of an MLP or an expert, of each kind that the layers have."""
-        found = (self.experts_of(layer) for layer in range(self.num_layers))
-        return tuple(sorted({self.intermediate_size if one is None else one.intermediate_size for one in found}))
+        found = {self.experts_of(layer) for layer in range(self.num_layers)}
+        sizes = {self.intermediate_size if one is None else one.intermediate_size for one in found}
+        return tuple(sorted(sizes | {one.shared_size for one in found if one is not None and one.shared_size}))
 
 
 def limited(config: ModelConfig, max_positions: int) -> ModelConfig:

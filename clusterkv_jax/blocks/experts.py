@@ -34,6 +34,7 @@ AXES = {
     "gate_bias": ("experts", "mlp"),
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", "model"),
+    "choice_bias": ("experts",),
 }
 # What a row meets at its expert; the rest is of all experts together.
 _OF_ROWS = ("gate", "up", "down", "gate_bias", "up_bias")
@@ -53,7 +54,7 @@ def mixture(
     every row with every expert. A GPU takes "gather" for as few rows as there are experts: the compiler makes the
     gather a part of the product, so that nothing is copied. All else takes "blocks", and so do weights in codes.
     """
-    chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"))
+    chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"), weights.get("choice_bias"))
     run = partial(_of_tokens, partial(_gated, experts.clamp, activation), backend)
     own = {name: weights[name] for name in _OF_ROWS if name in weights}
     mesh = ambient_mesh()
@@ -90,13 +91,21 @@ def route(
     experts: Experts,
     x: Float[Array, "B T M"],
     bias: Float[Array, " E"] | None = None,
+    choice_bias: Float[Array, " E"] | None = None,
 ) -> tuple[Int[Array, "B T per_token"], Float[Array, "B T per_token"]]:
-    """Each token's experts, the likeliest first, and their shares: float32 probabilities among all E experts."""
-    logits = linear(x, router, (1,), bias)
-    shares, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), experts.per_token)
+    """Each token's experts, the best first, and their shares: float32 probabilities among all E experts, or scores."""
+    if experts.sigmoid:
+        scores = jax.nn.sigmoid(linear(x, router, (1,), bias, dtype=jnp.float32))
+        _, chosen = jax.lax.top_k(
+            scores if choice_bias is None else scores + choice_bias[None, None], experts.per_token
+        )
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
+    else:
+        logits = linear(x, router, (1,), bias).astype(jnp.float32)
+        shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
-    return chosen, shares
+    return chosen, shares if experts.scale == 1 else experts.scale * shares
 
 
 def _gated(clamp: ClampedSwiglu | None, activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:

@@ -31,10 +31,13 @@ ACTIVATIONS = {
 @jax.named_scope("mlp")
 def mlp(layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Hidden states and what the layer's MLP adds to them."""
-    x = pre_norm(layer, "mlp", config, hidden)
-    backends = {"gpu": _few_tokens, "xla": _reference}
-    inner = dispatch("mlp", backends, None, layer["mlp"], config.activation, x)
+    inner = hidden_units(layer["mlp"], config.activation, pre_norm(layer, "mlp", config, hidden))
     return add_output(layer, "mlp", config, hidden, inner)
+
+
+def hidden_units(weights: dict[str, Any], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+    """What enters the last product of an MLP, or of an expert that every token goes through."""
+    return dispatch("mlp", {"gpu": _few_tokens, "xla": _reference}, None, weights, activation, x)
 
 
 def _reference(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:

@@ -10,8 +10,9 @@ from clusterkv_jax.blocks.config import Experts, ModelConfig
 from clusterkv_jax.blocks.experts import mixture
 from clusterkv_jax.blocks.gpu import check_numbers, few_on_one_device, is_one_after_rms, rows_of
 from clusterkv_jax.blocks.linear import linear
-from clusterkv_jax.blocks.mlp import ACTIVATIONS
+from clusterkv_jax.blocks.mlp import ACTIVATIONS, hidden_units
 from clusterkv_jax.blocks.norm import post_norm, pre_norm
+from clusterkv_jax.blocks.residual import row_parallel
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
@@ -23,7 +24,15 @@ DTYPE = jnp.bfloat16  # that the kernel takes
 def moe(layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Hidden states and what each token's experts add to them, by the router's shares."""
     out = dispatch("moe", {"gpu": _few_tokens, "xla": _reference}, None, layer, config, config.experts, hidden)
+    if "shared_mlp" in layer:
+        out = out + _shared(layer["shared_mlp"], config, pre_norm(layer, "mlp", config, hidden))
     return hidden + post_norm(layer, "mlp", config, out)
+
+
+def _shared(weights: dict[str, Any], config: ModelConfig, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What the expert adds that every token goes through, by a share where it has one."""
+    out = row_parallel(hidden_units(weights, config.activation, x), weights["down"], "mlp")
+    return out * jax.nn.sigmoid(linear(x, weights["share"], (1,))) if "share" in weights else out
 
 
 def _reference(layer: dict[str, Any], config: ModelConfig, experts: Experts, hidden: Array) -> Array:
@@ -37,6 +46,8 @@ def _few_tokens(layer: dict[str, Any], config: ModelConfig, experts: Experts, hi
     check_numbers(*(weights[name] for name in ("gate", "up", "down")))
     if config.activation != "silu" or experts.clamp is not None or experts.bias:
         raise LeftToXLA("Only experts that are gated by silu, without biases, have a kernel.")
+    if experts.sigmoid or experts.scale != 1:
+        raise LeftToXLA("Only shares that are probabilities have a kernel.")
     if not few_on_one_device(hidden) or not hidden.dtype == weights["up"].dtype == DTYPE:
         raise LeftToXLA(f"Experts of few tokens in bfloat16 have a kernel, got {hidden.shape} of {hidden.dtype}.")
     if is_one_after_rms(config, hidden):

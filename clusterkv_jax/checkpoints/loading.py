@@ -294,10 +294,11 @@ def open_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -
         return _open_converted(folder, config, manifest)
     family = registry.FAMILIES[config.family]
     found = without_codes(entries_of(folder), registry.quantization_of(published))
+    others = tuple(name.format(layers=config.num_layers) for name in family.others)
     entries = {
         family.rename(tensor): entry
         for tensor, entry in found.items()
-        if not IGNORED.search(tensor) and not tensor.startswith(family.others)
+        if not IGNORED.search(tensor) and not tensor.startswith(others)
     }
     config, entries = _resolve_ties(config, "tie_word_embeddings" in published, entries)
     stored = layout(config, family.weights)

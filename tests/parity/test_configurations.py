@@ -4,6 +4,7 @@ Fields that decoders follow change together, three times, so that few programs c
 by the logits all the same. `tests/test_configurations.py` asks that every field is declared.
 """
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -79,6 +80,13 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "norm_topk_prob": (True, False, True),
     "decoder_sparse_step": (1, 2, 1),
     "mlp_only_layers": ([0], [], [1]),
+    "shared_expert_intermediate_size": (24, 40, 32),
+    "n_routed_experts": (4, 6, 3),
+    "n_shared_experts": (1, 2, 1),
+    "first_k_dense_replace": (0, 1, 2),
+    "routed_scaling_factor": (1.0, 2.5, 0.5),
+    "use_qk_norm": (True, False, True),
+    "qkv_bias": (True, False, True),
     "swiglu_alpha": (1.0, 2.0, 3.0),
     "swiglu_limit": (1.0, 2.0, 0.5),
     "eos_token_id": (3, [4, 5], None),
@@ -123,6 +131,7 @@ OF_FAMILY["olmo3"] = {
     ),
 }
 OF_FAMILY["exaone4"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
+OF_FAMILY["qwen2_moe"] = {"layer_types": ([WHOLE], None, [NEAR, NEAR])}
 OF_FAMILY["smollm3"] = {"layer_types": ([WHOLE], None, [NEAR, WHOLE])}
 OF_FAMILY["helium"] = {"head_dim": (12, 8, 20)}
 OF_FAMILY["granitemoehybrid"] = {
@@ -176,7 +185,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, Any, Any]] = {
     "return_dict": (True, True, True),
     **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout", "layerdrop"), (0.1, 0.5, 0.9)),
     **dict.fromkeys(("initializer_range", "init_std", "router_aux_loss_coef", "router_jitter_noise"), (0.01, 0.1, 0.9)),
-    "pretraining_tp": (2, 3, 4),
+    **dict.fromkeys(("pretraining_tp", "num_mtp_layers"), (2, 3, 4)),
     "residual_dropout": (0.1, 0.5, 0.9),
     "mamba_n_heads": (2, 8, 4),
     "mamba_d_head": ("auto", "auto", "auto"),
@@ -193,6 +202,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "_remove_final_layer_norm": (True,),
     "layer_norm_elementwise_affine": (False,),
     "word_embed_proj_dim": (8, 16, 24),
+    "n_group": (2, 3),
+    "topk_group": (2, 3),
 }
 
 
@@ -210,11 +221,12 @@ def published(family: str, number: int) -> dict[str, Any]:
 def model_of(file: dict[str, Any]) -> Any:
     """The model that transformers makes of a file, with random norms and biases: fresh ones are ones and zeros."""
     kind = "ministral" if file["model_type"] == "mistral" and "layer_types" in file else file["model_type"]
-    config = transformers.AutoConfig.for_model(**file | {"model_type": kind})
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(file) | {"model_type": kind})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             if parameter.ndim == 1 or "bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
     return model
@@ -286,7 +298,7 @@ def test_fields_without_effect(family):
         changed = file | {name: values[number] for name, values in WITHOUT_EFFECT.items() if name in free}
         assert registry.from_hf(changed) == registry.from_hf(file)
         other = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**changed), attn_implementation="eager"
+            transformers.AutoConfig.for_model(**copy.deepcopy(changed)), attn_implementation="eager"
         ).eval()
         other.load_state_dict(weights)
         np.testing.assert_array_equal(logits(other, 20), plain)

@@ -52,7 +52,8 @@ def _told_apart(model: Any) -> Any:
     """The model, in float32. Fresh norms are ones and fresh biases zeros: neither would be missed."""
     model = model.eval().float()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             if parameter.ndim == 1 or "bias" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
     return model
@@ -161,6 +162,10 @@ def test_greedy_tokens(checkpoint, name):
         ("smollm3", "no_rope_layers", [1, 1]),
         ("smollm3-window", "sliding_window", 49),
         ("exaone4", "sliding_window", 49),
+        ("qwen2-moe", "norm_topk_prob", True),
+        ("glm4.5", "routed_scaling_factor", 1.502),
+        ("glm4.5", "norm_topk_prob", False),
+        ("glm4.5", "num_experts_per_tok", 2),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):

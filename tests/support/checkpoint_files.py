@@ -87,6 +87,14 @@ FAMILIES = {
     "glm": _GLM,
     "glm4": {**_GLM, "model_type": "glm4"},
     "chatglm": _CHATGLM,
+    "qwen2_moe": {**QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40},
+    "glm4_moe": {
+        **{name: value for name, value in QWEN3_MOE.items() if name != "num_experts"},
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
     "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0]},
     "opt": OPT,
 }

@@ -30,6 +30,7 @@ HEAD_DIMS = {
     "gemma3_text": (128, 256),
     "glm": (128,),
     "glm4": (128,),
+    "glm4_moe": (128,),
     "gpt_oss": (64,),
     "granite": (64, 128),
     "granitemoehybrid": (64, 128),
@@ -43,6 +44,7 @@ HEAD_DIMS = {
     "opt": (64, 80, 128),
     "phi3": (96, 128),
     "qwen2": (64, 128),
+    "qwen2_moe": (128,),
     "qwen3": (128,),
     "qwen3_moe": (128,),
     "seed_oss": (128,),
@@ -198,6 +200,29 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 50, "num_hidden_layers": 3},
     ),
     "exaone4": ("exaone4", {"sliding_window": 50, "sliding_window_pattern": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 50,
+        },
+    ),
+    "glm4.5": (
+        "glm4_moe",
+        _MOE
+        | {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
     "phi4-mini": (
         "phi3",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
