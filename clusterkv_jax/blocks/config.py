@@ -250,7 +250,7 @@ class ModelConfig:
     decoder: Any = None
 
     def __post_init__(self):
-        layers = range(self.num_layers)
+        layers = f"layers, from 0 to {self.num_layers - 1}"
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         check_fields(
             self,
@@ -269,7 +269,7 @@ class ModelConfig:
             ),
             ("window", self.window is None or is_count(self.window, 1), "a whole number of at least 1, or None"),
             *(
-                (name, all(is_count(layer) and layer in layers for layer in getattr(self, name)), f"in {layers}")
+                (name, all(is_count(one) and one < self.num_layers for one in getattr(self, name)), layers)
                 for name in ("sliding_layers", "unrotated_layers")
             ),
             ("sliding_layers", bool(self.sliding_layers) == (self.window is not None), "some if there is a window"),
