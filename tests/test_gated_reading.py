@@ -149,6 +149,18 @@ def test_memory_does_not_grow_with_the_prompt():
     assert held == [(24, 16 + 16 - 4 + 8), (32, 36), (40, 36), (48, 36)]
 
 
+@pytest.mark.parametrize("method", kinds(HALF)[::3], ids=name)
+def test_an_engine_reads_as_generate_does(method):
+    how = {"method": method, "reading": "gated", "window": 16, "chunk": 8}
+    engine = ckv.Engine(untied(taught()), slots=2, max_tokens=80, reserve=16, **how)
+    asked = {"max_new_tokens": 6, "questions": [prompt(7, 5)] * 2}
+    for one, question in zip(engine.generate(PROMPTS[:2], **asked), PROMPTS[:2], strict=True):
+        alone = ckv.generate(untied(taught()), [question], **how, **asked | {"questions": [prompt(7, 5)]})
+        assert (one.tokens, one.stats.kept_rows) == (alone.tokens, alone.stats.kept_rows)
+    whole = ckv.Engine(untied(taught()), method=method, slots=2, max_tokens=80, reserve=16)
+    assert engine.memory.slots == whole.memory.slots
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,6 +180,11 @@ def test_what_cannot_be_is_said_in_one_sentence(options, message):
     asked = {"method": kinds(HALF)[0], "reading": "gated", "window": 16, "chunk": 8, "max_new_tokens": 4} | options
     with pytest.raises(ValueError, match=message):
         ckv.generate(taught(), PROMPTS, **asked)
+
+
+def test_an_engine_refuses_at_once_what_it_cannot_read():
+    with pytest.raises(ValueError, match="SnapKV needs later queries"):
+        ckv.Engine(taught(), method=ckv.SnapKV(HALF), reading="gated")
 
 
 def test_scores_need_a_calibration():

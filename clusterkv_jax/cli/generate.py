@@ -16,13 +16,16 @@ from clusterkv_jax.cli.named import budgets_of, check_prompts, chosen, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
+    Chunk,
     CompilationCache,
     MinP,
+    Reading,
     SamplingOf,
     Seed,
     Temperature,
     TopK,
     TopP,
+    Window,
     budgets_option,
     cache_dtype_option,
     check_drawing,
@@ -105,6 +108,9 @@ def generate(
         int | None,
         typer.Option(help="Longest text with its answer; up to 4096, Phi-3.5 takes its short factors.", min=1),
     ] = None,
+    reading: Reading = "whole",
+    window: Window = 4096,
+    chunk: Chunk = 2048,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     keep_short: Annotated[
         bool, _cache("--keep-short", help="Keep texts whole that are too short for their budget.")
@@ -140,7 +146,7 @@ def generate(
             given |= {"--cache-tokens": cache_tokens, "--cache-dtype": cache_dtype, "--calibration": calibration}
             given |= {"--raw": raw, "--system": system, "--chat-template-kwargs": chat_template_kwargs}
             given |= {"--no-special-tokens": not special_tokens, "--prefill-chunk": prefill_chunk}
-            given |= {"--max-positions": max_positions, "--keep-short": keep_short}
+            given |= {"--max-positions": max_positions, "--keep-short": keep_short, "--reading": reading != "whole"}
             check_decided(given)
             how = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
             how |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
@@ -157,11 +163,12 @@ def generate(
 
         network = ckv.load(model, max_positions=max_positions)
         network = network if measured is None else calibrated(network, measured)
-        reading = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
-        prompts, questions = asked(texts, question or [], reading["chat"])
+        text_options = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
+        prompts, questions = asked(texts, question or [], text_options["chat"])
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-        sizes |= {"sampling": drawing if sampling is None else network.sampling, **reading}
+        sizes |= {"reading": reading, "window": window, "chunk": chunk}
+        sizes |= {"sampling": drawing if sampling is None else network.sampling, **text_options}
         sizes |= {"stop": tuple(stop or ()), "stop_ids": tuple(stop_id or ())}
         check_prompts(network, prompts, dict(candidates), sizes, keep_short=keep_short)
         sizes |= {"keep_short": keep_short}
@@ -223,7 +230,7 @@ def _served(
         max_tokens=max(map(len, batch.texts)) + after,
         reserve=after,
         context_bytes=0,
-        prefill_chunk=sizes["prefill_chunk"],
+        **{name: sizes[name] for name in ("prefill_chunk", "reading", "window", "chunk")},
         keep_short=sizes["keep_short"],
     )
     console = plain_console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)

@@ -35,6 +35,11 @@ CacheFolder = Annotated[
     str | None, _where(help="Folder of compiled programs, or gs://, one for all hosts say.", show_default="yours")
 ]
 
+_reading = partial(typer.Option, rich_help_panel="Cache")
+Reading = Annotated[str, _reading(help="'whole' compresses a text after it has been read, 'gated' while it is read.")]
+Window = Annotated[int, _reading(help="Gated, the newest tokens that stay until a text has been read.")]
+Chunk = Annotated[int, _reading(help="Gated, tokens that are read at once, at most --window.")]
+
 _drawing = partial(typer.Option, rich_help_panel="Sampling")
 SamplingOf = Annotated[
     str | None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from clusterkv_jax.cli.chat import loaded
-from clusterkv_jax.cli.options import CALIBRATION, MODEL, CompilationCache, cache_dtype_option
+from clusterkv_jax.cli.options import CALIBRATION, MODEL, Chunk, CompilationCache, Reading, Window, cache_dtype_option
 from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -58,6 +58,9 @@ def serve(
     context_folder: Annotated[
         Path | None, _room(help="A folder for shared prefixes that memory has no room for.")
     ] = None,
+    reading: Reading = "whole",
+    window: Window = 4096,
+    chunk: Chunk = 2048,
     prefill_chunk: Annotated[int | None, _room(help="Read a prompt in pieces of so many tokens.")] = None,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that answers have to end, after SIGTERM.", min=0)
@@ -81,6 +84,7 @@ def serve(
         )
         room: Any = {"slots": slots, "max_tokens": max_tokens, "reserve": reserve, "max_waiting": max_waiting}
         room |= {"context_folder": context_folder, "prefill_chunk": prefill_chunk}
+        room |= {"reading": reading, "window": window, "chunk": chunk}
         with bound(host, port) as listener:
             network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
             server = make_server(network, settings, method=kept, **room)

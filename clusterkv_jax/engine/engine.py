@@ -19,6 +19,7 @@ from clusterkv_jax.engine.metrics import EngineStats
 from clusterkv_jax.engine.params import SamplingParams, params_of
 from clusterkv_jax.engine.prefill import is_file
 from clusterkv_jax.engine.requests import Request, check_params, check_settings
+from clusterkv_jax.generation.batch import Gate, gate_of
 from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
@@ -61,9 +62,13 @@ class Engine:
         context_host_bytes: of those in the host's memory.
         context_disk_bytes: of those in `context_folder`.
         context_folder: a folder that exists, for contexts that no memory has room for; None leaves them out.
-        prefill_chunk: as in `generate`.
+        reading: as in `generate`; and so are the next three. A prompt that never fills its budget is read all the same.
+        window: newest tokens that stay.
+        chunk: tokens that are read at once.
+        prefill_chunk: tokens of a layer that are read at once.
         prefill_tokens: tokens of prompts that are read between two calls of the decode program, if somebody waits for
-            each token of a stream. A long prompt is read some layers at a time, so that its result does not change.
+            each token of a stream. A long prompt is read some layers at a time, so that its result does not change;
+            gated, by its chunks.
         keep_short: as in `generate`.
 
     Raises:
@@ -89,6 +94,9 @@ class Engine:
         context_host_bytes: int = HOST_BYTES,
         context_disk_bytes: int = DISK_BYTES,
         context_folder: str | os.PathLike[str] | None = None,
+        reading: str = "whole",
+        window: int = Gate.window,
+        chunk: int = Gate.chunk,
         prefill_chunk: int | None = None,
         prefill_tokens: int = 2048,
         keep_short: bool = False,
@@ -103,7 +111,8 @@ class Engine:
         counts |= {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
         check_arguments(named, max_tokens, context_folder, counts, sums)
         self.model, self.method = model, completed(model, named)
-        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, prefill_tokens, keep_short
+        gate = gate_of(reading, window, chunk, prefill_chunk)
+        sizes = slots, max_tokens, reserve, context_bytes, device_bytes, prefill_chunk, prefill_tokens, keep_short, gate
         with own_settings(), on_mesh(model.mesh, model.config.num_kv_heads):
             self._layout = make_layout(model, self.method, *sizes)
         places: dict[Place, int] = {"device": self._layout.context_bytes, "host": context_host_bytes}

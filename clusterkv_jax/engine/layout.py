@@ -10,7 +10,8 @@ from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
 from clusterkv_jax.engine.slot_programs import slot_plans, template
-from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
+from clusterkv_jax.generation.batch import QUESTION_STEP, Gate, bucket
+from clusterkv_jax.generation.gated_reading import reading_bytes
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import check_prompts, longest_short
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
@@ -49,6 +50,7 @@ class Layout:
         memory: the plan of the device's memory.
         prefill_chunk: as in `generate`.
         prefill_tokens: of prompts that are read between two calls of the decode program.
+        gate: how prompts are compressed while they are read; None reads them whole.
     """
 
     slots: int
@@ -61,6 +63,7 @@ class Layout:
     memory: MemoryPlan
     prefill_chunk: int | None
     prefill_tokens: int
+    gate: Gate | None = None
 
 
 def check_arguments(method: Any, max_tokens: Any, folder: Any, counts: dict[str, Any], sums: dict[str, Any]) -> None:
@@ -85,6 +88,7 @@ def make_layout(
     prefill_chunk: int | None,
     prefill_tokens: int,
     keep_short: bool,
+    gate: Gate | None = None,
 ) -> Layout:
     """The layout of an engine with these arguments. Raises ValueError for what does not fit `device_bytes`."""
     config, params = model.config, model.params
@@ -101,7 +105,11 @@ def make_layout(
     plans = slot_plans(config, method, request)
     one, logits = template(params, config, method, plans, width, **sizes)
     contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
-    reading = prefill_chunk, prefill_tokens
-    memory = memory_plan(params, config, (one, logits), slots, width, contexts)
+    reading = prefill_chunk, prefill_tokens, gate
+    read_at_once = width if gate is None else min(gate.window, width)
+    memory = memory_plan(params, config, (one, logits), slots, read_at_once, contexts)
+    if gate is not None:
+        held = reading_bytes(config, params["embed"].dtype, method, plans, gate)
+        memory = replace(memory, prompt=memory.prompt + held)
     check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
     return Layout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, *reading)

@@ -28,6 +28,7 @@ from clusterkv_jax.engine.requests import (
 )
 from clusterkv_jax.engine.room import fits, room_behind
 from clusterkv_jax.generation.batch import Batch, padded
+from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.runtime.errors import is_count, shown
 from clusterkv_jax.runtime.prng import seed_key
@@ -149,7 +150,7 @@ def prefill_batch(
 ) -> PrefillResult:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it.
 
-    It pauses after so many layers as come to `layout.prefill_tokens` tokens through all of them.
+    It pauses after so many layers as come to `layout.prefill_tokens` tokens in all of them, gated after each chunk.
     """
     request = request_of_batch(model, method, batch)
     every = max(1, model.config.num_layers * layout.prefill_tokens // batch.width)
@@ -158,21 +159,15 @@ def prefill_batch(
         if (number + 1) % every == 0:
             pause()
 
-    cache, logits = prefill(
-        model.params,
-        model.config,
-        method,
-        jnp.asarray(padded(batch.texts, batch.width)),
-        jnp.asarray([len(batch.texts[0])], jnp.int32),
-        max_new_tokens=request.max_new_tokens,
-        reserve=request.reserve,
-        step_tokens=request.step_tokens,
-        prefill_chunk=layout.prefill_chunk,
-        whole=batch.whole,
-        plans=layout.plans,
-        key=seed_key(seed),
-        on_layer=on_layer,
-    )
+    tokens, lengths = padded(batch.texts, batch.width), np.asarray([len(batch.texts[0])], np.int32)
+    sizes: Any = {name: getattr(request, name) for name in ("max_new_tokens", "reserve", "step_tokens")}
+    sizes |= {"whole": batch.whole, "plans": layout.plans, "key": seed_key(seed)}
+    if layout.gate is None:
+        sizes |= {"prefill_chunk": layout.prefill_chunk, "on_layer": on_layer}
+        cache, logits = prefill(model.params, model.config, method, jnp.asarray(tokens), jnp.asarray(lengths), **sizes)
+    else:
+        sizes |= {"gate": layout.gate, "on_chunk": lambda *_: pause()}
+        cache, logits = gated_prefill(model.params, model.config, method, tokens, lengths, **sizes)
     return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 
 

@@ -37,11 +37,13 @@ class Gate:
             )
 
 
-def gate_of(reading: Any, window: Any, chunk: Any) -> Gate | None:
+def gate_of(reading: Any, window: Any, chunk: Any, prefill_chunk: int | None) -> Gate | None:
     """What `generate` is told of reading; None where prompts are read whole. Raises ValueError for anything else."""
     if not is_one_of(reading, "whole", "gated"):
         raise ValueError(f"reading must be 'whole' or 'gated', got {shown(reading)}.")
     gate = Gate(window, chunk)
+    if reading == "gated" and prefill_chunk is not None:
+        raise ValueError(f"prefill_chunk={prefill_chunk} is for reading='whole'; chunk={chunk} says how gated reads.")
     return gate if reading == "gated" else None
 
 
@@ -103,11 +105,7 @@ def make_batch(
     """
     check_model(model)
     around = as_chat(chat, system, chat_template_kwargs)
-    gate = gate_of(reading, window, chunk)
-    if gate is not None and prefill_chunk is not None:
-        raise ValueError(
-            f"prefill_chunk={prefill_chunk} is for reading='whole'; gated, chunk says how much is read at once."
-        )
+    gate = gate_of(reading, window, chunk, prefill_chunk)
     texts, question_ids = encode_all(model, prompts, questions, chat=around, special_tokens=special_tokens)
     stops = make_stops(model.tokenizer, stop, stop_ids, model.config.vocab_size)
     if (stops.strings or streams) and model.tokenizer is None:

@@ -28,7 +28,7 @@ from clusterkv_jax.methods.gating import (
     while_reading,
 )
 from clusterkv_jax.methods.plan import check_prompts, plans_of_width, rows_of_request
-from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.methods.request import LayerPlan, Request, row_bytes
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_ids, check_lengths
@@ -69,7 +69,7 @@ def gated_prefill(
     The others are as in `prefill`.
 
     Raises:
-        ValueError: as `prefill` does; for a method that needs later queries, and for a budget that no prompt fills.
+        ValueError: as `prefill` does, and for a method that needs later queries.
     """
     reader = while_reading(method, gate.window, gate.chunk)
     sizes: Any = {"max_new_tokens": max_new_tokens, "step_tokens": step_tokens, "whole": whole}
@@ -88,17 +88,13 @@ def gated_prefill(
     check_prompts(config, method, request, lengths.astype(np.int64))
     plans = tuple(map(own, range(config.num_layers))) if plans is None else tuple(plans)
     so_far = partial(budgets_so_far, config, method, plans, request, lengths)
-    _check_fills(method, plans, so_far(lengths, 0), longest)
-
     beside = rows_beside(method, reader)
     reading = tuple(plan_reading(plan, reader, beside, gate.window, gate.chunk) for plan in plans)
     start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
     first: Any = {"max_new_tokens": gate.chunk, "step_tokens": gate.chunk, "whole": gate.window}
     cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
     for begin in range(gate.window, longest, gate.chunk):
-        if (
-            begin > gate.window
-        ):  # rows return to what they may be before a chunk enters: after the last one, to the end's
+        if begin > gate.window:
             budgets = so_far(np.minimum(lengths, begin), beside)
             cache = call(back_to_budget, reader, reading, cache, budgets, config.ropes)
         counts = np.clip(lengths - begin, 0, gate.chunk)
@@ -108,17 +104,30 @@ def gated_prefill(
         if on_chunk is not None:
             on_chunk(min(begin + gate.chunk, longest), cache)
     cache = call(back_to_budget, method, reading, cache, so_far(lengths, 0), config.ropes)
-    return _settled(config, method, plans, request, lengths, cache, call), logits
+    layers, states, position = list(cache.layers), list(cache.state), cache.position
+    del cache  # layer after layer, so that one alone is there twice
+    for number, plan in enumerate(plans):
+        budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
+        layers[number], states[number] = call(settle, method, plan, layers[number], states[number], budgets)
+    return KVCache(tuple(layers), tuple(states), position), logits
 
 
-def _check_fills(method: Method, plans: Sequence[LayerPlan], budgets: Sequence[np.ndarray], longest: int) -> None:
-    """Raise ValueError where every head of every prompt keeps all that is read."""
-    rows = [each for plan, each in zip(plans, budgets, strict=True) if plan.window is None]
-    if not rows or min(int(each.min()) for each in rows) >= longest:
+def check_fills(config: ModelConfig, method: Method, request: Request, lengths: Int[np.ndarray, " B"]) -> None:
+    """Raise ValueError where no head of any of these prompts ever has to drop a row."""
+    numbers, longest = range(len(config.global_layers)), int(lengths.max())
+    if all(np.all(method.budget_rows(lengths, number, request) >= lengths[:, None]) for number in numbers):
         raise ValueError(
             f"{type(method).__name__} keeps all of a prompt of {counted(longest, 'token')} with this budget, which so "
             "never fills; gated reading needs a smaller one, or reading='whole'."
         )
+
+
+def reading_bytes(config: ModelConfig, dtype: Any, method: Method, plans: Sequence[LayerPlan], gate: Gate) -> int:
+    """Bytes of one sequence's cache while it is read: rows, window and chunk of all layers."""
+    reader = while_reading(method, gate.window, gate.chunk)
+    held = [plan_reading(plan, reader, rows_beside(method, reader), gate.window, gate.chunk) for plan in plans]
+    slots = sum(group.capacity * len(group.heads) for plan in held for group in plan.groups)
+    return slots * row_bytes(config.head_dim, dtype, dtype, stored=method.cache_dtype)
 
 
 def _chunk(
@@ -137,22 +146,3 @@ def _latest(
 ) -> Float[Array, "B V"]:
     """The logits of each sequence's last token so far."""
     return jnp.where((jnp.asarray(counts) > 0)[:, None], latest, before)
-
-
-def _settled(
-    config: ModelConfig,
-    method: Method,
-    plans: tuple[LayerPlan, ...],
-    request: Any,
-    lengths: Int[np.ndarray, " B"],
-    cache: KVCache,
-    call: Callable[..., Any],
-) -> KVCache:
-    """The cache in its slots, layer after layer, so that one layer alone is there twice."""
-    layers, states = list(cache.layers), list(cache.state)
-    position = cache.position
-    del cache
-    for number, plan in enumerate(plans):
-        budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
-        layers[number], states[number] = call(settle, method, plan, layers[number], states[number], budgets)
-    return KVCache(tuple(layers), tuple(states), position)

@@ -33,11 +33,12 @@ from clusterkv_jax.decoding import (
 from clusterkv_jax.generation.batch import Batch, Gate, make_batch, padded
 from clusterkv_jax.generation.diagnosis import check_finite
 from clusterkv_jax.generation.diagnosis import first_not_finite as _first_not_finite
-from clusterkv_jax.generation.gated_reading import gated_prefill
+from clusterkv_jax.generation.gated_reading import check_fills, gated_prefill
 from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.plan import is_endless, longest_short
+from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.runtime.checks import check_flag
 from clusterkv_jax.runtime.dispatch import platform
@@ -302,9 +303,19 @@ def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **
     sizes: Any = {"max_new_tokens": batch.max_new_tokens, "reserve": batch.reserve, "step_tokens": batch.step_tokens}
     sizes |= {"whole": batch.whole, "key": key, **options}
     if batch.gate is not None:
+        _check_gate(model, method, batch, lengths)
         return gated_prefill(model.params, model.config, method, tokens, lengths, gate=batch.gate, **sizes)
     arrays = jnp.asarray(tokens), jnp.asarray(lengths)
     return prefill(model.params, model.config, method, *arrays, prefill_chunk=batch.prefill_chunk, **sizes)
+
+
+def _check_gate(model: Model, method: Method, batch: Batch, lengths: np.ndarray) -> None:
+    """Raise ValueError where a batch has prompts beyond the window and none of them ever drops a row."""
+    counts = {"reserve": batch.reserve, "step_tokens": batch.step_tokens, "max_new_tokens": batch.max_new_tokens}
+    dtype, config = model.params["embed"].dtype, model.config
+    if batch.gate is not None and lengths.max() > batch.gate.window:
+        request = request_of_model(config, dtype, lengths, method.cache_dtype, **counts)
+        check_fills(config, method, request, lengths.astype(np.int64))
 
 
 @partial(annotate_function, name="question")
