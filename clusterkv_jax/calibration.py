@@ -82,7 +82,7 @@ def with_shares(calibration: "Calibration | None", method: AnyMethod) -> AnyMeth
         if first != method.prefill and hasattr(then, "budget") and then.budget.shares is None:
             then = dataclasses.replace(then, budget=dataclasses.replace(then.budget, shares=first.budget.shares))
         return dataclasses.replace(method, prefill=first, decode=then)
-    learns = bool({"scores", "repetition"} & method.needs(0))
+    learns = bool({"scores", "repetition"} & method.inputs(0))
     if calibration is None or not learns or method.budget.shares is not None:
         return method
     return calibration.applied(method)
@@ -201,10 +201,10 @@ class Calibration:
             return dataclasses.replace(method, outlier_heads=self.outlier_heads)
         if not hasattr(method, "budget"):
             raise ValueError(f"{type(method).__name__} has no budget, so a calibration has nothing to give it.")
-        shares = self.cluster_shares if method.holds == "centroids" else self.head_shares
+        shares = self.cluster_shares if method.storage == "centroids" else self.head_shares
         if self.least_scores is not None and (ratio := self._ratio(method.budget)) < 1:
             shares = self.kept_shares(ratio)
-        if method.holds == "pages":  # within a layer each prompt spreads its rows itself
+        if method.storage == "pages":  # within a layer each prompt spreads its rows itself
             shares = tuple(float(np.mean(row)) for row in shares)
         return dataclasses.replace(method, budget=dataclasses.replace(method.budget, shares=shares))
 

@@ -7,9 +7,9 @@
     decode_loop   a loop of decode steps and sampling: no host round trip per token
 
 Prefill is a host loop over two programs. All layers and methods share the one that reads a layer, layers of equal plan
-the one that compresses (`methods.compressing`); only one layer's full KV is alive beside the compressed ones, on a GPU
-that of a few layers while it is small. Decoding is one program with its layers unrolled, its cache donated, and one
-scalar condition around the clustering of all layers.
+the one that compresses (`methods.prefill_compression`); only one layer's full KV is alive beside the compressed ones,
+on a GPU that of a few layers while it is small. Decoding is one program with its layers unrolled, its cache donated,
+and one scalar condition around the clustering of all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,24 @@ from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overfl
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, due, placed, recompress, step_layer, steps_until_due
-from clusterkv_jax.methods.compressing import (
-    ReadLayer,
-    Workspace,
-    awaits,
-    compress,
-    layers_in_a_row,
-    prompt_shapes,
-    put_into,
-    workspace_for,
-)
+from clusterkv_jax.methods.driver import Prompt, due, placed, recompress, step_layer, steps_until_due
 from clusterkv_jax.methods.plan import (
     check_prompts,
-    needs_of_layer,
+    inputs_of_layer,
     planned_layer,
     plans_of_width,
     repeats,
     repetition_of,
+)
+from clusterkv_jax.methods.prefill_compression import (
+    ReadLayer,
+    Workspace,
+    compress,
+    defers,
+    layers_in_a_row,
+    prompt_shapes,
+    put_into,
+    workspace_for,
 )
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import decoder, prompt_forward
@@ -127,7 +127,7 @@ def prefill(
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens, "whole": whole}
     request, own_plans = plans_of_width(config, method, params["embed"].dtype, width, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
-    in_host_memory = method.holds == "host"
+    in_host_memory = method.storage == "host"
     # A copy, since a cache is donated; of numbers on the host the program itself makes one.
     copied = jnp.array if numbers is None or isinstance(lengths, jax.Array) else np.array
     position = copied(lengths, np.int32)
@@ -151,7 +151,7 @@ def prefill(
         for number, weights in enumerate(params["layers"]):
             plan, budgets = planned(number)
             if rows is None:
-                if "scores" in plan.needs:
+                if "scores" in plan.inputs:
                     _surrogate(weights, method)
                 layer, parts = config.of_layer(number), _parts(method, plan)
                 if not waiting:
@@ -166,7 +166,7 @@ def prefill(
                 prompt = rows.pop(0)
             waiting.append(ReadLayer(number, plan, prompt, budgets))
             # While the device reads: it clusters in step with the host, and would wait.
-            if not awaits(waiting, workspace, following(number)):
+            if not defers(waiting, workspace, following(number)):
                 draws = own_key(key) if draws is None else draws
                 compressed, selection, workspace = compress(call, method, waiting, draws, selection, workspace)
                 done.extend(compressed)
@@ -262,10 +262,10 @@ def append_step(
     hidden = constrain(decoder.embed(params, config, tokens, positions), "batch", None, None)
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
-        needs = needs_of_layer(config, method, number)
-        static = config.of_layer(number), method, needs
+        inputs = inputs_of_layer(config, method, number)
+        static = config.of_layer(number), method, inputs
         rows = cache.layers[number], cache.state[number]
-        entering = hidden, before if "lookahead" in needs else None
+        entering = hidden, before if "lookahead" in inputs else None
         with jax.named_scope(f"layer_{number}"):
             before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
         layers.append(layer)
@@ -279,22 +279,22 @@ def append_step(
     return cache, jnp.where(over, jnp.nan, logits)
 
 
-@partial(jax.jit, static_argnames=("config", "method", "needs"))
+@partial(jax.jit, static_argnames=("config", "method", "inputs"))
 def _step_layer(
     weights: Params,
     config: ModelConfig,
     method: Method,
-    needs: frozenset[str],
+    inputs: frozenset[str],
     layer: Layer,
-    state: tuple[State, ...],
+    state: tuple[State | None, ...],
     hidden: Float[Array, "B T M"],
     before: Float[Array, "B T M"] | None,
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T M"], Layer, tuple[State, ...]]:
+) -> tuple[Float[Array, "B T M"], Layer, tuple[State | None, ...]]:
     """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
     lookup = None if before is None else decoder.attention_in(weights, config, before, positions)[0]
-    surrogate = _surrogate(weights, method) if "scores" in needs else None
+    surrogate = _surrogate(weights, method) if "scores" in inputs else None
     q, k, v, scores = decoder.attention_in(weights, config, hidden, positions, surrogate)
     sinks = decoder.sink_logits(weights, config)
     new = StepInputs(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
@@ -403,7 +403,7 @@ def next_token_jit(
 def _parts(method: Method, plan: LayerPlan) -> frozenset[str]:
     """What a method is given of a prompt beside keys and values. What recalls rows takes queries if there are any."""
     takes = not method.forgets and plan.window is None and not all(group.keep_all for group in plan.groups)
-    return plan.needs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
+    return plan.inputs & {"queries", "hidden", "scores"} | ({"queries"} if takes else set())
 
 
 @jit(static_argnames=("config", "parts", "chunk"), donate_argnames=("hidden", "workspace"))

@@ -145,7 +145,7 @@ def is_calibrated(model: str, calibration: Calibration | None = None) -> bool:
 def check_calibrated(model: str, calibration: Calibration | None, by_name: Mapping[str, methods.Method]) -> None:
     """Raise ValueError, before weights are read, for a method of learned scores that the model will not have."""
     for name, method in by_name.items():
-        if "scores" in method.needs(0) and not is_calibrated(model, calibration):
+        if "scores" in method.inputs(0) and not is_calibrated(model, calibration):
             raise ValueError(
                 f"{name} keeps rows by learned scores, and {model} has no calibration; to make one: {_command(model)}."
             )
@@ -170,7 +170,7 @@ def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> meth
     if model.calibration is not None:
         method = settled(method, model.calibration)
     result: Any = with_shares(model.calibration, method)
-    if model.tokenizer is None or "repetition" not in method.needs(0):
+    if model.tokenizer is None or "repetition" not in method.inputs(0):
         return result
     frame = None
     if has_template(model.tokenizer):
@@ -181,7 +181,7 @@ def completed(model: Model, method: methods.Method, chat: Chat = Chat()) -> meth
 
 def described(model: Model, method: methods.Method) -> str:
     """What answers depend on: the method, and the model's calibration where it takes scores or shares from there."""
-    takes_it = "scores" in method.needs(0) or with_shares(model.calibration, method) != method
+    takes_it = "scores" in method.inputs(0) or with_shares(model.calibration, method) != method
     if model.calibration is None or not takes_it:
         return written(method)
     return f"{written(method)} with calibration {fingerprint(model.calibration)}"

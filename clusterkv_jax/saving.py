@@ -37,7 +37,7 @@ from clusterkv_jax.cache.layers import (
 )
 from clusterkv_jax.kernels.quantised import CODES, SCALE_BYTES, Quantised, kind, row_bytes
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.methods.registry import METHODS
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.errors import out_of_memory_explained
@@ -123,7 +123,7 @@ def read(path: str | os.PathLike[str], config: ModelConfig, method: Method) -> t
     path = _checked_path(path, config, method)
     if not path.is_file():
         raise ValueError(f"There is no cache file {path}.")
-    with out_of_memory_explained(f"loading {path}", uses_host=method.holds == "host"):
+    with out_of_memory_explained(f"loading {path}", uses_host=method.storage == "host"):
         try:
             return _read(path, config, method)
         except SafetensorError as error:
@@ -199,7 +199,7 @@ def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str
         for layer, keeps in zip(layers, state, strict=True)
     )
     cache = dataclasses.replace(cache, layers=layers)
-    return commit(cache) if method.holds == "host" else cache, metadata["checksum"]
+    return commit(cache) if method.storage == "host" else cache, metadata["checksum"]
 
 
 # --- arrays by their place ---

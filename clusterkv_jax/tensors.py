@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.layers import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.methods.base import Method, Rows, head_rows
-from clusterkv_jax.methods.chassis import Prompt, compress_layer
+from clusterkv_jax.methods.driver import Prompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
@@ -115,7 +115,7 @@ def compress(
     kept.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
     plan = plan_layer(kept, layer, request)
     if not plan.selects:  # there is no earlier layer whose selection could be reused
-        plan = replace(plan, needs=kept.needs(0))
+        plan = replace(plan, inputs=kept.inputs(0))
     budgets = rows_of_request(kept, plan, counts, layer, request)
     key = jax.random.fold_in(own_key(key), layer)
     prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)

@@ -15,7 +15,7 @@ from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
 from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
-from clusterkv_jax.methods.chassis import due, steps_until_due
+from clusterkv_jax.methods.driver import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import decoder, parameters
 from tests.support.methods import every_method, named
@@ -229,7 +229,7 @@ def assert_budget_at_every_step(method):
         assert steps_until_due(method, cache) == (None if every == 1 else every - (i + 1) % every)
         for number, (layer, rows) in enumerate(zip(cache.layers, occupancy(cache), strict=True)):
             pyramid = (5 / 3, 1 / 3)[number] if isinstance(method, ckv.PyramidKV) else 1
-            if method.holds == "pages":
+            if method.storage == "pages":
                 rows = [[sum(row) // 2] * 2 for row in rows]
             assert rows == [[round(pyramid * n / 2) + (i + 1) % every] * 2 for n in (48, 36)]
             layer = from_pages(layer, layer.degree[0].size) if isinstance(layer, ckv.PagedHeads) else layer

@@ -8,7 +8,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.cache.layers import StepInputs, dequantised_rows
-from clusterkv_jax.methods import chassis
+from clusterkv_jax.methods import driver
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.sharding import auto_mesh
 from tests.support.layers import compress
@@ -58,7 +58,7 @@ def test_steps_attend_by_the_power_of_their_method(cache_dtype):
     method, layer, state = clustered(0.5, cache_dtype)
     q, token = queries()[:, None], jnp.zeros((2, 1, HEADS, DIM))
     new = StepInputs(q, token, token, jnp.asarray(LENGTHS, jnp.int32)[:, None], jnp.ones((2, 1), bool))
-    step = jax.jit(lambda layer, state: chassis.step_layer(method, layer, state, new))
+    step = jax.jit(lambda layer, state: driver.step_layer(method, layer, state, new))
     out, longer, _ = step(layer, state)
     out = np.asarray(out)[:, 0]
     rows = longer if cache_dtype is None else dequantised_rows(longer)

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import step_layer
+from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
 from tests.support.golden_files import golden

@@ -82,7 +82,7 @@ def test_budgets_are_met_exactly_and_slots_are_those_of_reading_whole(method):
     (read, _), (whole, _) = gated(method), afterwards(method)
     assert occupancy(read) == occupancy(whole)
     assert jax.tree.map(jnp.shape, read) == jax.tree.map(jnp.shape, whole)
-    if method.holds == "centroids":
+    if method.storage == "centroids":
         for group in (group for layer in read.layers for group in groups(layer)):
             np.testing.assert_allclose(jnp.sum(group.degree, axis=2)[:, 0], [48, 33, 20], rtol=1e-6)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import append, group_heads, groups
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import Request
 from tests.support.methods import SHAPE, every_method, fitted_method, named
@@ -146,14 +146,14 @@ def test_every_budget_is_met_and_attention_ignores_the_order_of_slots(method):
     queries = tensors(12, heads=4)[0]
     layer = ckv.compress(method, queries, keys, values, jnp.asarray([96, 80]), num_layers=2, scores=scores_of(values))
     first = 5 / 3 if isinstance(method, ckv.PyramidKV) else 1
-    if method.holds == "pages":
+    if method.storage == "pages":
         assert layer.length.sum(-1).tolist() == [48, 40]
         assert layer.length[0].tolist() != [24, 24]
         assert layer.capacity == 96  # of tensors alone there are no pages
     else:
         assert layer.length.tolist() == [[round(first * n / 4)] * 2 for n in (96, 80)]
         assert layer.capacity == int(layer.length.max())
-    if method.holds != "centroids":
+    if method.storage != "centroids":
         np.testing.assert_array_equal(layer.degree > 0, ordinals(layer.capacity, 3) < layer.length[..., None])
     order = np.random.default_rng(0).permutation(layer.capacity)
     shuffled = jax.tree.map(lambda x: x[:, :, order] if x.ndim > 2 else x, layer)

@@ -16,7 +16,7 @@ from clusterkv_jax.methods.families.eviction import Eviction
 from tests.support.methods import PAGE, LargeValues
 
 ROOT = Path(__file__).parents[1]
-# Derived from `holds`, never overridden.
+# Derived from `storage`, never overridden.
 DERIVED = {"forgets"}
 
 
@@ -27,8 +27,8 @@ def subclasses(cls):
 def test_the_base_has_eleven_members():
     members = {name for name in vars(Method) if not name.startswith("_")} - DERIVED
     assert members == {
-        *("protected", "schedule", "holds", "budget_rows", "check"),
-        *("needs", "remember", "compress", "recompress", "step", "degree_power"),
+        *("protected", "schedule", "storage", "budget_rows", "check"),
+        *("inputs", "init_state", "compress", "recompress", "step", "degree_power"),
     }
     assert not any(DERIVED & vars(cls).keys() for cls in subclasses(Method) - {Method})
 
@@ -38,6 +38,12 @@ def test_what_must_be_said_is_abstract(base, abstract):
     assert base.__abstractmethods__ == abstract
     with pytest.raises(TypeError, match="abstract"):
         base(*[ckv.Budget(ratio=0.5)] * (base is Eviction))
+
+
+@pytest.mark.parametrize(("earlier", "now"), [("holds", "storage"), ("needs", "inputs"), ("remember", "init_state")])
+def test_an_earlier_name_of_a_member_is_refused(earlier, now):
+    with pytest.raises(TypeError, match=f"Mine.{earlier} is called {now} now."):
+        type("Mine", (Method,), {earlier: None})
 
 
 def test_the_method_of_the_page_has_at_most_twelve_lines():
@@ -78,7 +84,7 @@ def test_the_pieces_of_a_method_are_where_the_page_says():
 
 @pytest.mark.parametrize("kind", ["token", "ring"])
 def test_eviction_refuses_a_schedule_that_needs_a_step_of_its_own(kind):
-    with pytest.raises(ValueError, match=r"LargeValues schedule must be every\(n\) or Schedule\(\), got"):
+    with pytest.raises(ValueError, match=r"LargeValues schedule must be recompress_every\(n\) or Schedule\(\), got"):
         LargeValues(ckv.Budget(tokens=20), schedule=Schedule(kind))
 
 

@@ -25,7 +25,7 @@ from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.generation.generate import completed, generate, prefill_batch
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due
+from clusterkv_jax.methods.driver import due
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
@@ -203,7 +203,7 @@ def _steps(model: Model, method: Method, prompts: list[list[int]], new_tokens: i
     # Until it is there: the next timing would wait for it.
     cache = jax.block_until_ready(_read(model, method, batch))
     size = device_bytes((cache.layers, cache.state))
-    if method.holds == "host":
+    if method.storage == "host":
         return size, None
     if due(method, cache) is None:
         return size, 0.0

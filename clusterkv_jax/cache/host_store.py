@@ -71,7 +71,7 @@ def on_host(state: Any) -> bool:
 
 
 def move_to_host(
-    prompt: LayerCache, state: State, capacity: int, *, sinks: int, unindexed: int, steps: int
+    prompt: LayerCache, state: State | None, capacity: int, *, sinks: int, unindexed: int, steps: int
 ) -> tuple[LayerCache, State]:
     """The store of a prompt that is indexed, and its state with what the device holds.
 

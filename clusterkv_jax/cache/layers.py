@@ -99,8 +99,9 @@ class WindowCache:
 
 Group = LayerCache | PagedHeads
 Layer = LayerCache | HeadGroups | PagedHeads | WindowCache
-# What a method keeps of a group of heads between steps, by name; None where tokens are only ever appended.
-State = dict[str, Array] | None
+# What a method keeps of a group of heads between steps, by name: arrays [B], [B,K], [B,K,C] or [B,K,C,D]. There is none
+# where tokens are only ever appended.
+State = dict[str, Array]
 
 
 @jax.tree_util.register_dataclass

@@ -61,7 +61,7 @@ def check_prompts(
 def check_looks(methods: Mapping[str, Any]) -> None:
     """Raise ValueError for methods that a look at queries, keys and values cannot judge."""
     for name, method in methods.items():
-        if wanted := {"scores", "repetition"} & method.needs(0):
+        if wanted := {"scores", "repetition"} & method.inputs(0):
             raise ValueError(f"{name} goes by {wanted.pop()} of a whole model, which clusterkv inspect does not make.")
 
 

@@ -14,7 +14,7 @@ from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress
+from clusterkv_jax.methods.driver import due, placed, placed_state, recompress
 from clusterkv_jax.methods.plan import rows_of_request
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig

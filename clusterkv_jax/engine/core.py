@@ -145,7 +145,7 @@ class EngineCore:
         """Around all that runs programs: JAX's settings, the mesh, errors of one sentence, and the seconds it takes."""
         begin = time.perf_counter()
         doing = f"serving {self.layout.slots} slots of {self.layout.limits.max_tokens:,} tokens"
-        explained = out_of_memory_explained(doing, uses_host=self.method.holds == "host")
+        explained = out_of_memory_explained(doing, uses_host=self.method.storage == "host")
         with own_settings(), compilation() as total, self._on_mesh(), explained:
             self._compiling = total
             try:

@@ -29,7 +29,7 @@ from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import due, placed, placed_state, recompress, steps_until_due, with_groups
+from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, steps_until_due, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, Request
@@ -125,7 +125,7 @@ def _laid(method: Method, slots: Slots) -> Slots:
 
 def placed_on_host(cache: KVCache, method: Method) -> KVCache:
     """The cache with the rows of a host store in the host's memory."""
-    if method.holds != "host":
+    if method.storage != "host":
         return cache
     layers = tuple(
         with_groups(layer, [place(group, memory) for group, memory in zip(groups(layer), state, strict=True)])
@@ -183,7 +183,7 @@ def compile_questions(model: Model, method: Method, slots: Slots, width: int) ->
         compile(append_question, model.params, model.config, method, slots, tokens, counts)
 
     feed(slots)
-    if method.holds != "host" and slots.token.size > 2:  # of two, one is half
+    if method.storage != "host" and slots.token.size > 2:  # of two, one is half
         one = compile(extract, method, slots, number)
         feed(one)
         compile(insert, method, slots, one.cache, one.logits, number)
@@ -204,7 +204,7 @@ def append_questions(
     if 2 * len(asked) >= count:
         return feed(slots, [asked.get(slot, NO_QUESTION) for slot in range(count)])
     for slot, one in asked.items():
-        if method.holds == "host":
+        if method.storage == "host":
             slots = feed(slots, [one if other == slot else NO_QUESTION for other in range(count)])
         else:
             number = np.asarray(slot, np.int32)
@@ -354,12 +354,12 @@ def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool
     return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before))))
 
 
-def _dues(state: tuple[tuple[State, ...], ...]) -> list[Array]:
+def _dues(state: tuple[tuple[State | None, ...], ...]) -> list[Array]:
     return [memory["due"] for layer in state for memory in layer if memory is not None and "due" in memory]
 
 
-def _with_due(state: tuple[tuple[State, ...], ...], change: Any) -> tuple[tuple[State, ...], ...]:
-    def one(memory: State) -> State:
+def _with_due(state: tuple[tuple[State | None, ...], ...], change: Any) -> tuple[tuple[State | None, ...], ...]:
+    def one(memory: State | None) -> State | None:
         return memory if memory is None or "due" not in memory else memory | {"due": change(memory["due"])}
 
     return tuple(tuple(one(memory) for memory in layer) for layer in state)

@@ -156,7 +156,9 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[EncodedPrompt]) 
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
     steps = bucket(int(counts.max()), 16)
     mesh = on_mesh(model.mesh, model.config.num_kv_heads)
-    explained = out_of_memory_explained(f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.holds == "host")
+    explained = out_of_memory_explained(
+        f"scoring {len(prompts)} x {width:,} tokens", uses_host=method.storage == "host"
+    )
     with compilation() as compiled, mesh, explained:
         cache, logits = prefill(
             model.params,

@@ -163,7 +163,7 @@ def generate(
     texts, question_ids = batch.texts, batch.questions
     check_seeds(seed, len(texts))
     seeds = spread(seed, len(texts))
-    explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
+    explained = out_of_memory_explained(_doing(batch), uses_host=method.storage == "host")
     with compilation() as compiled, on_mesh(model.mesh, model.config.num_kv_heads), explained:
         begin = time.perf_counter()
         keys = seed_keys(seeds)
@@ -211,9 +211,9 @@ def compile_ahead(
     batch = make_batch(model, prompts, **sizes, endless=endless)
     method, sampling = completed(model, method or Full(), batch.chat), sampling or Sampling()
     batch = replace(batch, whole=kept_whole(model, method, batch)) if keep_short else batch
-    explained = out_of_memory_explained(_doing(batch), uses_host=method.holds == "host")
+    explained = out_of_memory_explained(_doing(batch), uses_host=method.storage == "host")
     with explained, compilation() as total, on_mesh(model.mesh, model.config.num_kv_heads):
-        if method.holds == "host":
+        if method.storage == "host":
             return total
         compile, keys = compiler(on_program), seed_keys([0] * len(batch.texts))
         cache, logits = prefill_batch(model, method, batch, seed_key(0), call=compile)

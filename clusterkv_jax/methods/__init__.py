@@ -16,7 +16,7 @@ from clusterkv_jax.methods.base import (
     Schedule as Schedule,
 )
 from clusterkv_jax.methods.base import (
-    every as every,
+    recompress_every as recompress_every,
 )
 from clusterkv_jax.methods.families.clustering import Clustering as Clustering
 from clusterkv_jax.methods.families.eviction import (
@@ -34,3 +34,5 @@ from clusterkv_jax.methods.families.eviction import (
 from clusterkv_jax.methods.families.recall import Recall as Recall
 from clusterkv_jax.methods.families.scored import Scored as Scored
 from clusterkv_jax.methods.registry import *
+
+every = recompress_every  # its earlier name

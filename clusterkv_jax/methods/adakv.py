@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.methods.base import Holding, Schedule, every
+from clusterkv_jax.methods.base import Schedule, StorageKind, recompress_every
 from clusterkv_jax.methods.families.eviction import (
     best_of_layer,
     best_rows,
@@ -37,7 +37,7 @@ class AdaKV(SnapKV):
     safeguard: float = 0.2
     mode: Literal["kvpress", "factory"] = "kvpress"
 
-    holds: ClassVar[Holding] = "pages"
+    storage: ClassVar[StorageKind] = "pages"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class AdaKV(SnapKV):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.decode_interval, rounding=1 if is_one_of(self.mode, "factory") else 0)
+        return recompress_every(self.decode_interval, rounding=1 if is_one_of(self.mode, "factory") else 0)
 
     @override
     def choose(

@@ -39,7 +39,7 @@ class Auto(OrbitKV):
         """Recent rows of the others: more than OrbitKV's, if nothing else was said and a budget of tokens has room."""
         if self.recent != OrbitKV.recent:
             return self.recent
-        room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.spare
+        room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.min_free
         return max(self.recent, min(RECENT, room))
 
 

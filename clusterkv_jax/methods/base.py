@@ -2,16 +2,16 @@
 
 A method is a frozen dataclass, budget first, hashable and so static under jit.
 
-    protected, schedule, holds     values: which rows always stay, when a cache returns to its budget, what it holds
+    protected, schedule, storage   values: which rows always stay, when a cache returns to its budget, what its rows are
     degree_power                   value: how much a centroid of many rows counts
-    budget_rows, check, needs      host: B of each prompt and head, what is impossible, what a layer must be shown
+    budget_rows, check, inputs     host: B of each prompt and head, what is impossible, what a layer must be shown
     compress                       jit: what is left of a prompt, one group of heads at a time, after its attention
-    remember                       jit: what is kept beside the rows between steps
+    init_state                     jit: what is kept beside the rows between steps
     step                           jit: how new tokens enter a group and attend to it
     recompress                     jit: the way back to the budget while decoding, under one condition for all layers
 
 `families` has bases that answer nearly all of it: a method that drops rows says what a row is worth (`Eviction.score`).
-The order in which the members are called is in `chassis`, which no method overrides.
+The order in which the members are called is in `driver`, which no method overrides.
 """
 
 from abc import abstractmethod
@@ -28,25 +28,24 @@ from typing_extensions import override
 from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
-from clusterkv_jax.cache.layers import Group, LayerCache, PagedHeads, StepInputs, append, append_scored, compact
+from clusterkv_jax.cache.layers import Group, LayerCache, PagedHeads, State, StepInputs, append, append_scored, compact
 from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
 from clusterkv_jax.methods.storage import Storage
 from clusterkv_jax.runtime.errors import counted
 from clusterkv_jax.runtime.sharding import over_heads
 
-# What a method keeps of a group of heads between steps, by name; arrays [B], [B,K], [B,K,C] or [B,K,C,D].
-Memory = dict[str, Array]
-
 # What the rows of a group are: tokens as they were; centroids of several; tokens in pages that heads share; tokens
 # rotated to other positions; every token, with an index of them, on the device or in the host's memory.
-Holding = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
+StorageKind = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 
 # What a method may ask to be shown of a layer: its queries, the hidden states that enter its attention, the scores that
 # the model's surrogate predicts from them, those of a repetition of the prompt, the queries that it makes of what the
 # layer before it read, what an earlier layer selected, instead of selecting itself, or all heads of equal budgets at
 # once, as what one of them keeps depends on the others. Or a few layers at once, as sequences of one batch: what takes
 # many short launches asks a GPU for that, and gets it unless some part of it asks for a key of each layer's own.
-Need = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
+Input = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
+
+EARLIER_NAMES = {"holds": "storage", "needs": "inputs", "remember": "init_state"}
 
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
@@ -61,7 +60,7 @@ class Protected:
     sinks: int | None = None
     recent: int | None = None
     window: int | None = None
-    spare: int = 1
+    min_free: int = 1
 
     @property
     def first(self) -> int:
@@ -76,7 +75,7 @@ class Protected:
     @property
     def fewest(self) -> int:
         """The fewest rows that a budget must leave."""
-        return self.first + self.last + self.spare
+        return self.first + self.last + self.min_free
 
     @override
     def __str__(self) -> str:
@@ -88,7 +87,7 @@ class Protected:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a group of heads returns to its budget B while decoding; `every` makes the usual one.
+    """When a group of heads returns to its budget B while decoding; `recompress_every` makes the usual one.
 
     Attributes:
         kind: "append": never. "interval": when it holds B + `interval` rows. "token": each token beyond B drops a row.
@@ -104,7 +103,7 @@ class Schedule:
     rounding: int = 0
 
 
-def every(interval: int | None, slack: int = 0, rounding: int = 0) -> Schedule:
+def recompress_every(interval: int | None, slack: int = 0, rounding: int = 0) -> Schedule:
     """Back to B at B + `interval` rows; None appends for ever."""
     if interval is None:
         return Schedule(slack=slack, rounding=rounding)
@@ -120,7 +119,7 @@ class Rows:
         cache: the rows; after the prompt one for each token, C = N.
         budget: rows to keep, B. A sequence that holds no more stays as it is, bit for bit.
         position: tokens seen.
-        memory: what `remember` made, as the steps left it.
+        state: what `init_state` made, as the steps left it.
         queries: of the prompt, padded; None while decoding, and for bare tensors without them.
         hidden: what enters the attention of the layer, as `queries`.
         scores: what each row of the prompt is worth, as `queries`; of a row beyond the prompt they mean nothing.
@@ -134,33 +133,33 @@ class Rows:
     cache: Group
     budget: Int[Array, " B"]
     position: Int[Array, " B"]
-    memory: Memory
+    state: State
     queries: Float[Array, "B H N D"] | None = None
     hidden: Float[Array, "B N M"] | None = None
     scores: Float[Array, "B K N"] | None = None
     squares: tuple[Float[Array, "B K N"], Float[Array, "B K N"]] | None = None
     key: Array | None = None
     selection: Any = None
-    share: Float[Array, " B"] | None = None
+    budget_share: Float[Array, " B"] | None = None
     plan: GroupPlan = field(default=GroupPlan((), 0), metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Compressed:
-    """What `compress` and `recompress` leave: rows, memory (None: as it was), and what later layers may reuse.
+    """What `compress` and `recompress` leave: rows, state (None: as it was), and what later layers may reuse.
 
-    `slots` are those of the rows left, in their order and then -1, where these still lie among others; `in_front` moves
-    them. None: they stand in front.
+    `slots` are those of the rows left, in their order and then -1, where these still lie among others; `compacted`
+    moves them. None: they stand in front.
     """
 
     cache: Group
-    memory: Memory | None = None
+    state: State | None = None
     selection: Any = None
     slots: Int[Array, "B K slots"] | None = None
 
 
-def in_front(result: Compressed) -> Compressed:
+def compacted(result: Compressed) -> Compressed:
     """The same with its rows in the first slots."""
     if result.slots is None:
         return result
@@ -175,15 +174,20 @@ class Method(Storage):
     decoding ask `layers.dequantised_rows` for them.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in EARLIER_NAMES.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name} is called {EARLIER_NAMES[name]} now.")
+
     budget: Budget
-    holds: ClassVar[Holding] = "tokens"
+    storage: ClassVar[StorageKind] = "tokens"
     # The bias of a row is this times log degree; a field of the methods that make centroids (`families.merging`).
     degree_power: float = 1.0
 
     @property
     def forgets(self) -> bool:
         """Whether rows beyond the budget are gone; otherwise all stay, and a step attends to a budget of them."""
-        return self.holds not in ("index", "host")
+        return self.storage not in ("index", "host")
 
     # --- values ---
 
@@ -210,14 +214,14 @@ class Method(Storage):
         """Raise ValueError, naming the numbers, if a prompt of one of these lengths has an impossible budget."""
         check_budgets(self, lengths, request, self.budget_rows)
 
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         """What the method must be shown of a layer."""
         del layer
         return frozenset()
 
     # --- under jit ---
 
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """What is kept beside the rows of a group between steps. Without any, tokens are appended and attend to all.
 
         Asked again, with what was kept, where a budget grows while a prompt is read.
@@ -233,9 +237,9 @@ class Method(Storage):
         """The rows brought back to their budget, in the same slots."""
         return self.compress(rows)
 
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        """New tokens enter a group of heads that has a memory, and attend."""
-        return append_and_attend(group, memory, tokens)
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
+        """New tokens enter a group of heads that has a state, and attend."""
+        return append_and_attend(group, state, tokens)
 
 
 def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request, fewest: int = 0) -> np.ndarray:
@@ -295,19 +299,19 @@ def rows_held(group: Group) -> Int[Array, " B"]:
 
 
 def append_and_attend(
-    group: AnyGroup, memory: Any, tokens: StepInputs, *, apart: bool = True
+    group: AnyGroup, state: Any, tokens: StepInputs, *, apart: bool = True
 ) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
     """The step of most methods: the tokens stand behind the rows there are, and attend to all of them.
 
-    So do their scores, where the memory has those of the rows.
+    So do their scores, where the state has those of the rows.
     """
-    longer, memory = append_with_scores(group, memory, tokens, apart=apart)
+    longer, state = append_with_scores(group, state, tokens, apart=apart)
     how = tokens.soft_cap, tokens.degree_power
     if tokens.q.shape[1] == 1:
-        return with_sinks(attend_cache(longer, tokens.q, *how), tokens.sink_logits), longer, memory
+        return with_sinks(attend_cache(longer, tokens.q, *how), tokens.sink_logits), longer, state
     among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
     attended = combine(attend_cache(group, tokens.q, *how), among, tokens.sink_logits)
-    return attended, longer, memory
+    return attended, longer, state
 
 
 def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -> AnyGroup:
@@ -316,23 +320,23 @@ def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -
     return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
 
 
-def append_with_scores(group: Any, memory: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
-    """`append_tokens`, and their scores where the memory has those of the rows."""
-    if memory is None or "scores" not in memory:
-        return append_tokens(group, tokens, apart=apart), memory
+def append_with_scores(group: Any, state: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
+    """`append_tokens`, and their scores where the state has those of the rows."""
+    if state is None or "scores" not in state:
+        return append_tokens(group, tokens, apart=apart), state
     assert tokens.scores is not None
     new = *_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2)
-    longer, scores = append_scored(group, memory["scores"], *new, apart=apart)
-    return longer, memory | {"scores": scores}
+    longer, scores = append_scored(group, state["scores"], *new, apart=apart)
+    return longer, state | {"scores": scores}
 
 
 def _new_rows(tokens: StepInputs) -> tuple[Array, Array, Array, Array]:
     return jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
 
 
-def slots_apart(method: "Method") -> bool:
+def slots_shardable(method: "Method") -> bool:
     """Whether devices may share the slots of a head: steps only append to the rows there are and attend to them."""
-    return method.schedule.kind in ("append", "interval") and method.holds in ("tokens", "centroids", "moved")
+    return method.schedule.kind in ("append", "interval") and method.storage in ("tokens", "centroids", "moved")
 
 
 def is_by_head(method: "Method", num_layers: int) -> bool:
@@ -340,25 +344,25 @@ def is_by_head(method: "Method", num_layers: int) -> bool:
     only append to rows and attend to them.
     """
     beside = {"heads", "selection", "hidden"}  # other heads, what they pass on to later layers, and what is large
-    alone = slots_apart(method) and method.holds != "moved"
-    return alone and not any(beside & method.needs(layer) for layer in range(num_layers))
+    alone = slots_shardable(method) and method.storage != "moved"
+    return alone and not any(beside & method.inputs(layer) for layer in range(num_layers))
 
 
 def one_by_one(
-    step: Callable[[LayerCache, Memory, StepInputs], tuple[Array, LayerCache, Memory]],
+    step: Callable[[LayerCache, State, StepInputs], tuple[Array, LayerCache, State]],
     group: LayerCache,
-    memory: Memory,
+    state: State,
     tokens: StepInputs,
-) -> tuple[Float[Array, "B T H D"], LayerCache, Memory]:
+) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
     """T tokens through a step that takes one: for methods that drop rows at every token."""
     if tokens.q.shape[1] == 1:
-        return step(group, memory, tokens)
+        return step(group, state, tokens)
 
     def body(carry, token):
-        group, memory = carry
-        attended, group, memory = step(group, memory, replace(token, sink_logits=tokens.sink_logits))
-        return (group, memory), attended[:, 0]
+        group, state = carry
+        attended, group, state = step(group, state, replace(token, sink_logits=tokens.sink_logits))
+        return (group, state), attended[:, 0]
 
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], replace(tokens, sink_logits=None))
-    (group, memory), attended = jax.lax.scan(body, (group, memory), by_token)
-    return jnp.moveaxis(attended, 0, 1), group, memory
+    (group, state), attended = jax.lax.scan(body, (group, state), by_token)
+    return jnp.moveaxis(attended, 0, 1), group, state

@@ -14,7 +14,7 @@ from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.cache.layers import LayerCache, StepInputs, get_slots, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored, dequantised
-from clusterkv_jax.methods.base import Compressed, Memory, Need, Rows, Schedule, append_tokens, one_by_one
+from clusterkv_jax.methods.base import Compressed, Input, Rows, Schedule, State, append_tokens, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming, replace_row
 from clusterkv_jax.runtime import prng
 from clusterkv_jax.runtime.errors import check_fields, is_count
@@ -48,11 +48,11 @@ class CaM(Streaming):
         return Schedule("token")
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"queries", "key"} if self.stochastic else {"queries"})
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """The key: every sequence's own copy, so that a sequence draws alike in any batch."""
         if not self.stochastic:
             return {}
@@ -82,17 +82,17 @@ class CaM(Streaming):
         return Compressed(take_rows(replace(prompt, values=values), stay, rows.plan.capacity)[0])
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, attend, merge the oldest row's value into the next and drop it, token after token."""
-        return one_by_one(self._step, group, memory, tokens)
+        return one_by_one(self._step, group, state, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, state: State, token: StepInputs) -> tuple[Array, LayerCache, State]:
         group = append_tokens(group, token)
         among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)
         slot, slots = self.oldest(group), group.capacity
-        weight = self._weight(attention, group, slot, memory)
+        weight = self._weight(attention, group, slot, state)
         gone = dequantised(get_slots(group.values, slot[..., None])).astype(jnp.float32)
-        drop = token.real[:, 0] & (group.length[:, 0] > memory["budget"])
+        drop = token.real[:, 0] & (group.length[:, 0] > state["budget"])
         group = replace_row(group, slot, drop)  # the new token now stands there, last in the ring
 
         ring = jnp.maximum(group.length - self.sinks, 1)[..., None]
@@ -104,10 +104,10 @@ class CaM(Streaming):
         values = values.astype(jnp.float32) + (weight / self.merge_budget)[..., None, None] * gone
         put = jax.vmap(jax.vmap(lambda v, at, x: v.at[at].set(x.astype(v.dtype), mode="drop")))
         merged = jax.tree.map(lambda v, x: put(v, place, x), group.values, as_stored(values, group.values))
-        return with_sinks(among, token.sink_logits), replace(group, values=merged), memory
+        return with_sinks(among, token.sink_logits), replace(group, values=merged), state
 
     def _weight(
-        self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], memory: Memory
+        self, attention: Float[Array, "B K C"], group: LayerCache, slot: Int[Array, "B K"], state: State
     ) -> Float[Array, "B K"]:
         """What share of the leaving row's value is passed on: 0 or 1, or the probability of 1."""
         number = ordinals(group.capacity, 3)
@@ -123,7 +123,7 @@ class CaM(Streaming):
         def draw(data: Array, position: Int[Array, ""]) -> Array:
             return jax.random.uniform(jax.random.fold_in(prng.wrapped(data), position), (slot.shape[1],))
 
-        return (jax.vmap(draw)(memory["key"], position) < chance).astype(jnp.float32)
+        return (jax.vmap(draw)(state["key"], position) < chance).astype(jnp.float32)
 
 
 def _ratio(leaving: Array, mean: Array) -> Array:

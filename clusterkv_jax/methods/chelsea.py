@@ -7,7 +7,7 @@ import numpy as np
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.methods.base import Schedule, every, head_rows
+from clusterkv_jax.methods.base import Schedule, head_rows, recompress_every
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_number
@@ -56,7 +56,7 @@ class Chelsea(Clustering):
     @override
     def schedule(self) -> Schedule:
         """A prompt is clustered if n >= B + interval."""
-        return every(self.interval, slack=self.interval)
+        return recompress_every(self.interval, slack=self.interval)
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:

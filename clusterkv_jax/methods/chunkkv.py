@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Need, Protected, Rows
+from clusterkv_jax.methods.base import Input, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.methods.snapkv import snap_scores
@@ -58,12 +58,12 @@ class ChunkKV(Windowed):
         return Protected() if self.mode == "kvpress" else super().protected
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         """Every `reuse_layers`-th layer selects; what is compressed while decoding remembers queries in every layer."""
         if layer % self.reuse_layers == 0:
             return frozenset({"heads", "queries"})
-        reuses: frozenset[Need] = frozenset({"heads", "selection"})
-        queries: frozenset[Need] = frozenset() if self.decode_interval is None else frozenset({"queries"})
+        reuses: frozenset[Input] = frozenset({"heads", "selection"})
+        queries: frozenset[Input] = frozenset() if self.decode_interval is None else frozenset({"queries"})
         return reuses | queries
 
     @override

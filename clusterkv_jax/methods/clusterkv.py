@@ -18,7 +18,16 @@ from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Protected, Rows, Schedule, every, one_by_one
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Protected,
+    Rows,
+    Schedule,
+    State,
+    StorageKind,
+    one_by_one,
+    recompress_every,
+)
 from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime import prng
@@ -70,7 +79,7 @@ class ClusterKV(Recall):
 
     @property
     @override
-    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def storage(self) -> StorageKind:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Every row, on the device or in the host's memory."""
         return "host" if self.store == "host" else "index"
 
@@ -84,7 +93,7 @@ class ClusterKV(Recall):
     @override
     def schedule(self) -> Schedule:
         """Generated tokens are clustered an interval at a time."""
-        return every(self.interval)
+        return recompress_every(self.interval)
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:
@@ -102,7 +111,7 @@ class ClusterKV(Recall):
         unindexed = min(plan.reserve, self.unindexed(plan.step_tokens))
         size = {"sinks": self.sinks, "unindexed": unindexed, "steps": self.cached_steps}
         group: Any = result.cache
-        return Compressed(*host_store.move_to_host(group, result.memory, plan.capacity, **size))
+        return Compressed(*host_store.move_to_host(group, result.state, plan.capacity, **size))
 
     @override
     def selections(self, queries: int) -> int:
@@ -203,30 +212,30 @@ class ClusterKV(Recall):
     # --- while decoding ---
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, look up, attend, token after token, wherever the rows are."""
-        if not host_store.on_host(memory):
-            return super().step(group, memory, tokens)
-        return one_by_one(self._step_from_host, group, memory, tokens)
+        if not host_store.on_host(state):
+            return super().step(group, state, tokens)
+        return one_by_one(self._step_from_host, group, state, tokens)
 
-    def _step_from_host(self, group: LayerCache, memory: Memory, token: StepInputs):
-        group, memory = host_store.append(group, memory, token, sinks=self.sinks)
-        rows = self.choose(memory, by_kv_head(token.q, group))
+    def _step_from_host(self, group: LayerCache, state: State, token: StepInputs):
+        group, state = host_store.append(group, state, token, sinks=self.sinks)
+        rows = self.choose(state, by_kv_head(token.q, group))
         rows = jnp.where((rows < group.length[:, :, None, None]) & token.real[:, :, None, None], rows, -1)
-        attended, memory = host_store.attend(group, memory, token, rows[..., self.sinks :], sinks=self.sinks)
-        return attended, group, memory | {"recalled": unless_over(token.real[:, 0], rows, memory)}
+        attended, state = host_store.attend(group, state, token, rows[..., self.sinks :], sinks=self.sinks)
+        return attended, group, state | {"recalled": unless_over(token.real[:, 0], rows, state)}
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
         """Cluster intervals of the sequences that have one, until none has."""
 
-        def more(state: tuple[Any, Memory]) -> Bool[Array, ""]:
+        def more(state: tuple[Any, State]) -> Bool[Array, ""]:
             return jnp.any(rows.position >= state[1]["due"])
 
-        def step(state: tuple[Any, Memory]) -> tuple[Any, Memory]:
+        def step(state: tuple[Any, State]) -> tuple[Any, State]:
             return self._cluster_interval(*state, rows.position)
 
-        return Compressed(*jax.lax.while_loop(more, step, (rows.cache, rows.memory)))
+        return Compressed(*jax.lax.while_loop(more, step, (rows.cache, rows.state)))
 
     def _cluster_interval(
         self, group: LayerCache, state: Index, position: Int[Array, " B"]

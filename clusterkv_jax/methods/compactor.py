@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from clusterkv_jax.learned import compactor, draw_sketch
 from clusterkv_jax.learned.expected import before_rotation
-from clusterkv_jax.methods.base import Need, Protected, Rows
+from clusterkv_jax.methods.base import Input, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
@@ -51,7 +51,7 @@ class Compactor(Scoped):
         return Protected(sinks=self.sinks, recent=self.recent)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"heads", "queries"})
 
     @override

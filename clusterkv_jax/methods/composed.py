@@ -12,15 +12,15 @@ from clusterkv_jax.cache.layers import StepInputs, resize
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
 from clusterkv_jax.methods.base import (
     Compressed,
-    Holding,
-    Memory,
+    Input,
     Method,
-    Need,
     Protected,
     Rows,
     Schedule,
+    State,
+    StorageKind,
     append_and_attend,
-    in_front,
+    compacted,
 )
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.request import Request, all_heads
@@ -43,7 +43,7 @@ class Composed(Method):
         super().__post_init__()
         for name in ("prefill", "decode"):
             check_fields(self, (name, _is_simple(getattr(self, name)), "a method"))
-        first, then = self.prefill.holds, self.decode.holds
+        first, then = self.prefill.storage, self.decode.storage
         appends = self.decode == Full()
         returns = appends or self.decode.schedule.kind != "append"
         both = first == then == "centroids"
@@ -62,7 +62,7 @@ class Composed(Method):
             ("decode", self.decode.forgets, dropping),
             ("decode", returns, "Full() or one that compresses while decoding"),
             ("decode", stays, rerotated),
-            ("decode", "scores" not in self.decode.needs(0), unscored),
+            ("decode", "scores" not in self.decode.inputs(0), unscored),
             ("decode", alike, "one with the degree_power of prefill: the centroids of both stand together"),
             ("prefill", self.prefill.cache_dtype is None, once),
             ("decode", self.decode.cache_dtype is None, once),
@@ -70,16 +70,16 @@ class Composed(Method):
 
     @property
     @override
-    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def storage(self) -> StorageKind:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What is there while decoding."""
-        return self.prefill.holds if self.decode == Full() else self.decode.holds
+        return self.prefill.storage if self.decode == Full() else self.decode.storage
 
     @property
     @override
     def protected(self) -> Protected:
         """A budget must leave what both can do with."""
         fewest = max(self.prefill.protected.fewest, self.decode.protected.fewest)
-        return Protected(spare=fewest)
+        return Protected(min_free=fewest)
 
     @property
     @override
@@ -92,7 +92,7 @@ class Composed(Method):
     @override
     def degree_power(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the method which makes centroids."""
-        return (self.prefill if self.prefill.holds == "centroids" else self.decode).degree_power
+        return (self.prefill if self.prefill.storage == "centroids" else self.decode).degree_power
 
     @property
     def repetition(self) -> Repetition:
@@ -130,23 +130,23 @@ class Composed(Method):
                 )
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
-        return self.prefill.needs(layer) | (self.decode.needs(layer) - {"selection", "layers"})
+    def inputs(self, layer: int) -> frozenset[Input]:
+        return self.prefill.inputs(layer) | (self.decode.inputs(layer) - {"selection", "layers"})
 
     @override
     def compress(self, rows: Rows) -> Compressed:
-        """The prefill method's cache, with the decoding method's memory."""
-        before = replace(rows, memory=self.prefill.remember(rows))
+        """The prefill method's cache, with the decoding method's state."""
+        before = replace(rows, state=self.prefill.init_state(rows))
         result = self.prefill.compress(before)
         if self.decode == Full():
-            rotated = self.prefill.holds == "moved"
-            return replace(result, memory=({"budget": rows.budget} | (result.memory or {})) if rotated else {})
-        cache: Any = in_front(result).cache
+            rotated = self.prefill.storage == "moved"
+            return replace(result, state=({"budget": rows.budget} | (result.state or {})) if rotated else {})
+        cache: Any = compacted(result).cache
         cache = resize(cache, rows.plan.capacity)
-        memory = self.decode.remember(replace(rows, cache=cache))
-        if self.decode.holds == "pages":
+        state = self.decode.init_state(replace(rows, cache=cache))
+        if self.decode.storage == "pages":
             cache = pages.to_pages(cache, cache.degree > 0, rows.plan.capacity)
-        return Compressed(cache, memory, result.selection)
+        return Compressed(cache, state, result.selection)
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
@@ -154,11 +154,11 @@ class Composed(Method):
         return self.decode.recompress(rows)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """As the decoding method does; where keys were moved, new ones stand as far back."""
-        if self.prefill.holds == "moved":
-            return append_and_attend(group, memory, moved_back(tokens, memory))
-        return self.decode.step(group, memory, tokens)
+        if self.prefill.storage == "moved":
+            return append_and_attend(group, state, moved_back(tokens, state))
+        return self.decode.step(group, state, tokens)
 
 
 def _is_simple(method: Any) -> bool:

@@ -18,7 +18,7 @@ from clusterkv_jax.learned.expected import (
     joined_moments,
     query_moments,
 )
-from clusterkv_jax.methods.base import Memory, Need, Protected, Rows, append_and_attend
+from clusterkv_jax.methods.base import Input, Protected, Rows, State, append_and_attend
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
@@ -58,14 +58,14 @@ class ExpectedAttention(Scoped):
         return Protected(sinks=self.sinks)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"queries"})
 
     @override
     def score(self, rows: Rows) -> Float[Array, "B K C"]:
         cache: Any = rows.cache
         behind = (cache.degree > 0) & (ordinals(cache.capacity, 3) >= self.sinks)
-        moments = _remembered(rows.memory, rows.position - self.sinks) if rows.memory else self._of_prompt(rows)
+        moments = _remembered(rows.state, rows.position - self.sinks) if rows.state else self._of_prompt(rows)
         return expected_scores(
             *(moments, cache.keys, cache.values, behind, rows.position, rows.plan.rope),
             future=self.future,
@@ -75,19 +75,19 @@ class ExpectedAttention(Scoped):
         )
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """The moments of the queries, where there is compression while decoding."""
         return {} if self.decode_interval is None else _as_memory(self._of_prompt(rows))
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, attend, and count the new queries."""
-        attended, group, _ = append_and_attend(group, memory, tokens)
+        attended, group, _ = append_and_attend(group, state, tokens)
         counts = tokens.real & (tokens.positions >= self.sinks)
         queries = before_rotation(jnp.swapaxes(tokens.q, 1, 2), tokens.positions, tokens.rope)
-        before = _remembered(memory, tokens.positions[:, 0] - self.sinks)
-        new = query_moments(queries, counts, memory["mean"].shape[1])
-        return attended, group, memory | _as_memory(joined_moments(before, new))
+        before = _remembered(state, tokens.positions[:, 0] - self.sinks)
+        new = query_moments(queries, counts, state["mean"].shape[1])
+        return attended, group, state | _as_memory(joined_moments(before, new))
 
     def _of_prompt(self, rows: Rows) -> Moments:
         assert rows.queries is not None
@@ -97,13 +97,13 @@ class ExpectedAttention(Scoped):
         return query_moments(queries, counts, rows.cache.length.shape[1])
 
 
-def _as_memory(moments: Moments) -> Memory:
+def _as_memory(moments: Moments) -> State:
     """Moments as arrays of a cache's shapes; how many queries they are of, the position tells."""
     _, mean, spread = moments
     return {"mean": mean, "spread": spread.reshape(*spread.shape[:2], -1, spread.shape[-1])}
 
 
-def _remembered(memory: Memory, count: Array) -> Moments:
-    mean = memory["mean"]
-    spread = memory["spread"].reshape(*mean.shape, mean.shape[-1])
+def _remembered(state: State, count: Array) -> Moments:
+    mean = state["mean"]
+    spread = state["spread"].reshape(*mean.shape, mean.shape[-1])
     return jnp.maximum(count, 0).astype(jnp.float32), mean, spread

@@ -19,10 +19,10 @@ from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.layers import HeadGroups, KVCache, Layer, State, WindowCache, groups, pad_slots, resize
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, every, slots_apart
-from clusterkv_jax.methods.by_head import OF_SLOTS
-from clusterkv_jax.methods.chassis import placed, placed_state, recompress, scheduled, with_groups
+from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
+from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_groups
 from clusterkv_jax.methods.families.eviction import Eviction
+from clusterkv_jax.methods.heads_as_batch import OF_SLOTS
 from clusterkv_jax.methods.plan import aligned, rows_of_request
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
 from clusterkv_jax.methods.streamingllm import StreamingLLM
@@ -47,7 +47,7 @@ class _Latest(Eviction):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.interval)
+        return recompress_every(self.interval)
 
     @override
     def score(self, rows: Rows) -> Float[Array, "B 1 C"]:
@@ -64,7 +64,7 @@ def while_reading(method: Method, window: int, chunk: int) -> Method:
         return _Latest(method.budget, sinks=method.sinks, recent=window, interval=chunk)
     names = {field.name for field in fields(method)}  # pyright: ignore[reportArgumentType]
     interval = next((name for name in ("interval", "decode_interval") if name in names), None)
-    alone = method.needs(0) <= {"scores", "layers"} and method.forgets and method.holds != "pages"
+    alone = method.inputs(0) <= {"scores", "layers"} and method.forgets and method.storage != "pages"
     if not alone or interval is None or "recent" not in names:
         raise ValueError(
             f"{type(method).__name__} needs later queries, or all rows at once, to say what a row is worth, so it "
@@ -90,11 +90,11 @@ def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chun
 
     def longer(group: GroupPlan) -> GroupPlan:
         rows = max(group.capacity, min(group.most_rows, MOST_ROWS) + beside + chunk, window)
-        ways = slot_ways(len(group.heads)) if slots_apart(reader) else 1
+        ways = slot_ways(len(group.heads)) if slots_shardable(reader) else 1
         return replace(group, capacity=aligned(rows, ways), fewest_rows=MOST_ROWS, exact=False)
 
     by_head = plan.by_head and replace(plan.by_head, capacity=aligned(window), fewest_rows=MOST_ROWS, exact=False)
-    return replace(plan, groups=tuple(map(longer, plan.groups)), needs=reader.needs(0), by_head=by_head)
+    return replace(plan, groups=tuple(map(longer, plan.groups)), inputs=reader.inputs(0), by_head=by_head)
 
 
 def budgets_so_far(
@@ -134,22 +134,22 @@ def back_to_budget(
     """Bring every sequence to these budgets, in the slots that there are; those that hold no more stay as they are."""
     state = tuple(
         tuple(
-            _with_budget(method, of_group, group, memory, jnp.asarray(rows[:, i]), cache.position)
-            for i, (of_group, group, memory) in enumerate(zip(plan.groups, groups(layer), memories, strict=True))
+            _with_budget(method, of_group, group, group_state, jnp.asarray(rows[:, i]), cache.position)
+            for i, (of_group, group, group_state) in enumerate(zip(plan.groups, groups(layer), states, strict=True))
         )
-        for plan, layer, memories, rows in zip(plans, cache.layers, cache.state, budgets, strict=True)
+        for plan, layer, states, rows in zip(plans, cache.layers, cache.state, budgets, strict=True)
     )
     return recompress(method, replace(cache, state=state), ropes)
 
 
 def _with_budget(
-    method: Method, plan: GroupPlan, group: Any, memory: State, budget: Int[Array, " B"], position: Int[Array, " B"]
+    method: Method, plan: GroupPlan, group: Any, state: State, budget: Int[Array, " B"], position: Int[Array, " B"]
 ) -> State:
-    if memory is None:
+    if state is None:
         return None
-    share = jnp.full(position.shape, plan.share)
-    rows = Rows(group, budget, position, memory, share=share, plan=plan)
-    return memory | method.remember(rows) | {"budget": budget, "due": budget + 1}
+    share = jnp.full(position.shape, plan.budget_share)
+    rows = Rows(group, budget, position, state, budget_share=share, plan=plan)
+    return state | method.init_state(rows) | {"budget": budget, "due": budget + 1}
 
 
 @jit(static_argnames=("method", "plan"))
@@ -165,16 +165,16 @@ def settle(
         return layer, state
     caches = [resize(group, of_group.capacity) for group, of_group in zip(groups(layer), plan.groups, strict=True)]
     kept = [
-        _remembered(method, of_group, memory, jnp.asarray(budgets[:, i]))
-        for i, (of_group, memory) in enumerate(zip(plan.groups, state, strict=True))
+        _remembered(method, of_group, group_state, jnp.asarray(budgets[:, i]))
+        for i, (of_group, group_state) in enumerate(zip(plan.groups, state, strict=True))
     ]
     layer = with_groups(layer, caches) if isinstance(layer, HeadGroups) else caches[0]
     return placed(method, layer), placed_state(method, tuple(kept))
 
 
-def _remembered(method: Method, plan: GroupPlan, memory: State, budgets: Int[Array, "B stages"]) -> State:
-    if memory is None or method.schedule.kind == "append":
+def _remembered(method: Method, plan: GroupPlan, state: State, budgets: Int[Array, "B stages"]) -> State:
+    if state is None or method.schedule.kind == "append":
         return None
-    own = {name: x for name, x in memory.items() if name not in ("budget", "due")}
+    own = {name: x for name, x in state.items() if name not in ("budget", "due")}
     own = {name: pad_slots(x, plan.capacity) if name in OF_SLOTS else x for name, x in own.items()}
     return scheduled(method, own, plan, budgets)

@@ -15,12 +15,12 @@ from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import (
     Compressed,
-    Memory,
+    Input,
     Method,
-    Need,
     Protected,
     Rows,
     Schedule,
+    State,
     append_tokens,
     one_by_one,
 )
@@ -63,7 +63,7 @@ class H2O(Method):
         return Schedule("token")
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"queries"})
 
     def _recent(self, rows: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -77,7 +77,7 @@ class H2O(Method):
         return sums / jnp.maximum(now[:, None, None] - group.positions + 1, 1).astype(jnp.float32)
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """Of rows that another method kept nothing is known: their sums begin with the first step."""
         return {"sums": jnp.zeros(rows.cache.degree.shape, jnp.float32)}
 
@@ -98,26 +98,26 @@ class H2O(Method):
         return Compressed(layer, {"sums": sums})
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, attend, add up, drop the lightest row, token after token."""
-        return one_by_one(self._step, group, memory, tokens)
+        return one_by_one(self._step, group, state, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, state: State, token: StepInputs) -> tuple[Array, LayerCache, State]:
         group = append_tokens(group, token)
         assert group.positions is not None
         among, attention = attend_with_probabilities(group, token.q, token.soft_cap, token.degree_power)
         real, now = token.real[:, 0], token.positions[:, 0]
-        sums = jnp.where(real[:, None, None], memory["sums"] + attention, memory["sums"])
+        sums = jnp.where(real[:, None, None], state["sums"] + attention, state["sums"])
 
-        old = group.positions <= (now - self._recent(memory["budget"]))[:, None, None]
+        old = group.positions <= (now - self._recent(state["budget"]))[:, None, None]
         ranked = jnp.where(old & (group.degree > 0), self._ranked(sums, group, now), jnp.inf)
         least = ranked == jnp.min(ranked, axis=-1, keepdims=True)
         slot = jnp.argmax(jnp.where(least, group.positions, -1), axis=-1).astype(jnp.int32)
-        drop = real & (group.length[:, 0] > memory["budget"])
+        drop = real & (group.length[:, 0] > state["budget"])
 
         last = group.length - 1
         here, end = (ordinals(group.capacity, 3) == at[..., None] for at in (slot, last))
         sums_after = jnp.where(end, 0.0, jnp.where(here, jnp.take_along_axis(sums, last[..., None], axis=2), sums))
         sums = jnp.where(drop[:, None, None], sums_after, sums)
         attended = with_sinks(among, token.sink_logits)
-        return attended, replace_row(group, slot, drop), memory | {"sums": sums}
+        return attended, replace_row(group, slot, drop), state | {"sums": sums}

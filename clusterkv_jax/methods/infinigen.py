@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Need, Rows
+from clusterkv_jax.methods.base import Input, Rows
 from clusterkv_jax.methods.families.recall import Index, Recall, unless_over
 from clusterkv_jax.runtime.errors import check_fields, is_number
 from clusterkv_jax.runtime.sharding import over_heads
@@ -44,7 +44,7 @@ class InfiniGen(Recall):
         )
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"lookahead"})
 
     @override

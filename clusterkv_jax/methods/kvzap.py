@@ -7,7 +7,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from clusterkv_jax.methods.base import Need
+from clusterkv_jax.methods.base import Input
 from clusterkv_jax.methods.families.scored import Scored
 
 
@@ -25,5 +25,5 @@ class KVzap(Scored):
     decode_interval: int | None = None
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"scores"})

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
-from clusterkv_jax.methods.base import Need
+from clusterkv_jax.methods.base import Input
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.families.scored import Scored
 from clusterkv_jax.runtime.errors import check_fields, is_count
@@ -46,7 +46,7 @@ class KVzip(Scored):
         )
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"repetition"})
 
     @override
@@ -54,7 +54,7 @@ class KVzip(Scored):
         self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
     ) -> Bool[Array, "B #K C"]:
         """As every eviction does, but heads that share a layer's rows have none that are safe."""
-        if self.holds == "pages":
+        if self.storage == "pages":
             return best_of_layer(scores, length, budget, self.protected, capacity, safeguard=0.0)
         return super().choose(scores, length, budget, capacity)
 

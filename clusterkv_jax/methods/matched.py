@@ -15,7 +15,17 @@ from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.learned.fit_rows import refit, squared_errors
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Method, Need, Protected, Rows, Schedule, in_front
+from clusterkv_jax.methods.base import (
+    Compressed,
+    Input,
+    Method,
+    Protected,
+    Rows,
+    Schedule,
+    State,
+    StorageKind,
+    compacted,
+)
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.runtime.sharding import over_heads
@@ -41,8 +51,8 @@ class Matched(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        holds = _is_simple(self.method) and self.method.holds in ("tokens", "centroids")
-        once = not holds or "repetition" not in self.method.needs(0)
+        holds = _is_simple(self.method) and self.method.storage in ("tokens", "centroids")
+        once = not holds or "repetition" not in self.method.inputs(0)
         counts = is_count(self.queries, JUDGES) and self.queries <= MOST_QUERIES
         check_fields(
             self,
@@ -55,8 +65,8 @@ class Matched(Method):
 
     @property
     @override
-    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.method.holds
+    def storage(self) -> StorageKind:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.method.storage
 
     @property
     @override
@@ -77,20 +87,20 @@ class Matched(Method):
         self.method.check(lengths, request)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
-        own: frozenset[Need] = frozenset({"queries"})
-        return self.method.needs(layer) | own
+    def inputs(self, layer: int) -> frozenset[Input]:
+        own: frozenset[Input] = frozenset({"queries"})
+        return self.method.inputs(layer) | own
 
     @override
-    def remember(self, rows: Rows) -> Memory:
-        return self.method.remember(rows)
+    def init_state(self, rows: Rows) -> State:
+        return self.method.init_state(rows)
 
     @override
     def compress(self, rows: Rows) -> Compressed:
         """The method's rows, fitted head by head."""
         assert rows.queries is not None
         prompt: Any = rows.cache
-        result = in_front(self.method.compress(rows))
+        result = compacted(self.method.compress(rows))
         references = reference_queries(rows.queries, rows.position, prompt.keys.shape[1], self.queries, rows.plan.rope)
         return replace(result, cache=over_heads(fitted, result.cache, prompt, references))
 
@@ -99,8 +109,8 @@ class Matched(Method):
         return self.method.recompress(rows)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
-        return self.method.step(group, memory, tokens)
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
+        return self.method.step(group, state, tokens)
 
 
 def reference_queries(

@@ -24,12 +24,12 @@ from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
-    Memory,
-    Need,
+    Input,
     Protected,
     Rows,
     Schedule,
-    every,
+    State,
+    recompress_every,
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
 from clusterkv_jax.methods.families.merging import Merging
@@ -81,20 +81,20 @@ class OrbitKV(Merging):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.interval)
+        return recompress_every(self.interval)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"scores", "layers"})
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         scores = scores_of(rows)
-        if "scores" not in rows.memory:
+        if "scores" not in rows.state:
             # A number for each: how many rows stay, and so the rounds that merge the others, depends on none.
             scores = jnp.fmax(scores.astype(jnp.float32), LEAST)
-        assert rows.share is not None
-        return {"scores": scores, "share": rows.share}
+        assert rows.budget_share is not None
+        return {"scores": scores, "share": rows.budget_share}
 
     @override
     def compress(self, rows: Rows) -> Compressed:
@@ -103,12 +103,12 @@ class OrbitKV(Merging):
         expected = self._expected(cache.capacity, rows.plan)
         merge = {"expected": expected, "enough": bool(expected) and rows.plan.exact}
 
-        memory = rows.memory
+        state = rows.state
         merged = partial(self._merged, capacity=rows.plan.capacity, **merge)
-        centroids = self._centroids(rows.budget, memory["share"], rows.plan.most_rows)
-        args = cache, memory["scores"], rows.budget, centroids, rows.squares
+        centroids = self._centroids(rows.budget, state["share"], rows.plan.most_rows)
+        args = cache, state["scores"], rows.budget, centroids, rows.squares
         group, slots, scores = over_heads(merged, *args)
-        return Compressed(group, memory | {"scores": scores}, slots=slots)
+        return Compressed(group, state | {"scores": scores}, slots=slots)
 
     def _merged(
         self,
@@ -165,7 +165,7 @@ class OrbitKV(Merging):
         budget = plan.fewest_rows
         if platform() != "gpu" or budget >= rows:
             return ()
-        centroids = max(1, int((self.merged if plan.share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
+        centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
         # Heads of other shares merge everything, into all that is free.
         slowest, largest = (rows - budget + centroids, centroids), (rows, plan.most_rows)
         return soft_matching.rows_by_round(slowest, largest, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)

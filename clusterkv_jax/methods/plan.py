@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.learned import repetition
-from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_apart
+from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_shardable
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import concrete
@@ -52,15 +52,15 @@ def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Requ
     return plan_layer(method, number, replace(request, rope=config.ropes[layer]))
 
 
-def needs_of_layer(config: ModelConfig, method: Method, layer: int) -> frozenset[str]:
+def inputs_of_layer(config: ModelConfig, method: Method, layer: int) -> frozenset[str]:
     """What a method must be shown of a model's layer; nothing of one with a window."""
     number = config.global_number(layer)
-    return frozenset() if number is None else method.needs(number)
+    return frozenset() if number is None else method.inputs(number)
 
 
 def repeats(config: ModelConfig, method: Method) -> bool:
     """Whether the model has to repeat its prompts for the method."""
-    return bool(config.global_layers) and "repetition" in method.needs(0)
+    return bool(config.global_layers) and "repetition" in method.inputs(0)
 
 
 def plan_window(window: int, request: Request) -> LayerPlan:
@@ -93,7 +93,7 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
         groups.append(
             GroupPlan(
                 heads,
-                aligned(int(np.max(slots)), slot_ways(len(heads)) if slots_apart(method) else 1),
+                aligned(int(np.max(slots)), slot_ways(len(heads)) if slots_shardable(method) else 1),
                 most_rows=most_rows,
                 fewest_rows=fewest_rows,
                 keep_all=bool(covered) or bool(np.min(rows) >= MOST_ROWS),
@@ -101,13 +101,13 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
                 step_tokens=request.step_tokens,
                 rope=request.rope,
                 soft_capped=request.soft_capped,
-                share=1.0 if table is None else float(table[heads[0]]),
+                budget_share=1.0 if table is None else float(table[heads[0]]),
             )
         )
     by_head = None
     if len(groups) > 1 and is_by_head(method, request.num_layers):
         by_head = plan_heads(method, request)
-    return LayerPlan(tuple(groups), method.needs(layer), by_head=by_head)
+    return LayerPlan(tuple(groups), method.inputs(layer), by_head=by_head)
 
 
 @lru_cache(maxsize=8)
@@ -244,7 +244,7 @@ def budgets_by_head(
     """What each KV head of the layer may keep of each prompt, and its share of the budget."""
     group = np.argsort([head for heads in plan.heads for head in heads])
     of_head = np.repeat(np.arange(len(plan.groups)), [len(heads) for heads in plan.heads])[group]
-    return budgets[:, of_head], np.asarray([plan.groups[i].share for i in of_head], np.float32)
+    return budgets[:, of_head], np.asarray([plan.groups[i].budget_share for i in of_head], np.float32)
 
 
 def stages(rows: np.ndarray) -> np.ndarray:
@@ -291,7 +291,7 @@ def is_endless(method: Any, positions: int) -> bool:
     """Whether a method moves its rows together with every token and holds no more of them than there are positions:
     none then grows with the text.
     """
-    ring = method.holds == "moved" and method.schedule.kind == "ring"
+    ring = method.storage == "moved" and method.schedule.kind == "ring"
     return ring and (method.budget.tokens or positions + 1) <= positions
 
 

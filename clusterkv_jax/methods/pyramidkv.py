@@ -49,7 +49,7 @@ class PyramidKV(Windowed):
     @override
     def protected(self) -> Protected:
         """The last layers may keep the window alone."""
-        return Protected(window=self.window, spare=0)
+        return Protected(window=self.window, min_free=0)
 
     @override
     def check(self, lengths: np.ndarray, request: Request) -> None:

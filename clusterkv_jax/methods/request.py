@@ -75,7 +75,7 @@ class GroupPlan:
     reserve: int = 0
     step_tokens: int = 1
     rope: Rope | None = None
-    share: float = 1.0
+    budget_share: float = 1.0
     soft_capped: bool = False
     exact: bool = False
 
@@ -91,14 +91,14 @@ class LayerPlan:
     """
 
     groups: tuple[GroupPlan, ...]
-    needs: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
     window: int | None = None
     by_head: GroupPlan | None = None
 
     @property
     def selects(self) -> bool:
         """Whether the layer selects its rows itself; otherwise it takes over what an earlier layer selected."""
-        return "selection" not in self.needs
+        return "selection" not in self.inputs
 
     @property
     def heads(self) -> tuple[tuple[int, ...], ...]:

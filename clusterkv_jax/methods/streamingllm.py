@@ -17,7 +17,7 @@ from clusterkv_jax.cache.attention import attend_cache, with_sinks
 from clusterkv_jax.cache.layers import LayerCache, StepInputs, set_slot, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
-from clusterkv_jax.methods.base import Compressed, Holding, Memory, Rows, Schedule, one_by_one
+from clusterkv_jax.methods.base import Compressed, Rows, Schedule, State, StorageKind, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime.errors import check_fields
@@ -39,7 +39,7 @@ class StreamingLLM(Streaming):
 
     @property
     @override
-    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def storage(self) -> StorageKind:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Tokens, with `rerotate` at other positions."""
         return "moved" if self.rerotate else "tokens"
 
@@ -64,20 +64,20 @@ class StreamingLLM(Streaming):
             return Compressed(layer)
         assert layer.positions is not None
         # How far the rows have been moved, and the sinks as they were.
-        memory = {"moved": rows.position - layer.length[:, 0], "sinks": layer.keys[:, :, : self.sinks]}
+        state = {"moved": rows.position - layer.length[:, 0], "sinks": layer.keys[:, :, : self.sinks]}
         places = jnp.where(layer.degree > 0, ordinals(layer.capacity, 3) - layer.positions, 0)[:, 0]
-        return Compressed(replace(layer, keys=_turned(layer.keys, places, rows.plan.rope)), memory)
+        return Compressed(replace(layer, keys=_turned(layer.keys, places, rows.plan.rope)), state)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Take the oldest row's slot, then attend, token after token."""
-        return one_by_one(self._step, group, memory, tokens)
+        return one_by_one(self._step, group, state, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: StepInputs) -> tuple[Array, LayerCache, Memory]:
+    def _step(self, group: LayerCache, state: State, token: StepInputs) -> tuple[Array, LayerCache, State]:
         if self.rerotate:
-            token, group = self._move(token, group, memory)
+            token, group = self._move(token, group, state)
         real = token.real[:, 0]
-        full = group.length >= memory["budget"][:, None]
+        full = group.length >= state["budget"][:, None]
         slots = jnp.where(full, self.oldest(group), group.length)
         k, v = jnp.swapaxes(token.k, 1, 2), jnp.swapaxes(token.v, 1, 2)
         at = jnp.broadcast_to(token.positions[:, None], (*slots.shape, 1))
@@ -87,16 +87,16 @@ class StreamingLLM(Streaming):
         return (
             with_sinks(attend_cache(group, token.q, token.soft_cap, token.degree_power), token.sink_logits),
             group,
-            memory,
+            state,
         )
 
-    def _move(self, token: StepInputs, group: LayerCache, memory: Memory) -> tuple[StepInputs, LayerCache]:
+    def _move(self, token: StepInputs, group: LayerCache, state: State) -> tuple[StepInputs, LayerCache]:
         """Into the frame of the rows as they were first moved: there only the sinks have to follow the ring.
 
         They are turned from what they were, not from what they became: errors must not add up.
         """
-        distance = jnp.maximum(token.positions[:, 0] + 1 - memory["budget"], 0) - memory["moved"]
-        turned = _turned(memory["sinks"], jnp.repeat(distance[:, None], self.sinks, axis=1), token.rope)
+        distance = jnp.maximum(token.positions[:, 0] + 1 - state["budget"], 0) - state["moved"]
+        turned = _turned(state["sinks"], jnp.repeat(distance[:, None], self.sinks, axis=1), token.rope)
         moves = token.real[:, 0] & (distance > 0)
 
         def put(x: Array, new: Array) -> Array:
@@ -104,14 +104,14 @@ class StreamingLLM(Streaming):
             return jax.lax.dynamic_update_slice_in_dim(x, new, 0, axis=2)
 
         keys = jax.tree.map(put, group.keys, as_stored(turned, group.keys, group.key_mean))
-        return moved_back(token, memory), replace(group, keys=keys)
+        return moved_back(token, state), replace(group, keys=keys)
 
 
-def moved_back(token: StepInputs, memory: Memory) -> StepInputs:
+def moved_back(token: StepInputs, state: State) -> StepInputs:
     """The tokens at positions as much smaller as the cached rows were moved."""
     if token.rope is None:
         return token
-    back = jnp.broadcast_to(-memory["moved"][:, None], token.positions.shape)
+    back = jnp.broadcast_to(-state["moved"][:, None], token.positions.shape)
     return replace(token, q=rotate(token.q, back, token.rope), k=rotate(token.k, back, token.rope))
 
 

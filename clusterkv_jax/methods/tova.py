@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.methods.base import Need, Rows
+from clusterkv_jax.methods.base import Input, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, window_of
 from clusterkv_jax.scores import as_ranked, window_scores
 
@@ -26,7 +26,7 @@ class TOVA(Windowed):
     window = 1
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"heads", "queries"})
 
     @override

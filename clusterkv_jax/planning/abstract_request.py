@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from clusterkv_jax.cache.layers import KVCache, LayerCache, WindowCache
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import apart
+from clusterkv_jax.methods.driver import shards_slots
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params, abstract
 from clusterkv_jax.runtime.prng import seed_key
@@ -63,7 +63,7 @@ def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -
     """Results of prefill as its programs constrain them: hidden states, of this shape, and arrays of caches."""
 
     def place(path: tuple[Any, ...], part: Any) -> Any:
-        axes = CACHE_AXES if apart(method, part, path) else HEAD_AXES
+        axes = CACHE_AXES if shards_slots(method, part, path) else HEAD_AXES
         return jax.tree.map(lambda x: put(x, axes[x.ndim]), part)
 
     def put(x: Any, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
@@ -104,7 +104,7 @@ class ProgramJob:
 
     def params_on(self, mesh: Mesh | AbstractMesh) -> Params:
         """The same on another mesh."""
-        return parameters(self.config, mesh, jnp.dtype(self.config.dtype), learned="scores" in self.method.needs(0))
+        return parameters(self.config, mesh, jnp.dtype(self.config.dtype), learned="scores" in self.method.inputs(0))
 
     @property
     def cache(self) -> KVCache:

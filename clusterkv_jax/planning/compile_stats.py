@@ -16,8 +16,8 @@ from clusterkv_jax.blocks.linear import TOKENS_AT_ONCE
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.methods import Full, Method
-from clusterkv_jax.methods.chassis import Prompt
-from clusterkv_jax.methods.compressing import layers_in_a_row, most_at_once, prompt_shapes
+from clusterkv_jax.methods.driver import Prompt
+from clusterkv_jax.methods.prefill_compression import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import abstract
@@ -51,9 +51,9 @@ def requested_method(question: PlanRequest, share: float = 1.0) -> Method:
     budget = None if question.ratio is None else Budget(ratio=question.ratio * share)
     method = preset(question.method, budget)
     name = type(method).__name__
-    if method.holds == "host":
+    if method.storage == "host":
         raise ValueError(f"A plan counts the chips' memory, and {name} with store='host' keeps its rows elsewhere.")
-    if "repetition" in method.needs(0):
+    if "repetition" in method.inputs(0):
         raise ValueError(
             f"A plan knows a model by its config.json alone, and {name} repeats a prompt by its tokenizer; take "
             "another --method."
@@ -98,7 +98,7 @@ def compiled_measures(question: PlanRequest, progress: Progress = lambda doing: 
         ),
         whole=whole_axes(abstract(config), mesh),
         layouts=tuple(layouts(job)),
-        learned="scores" in job.method.needs(0),
+        learned="scores" in job.method.inputs(0),
         **decode,
     )
 
@@ -319,7 +319,7 @@ def _waiting(job: ProgramJob) -> float:
     if plan is None or job.mesh.size > 1:
         return 0.0
     layer = job.config.of_layer(job.config.global_layers[0])
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prompt_shapes(layer, plan.needs, job.hidden)))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prompt_shapes(layer, plan.inputs, job.hidden)))
     return (most_at_once(plan, size, layers_in_a_row(job.config)) - 1) * size
 
 

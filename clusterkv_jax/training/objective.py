@@ -20,7 +20,7 @@ from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.chassis import with_groups
+from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.models import prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
@@ -74,7 +74,7 @@ def read(
 
     Raises ValueError for methods whose rows have no gradient: in the host's memory, or with `through_rows` quantised.
     """
-    if method.holds == "host":
+    if method.storage == "host":
         raise ValueError(f"{type(method).__name__} holds rows in the host's memory, where no gradient is taken.")
     follow = batch.follow.shape[1]
     counts: Any = {"max_new_tokens": follow, "step_tokens": follow}

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import layers
-from clusterkv_jax.methods import by_head, chassis
+from clusterkv_jax.methods import driver, heads_as_batch
 from clusterkv_jax.presets import preset
 
 
@@ -59,7 +59,7 @@ def main(
     title = f"{cases * demo_chapter.NEEDLES.keys} questions"
     table = Table("norm of biases", "rows", "all of them", f"auto, {share:.1%}", title=title, box=MARKDOWN)
     replaced = partial(_quantised, whole=whole)
-    with patch.object(chassis, "quantised", replaced), patch.object(by_head, "quantised", replaced):
+    with patch.object(driver, "quantised", replaced), patch.object(heads_as_batch, "quantised", replaced):
         for norm, name in product(map(float, norms.split(",")), (None, "int8", "int4")):
             methods = ckv.Full(cache_dtype=name), preset("auto", ckv.Budget(ratio=share), cache_dtype=name)
             found = [score(biased(decoder, norm), method, examples, f"{norm:g} {name}") for method in methods]

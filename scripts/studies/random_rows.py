@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from typing_extensions import override
 
-from clusterkv_jax.methods import Eviction, Protected, Schedule, every
-from clusterkv_jax.methods.base import Memory, Rows
+from clusterkv_jax.methods import Eviction, Protected, Schedule, recompress_every
+from clusterkv_jax.methods.base import Rows, State
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class RandomRows(Eviction):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(128)
+        return recompress_every(128)
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """How long the prompt was."""
         return {"prompt": rows.position}
 
@@ -43,5 +43,5 @@ class RandomRows(Eviction):
         cache: Any = rows.cache
         draw = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(jax.random.key(0), position)))
         drawn = draw(cache.positions.ravel()).reshape(cache.positions.shape)
-        prompt = rows.memory.get("prompt", rows.position)
+        prompt = rows.state.get("prompt", rows.position)
         return jnp.where(cache.positions < prompt[:, None, None], 1.0, drawn)

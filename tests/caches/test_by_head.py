@@ -10,7 +10,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.kernels.quantised import as_array
-from clusterkv_jax.methods import base, by_head, chassis, compressing
+from clusterkv_jax.methods import base, driver, heads_as_batch, prefill_compression
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.runtime import control_flow
@@ -37,7 +37,7 @@ METHODS = {
 }
 
 
-def prompt(seed: int = 0) -> chassis.Prompt:
+def prompt(seed: int = 0) -> driver.Prompt:
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -45,7 +45,7 @@ def prompt(seed: int = 0) -> chassis.Prompt:
 
     batch, rows = len(LENGTHS), (HEADS, PROMPT, DIM)
     queries, keys, values = draw(batch, HEADS * GROUP, PROMPT, DIM), draw(batch, *rows), draw(batch, *rows)
-    return chassis.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
+    return driver.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
 
 
 def compressed(method, layer, together=True):
@@ -55,7 +55,7 @@ def compressed(method, layer, together=True):
     plan = plan_layer(method, layer, request)
     budgets = rows_of_request(method, plan, LENGTHS, layer, request)
     plan = plan if together else replace(plan, by_head=None)
-    return jax.jit(lambda key: chassis.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(layer))
+    return jax.jit(lambda key: driver.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(layer))
 
 
 def same(got, want):
@@ -76,10 +76,10 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
     """A layer whose heads have taken 40 tokens more, and have been due on the way."""
     with monkeypatch.context() as patch:
         if most_bytes is not None:
-            turns = by_head.in_turns
-            patch.setattr(by_head, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
+            turns = heads_as_batch.in_turns
+            patch.setattr(heads_as_batch, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
         if not together:
-            patch.setattr(chassis, "is_by_head", lambda *_: False)
+            patch.setattr(driver, "is_by_head", lambda *_: False)
         layer, state = compressed(method, 1)
         cache = ckv.KVCache((layer,), (state,), jnp.asarray(LENGTHS))
         rng, rounds = np.random.default_rng(5), 0
@@ -88,17 +88,17 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
         def step(cache, k, v, q, scores):
             real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
             new = ckv.cache.layers.StepInputs(q, k, v, at, real, scores=scores)
-            attended, layer, state = chassis.step_layer(method, cache.layers[0], cache.state[0], new)
+            attended, layer, state = driver.step_layer(method, cache.layers[0], cache.state[0], new)
             return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
 
-        recompress = jax.jit(lambda cache: chassis.recompress(method, cache, None))
+        recompress = jax.jit(lambda cache: driver.recompress(method, cache, (None,)))
         for _ in range(40):
 
             def draw(*shape):
                 return jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)
 
             attended, cache = step(cache, draw(HEADS, DIM), draw(HEADS, DIM), draw(HEADS * GROUP, DIM), draw(HEADS))
-            late = chassis.due(method, cache)
+            late = driver.due(method, cache)
             if late is not None and late:
                 cache, rounds = recompress(cache), rounds + 1
         assert rounds >= 2
@@ -119,9 +119,9 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     """What a layer without groups becomes by it is what it becomes by itself."""
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
     alone, steps = extended(method, monkeypatch), []
-    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
-    step = by_head.step
-    monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
+    monkeypatch.setattr(heads_as_batch, "platform", lambda: "gpu")
+    step = heads_as_batch.step
+    monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
     same(extended(method, monkeypatch), alone)
     assert steps
 
@@ -131,9 +131,9 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
 def test_devices_take_the_step_of_groups_for_heads_or_sequences_of_their_own(name, mesh, monkeypatch):
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
     alone, steps = extended(method, monkeypatch), []
-    monkeypatch.setattr(by_head, "platform", lambda: "gpu")
-    step = by_head.step
-    monkeypatch.setattr(by_head, "step", lambda *args: steps.append(1) or step(*args))
+    monkeypatch.setattr(heads_as_batch, "platform", lambda: "gpu")
+    step = heads_as_batch.step
+    monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
     with jax.set_mesh(named_mesh(mesh, jax.devices()[: int(mesh[-1])])):
         got = extended(method, monkeypatch)
     same(got, alone)
@@ -153,7 +153,7 @@ def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch)
     cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
 
     def recompressed():
-        return jax.jit(lambda cache: chassis.recompress(method, cache, None))(cache)
+        return jax.jit(lambda cache: driver.recompress(method, cache, (None,)))(cache)
 
     elsewhere = recompressed()
     monkeypatch.setattr(control_flow, "platform", lambda: "gpu")
@@ -179,8 +179,8 @@ def test_all_layers_share_the_program_that_compresses():
     with compilation() as compiled:
         for number, plan in enumerate(plans):
             budgets = rows_of_request(method, plan, LENGTHS, number, request)
-            read = compressing.ReadLayer(number, plan, whole, budgets)
-            (layer_and_state,), *_ = compressing.compress(run, method, [read], jax.random.key(0), None, None)
+            read = prefill_compression.ReadLayer(number, plan, whole, budgets)
+            (layer_and_state,), *_ = prefill_compression.compress(run, method, [read], jax.random.key(0), None, None)
             same(layer_and_state, jax.jit(compress_layer_of(method, plan, whole, budgets, number))())
     assert called == ["_compress_heads", "_group_heads"] * LAYERS
     assert compiled.programs >= 1
@@ -188,7 +188,7 @@ def test_all_layers_share_the_program_that_compresses():
 
 def compress_layer_of(method, plan, whole, budgets, number):
     key = jax.random.fold_in(jax.random.key(0), number)
-    return lambda: chassis.compress_layer(method, whole, budgets, plan, key)[:2]
+    return lambda: driver.compress_layer(method, whole, budgets, plan, key)[:2]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
-from clusterkv_jax.methods import chassis, orbitkv
+from clusterkv_jax.methods import driver, orbitkv
 from clusterkv_jax.methods.families import clustering
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
@@ -31,14 +31,14 @@ def compressed(method, lengths):
     numbers = np.random.default_rng(0)
     keys, values = jnp.asarray(numbers.normal(size=(2, len(lengths), 2, ROWS, 8)), jnp.float32)
     scores = jnp.asarray(numbers.normal(size=keys.shape[:3]), jnp.float32)
-    whole = chassis.Prompt(None, keys, values, jnp.asarray(lengths), scores=scores)
+    whole = driver.Prompt(None, keys, values, jnp.asarray(lengths), scores=scores)
     request = request_of_tensors(keys, values, np.arange(1, ROWS + 1), 1, 64)
     plan = plan_layer(method, 0, request)
     budgets = rows_of_request(method, plan, np.asarray(lengths), 0, request)
     if len(lengths) == 1:
         by_head = plan.by_head and replace(plan.by_head, exact=True)
         plan = replace(plan, groups=tuple(replace(group, exact=True) for group in plan.groups), by_head=by_head)
-    return jax.jit(lambda key: chassis.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(0))
+    return jax.jit(lambda key: driver.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(0))
 
 
 @pytest.mark.parametrize("lengths", [(ROWS,), (ROWS, 411, 233)], ids=["one", "unequal"])

@@ -9,8 +9,8 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
-from clusterkv_jax.methods import compressing
-from clusterkv_jax.methods.chassis import Prompt
+from clusterkv_jax.methods import prefill_compression
+from clusterkv_jax.methods.driver import Prompt
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import request_of_tensors
 from tests.caches.test_by_head import same
@@ -40,7 +40,7 @@ ALONE = {
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """Where layers are compressed at once; all else stays as it is."""
-    monkeypatch.setattr(compressing, "platform", lambda: "gpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "gpu")
 
 
 def prefill(method, model=None, lengths=(48, 33)):
@@ -64,7 +64,7 @@ def test_layers_at_once_are_what_each_is_alone(name, lengths, monkeypatch):
     got, called = prefill(TOGETHER[name], lengths=lengths)
     assert called["_compress_layers"] == 1
     assert called["_compress_layer"] == 0
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     want, called = prefill(TOGETHER[name], lengths=lengths)
     assert called["_compress_layer"] == LAYERS
     same(got, want)
@@ -75,7 +75,7 @@ def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
     method = replace(TOGETHER[name], budget=UNEQUAL)
     got, called = prefill(method)
     assert (called["_compress_heads_of_layers"], called["_group_heads"], called["_compress_heads"]) == (1, LAYERS, 0)
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     want, called = prefill(method)
     assert called["_compress_heads"] == LAYERS
     same(got, want)
@@ -91,11 +91,11 @@ def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
 )
 def test_layers_of_other_budgets_are_no_group(shares, expected, monkeypatch):
     method = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=tuple((share, share) for share in shares)))
-    monkeypatch.setattr(compressing, "MOST_LAYERS", 2)
+    monkeypatch.setattr(prefill_compression, "MOST_LAYERS", 2)
     got, called = prefill(method)
     names = "_empty", "_taken", "_compress_layers", "_compress_layer"
     assert {name: called[name] for name in names if called[name]} == expected
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     same(got, prefill(method)[0])
 
 
@@ -104,28 +104,28 @@ def test_layers_that_fill_no_workspace_are_taken_out_of_it(monkeypatch):
     method = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=tuple((share, share) for share in shares)))
     got, called = prefill(method)
     assert (called["_empty"], called["_taken"], called["_compress_layer"]) == (1, 2, LAYERS)
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     same(got, prefill(method)[0])
 
 
 def test_a_workspace_that_was_not_filled_begins_anew(monkeypatch):
     """Two layers leave it one by one, then three fill it."""
-    monkeypatch.setattr(compressing, "MOST_LAYERS", 3)
+    monkeypatch.setattr(prefill_compression, "MOST_LAYERS", 3)
     shares = tuple((share, share) for share in (1.1, 1.1, 0.9, 0.9, 0.9, 1.1))
     method, model = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=shares)), taught(layers=6)
     got, called = prefill(method, model)
     names = "_empty", "_taken", "_compress_layers", "_compress_layer"
     assert [called[name] for name in names] == [1, 2, 1, 3]
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     same(got, prefill(method, model)[0])
 
 
 def test_a_workspace_is_used_again(monkeypatch):
     """By all groups of layers, each of which leaves its rows in it."""
-    monkeypatch.setattr(compressing, "MOST_LAYERS", 2)
+    monkeypatch.setattr(prefill_compression, "MOST_LAYERS", 2)
     got, called = prefill(GRAVITY)
     assert (called["_empty"], called["_compress_layers"]) == (1, LAYERS // 2)
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     same(got, prefill(GRAVITY)[0])
 
 
@@ -138,7 +138,7 @@ def test_squares_come_with_the_rows(name, shares, monkeypatch):
 
     monkeypatch.setattr(soft_matching, "row_squares", summed)
     prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
-    monkeypatch.setattr(compressing, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
     with pytest.raises(AssertionError, match="Squares are known"):
         prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
 
@@ -178,4 +178,4 @@ def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected
 
     read = Prompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
     request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
-    assert compressing.layers_at_once(plan_layer(ckv.OrbitKV(HALF), 0, request), read, layers) == expected
+    assert prefill_compression.layers_at_once(plan_layer(ckv.OrbitKV(HALF), 0, request), read, layers) == expected

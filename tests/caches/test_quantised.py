@@ -14,7 +14,7 @@ from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.cache.layers import LayerCache, StepInputs, dequantised_rows, groups, nbytes
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, row_bytes
 from clusterkv_jax.methods.base import Rows
-from clusterkv_jax.methods.chassis import step_layer
+from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.request import GroupPlan
 from tests.support.methods import every_method, fitted_method, named, page_method
 from tests.support.tiny import prompt, tiny

@@ -14,7 +14,7 @@ from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kmeans import cluster
-from clusterkv_jax.methods.chassis import step_layer
+from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
 from clusterkv_jax.methods.request import Request

@@ -48,9 +48,9 @@ from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
-from clusterkv_jax.methods.chassis import Prompt, compress_layer, with_groups
-from clusterkv_jax.methods.compressing import Workspace, _compress_layers, put_into
+from clusterkv_jax.methods.driver import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
+from clusterkv_jax.methods.prefill_compression import Workspace, _compress_layers, put_into
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.decoder import attention_in
 from clusterkv_jax.models.parameters import abstract
@@ -349,7 +349,7 @@ def decode_of(array, method, model=LLAMA, batch=BATCH, **changes):
         return decode_loop(params, config, method, state, key, number, number, **fixed)
 
     params = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(config))
-    if "scores" in method.needs(0):
+    if "scores" in method.inputs(0):
         surrogate = surrogate_of(array, config)
         params = params | {"layers": tuple(layer | {"surrogate": surrogate} for layer in params["layers"])}
     inputs = (array((BATCH, PROMPT), I32), array((BATCH,), I32))

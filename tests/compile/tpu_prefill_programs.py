@@ -49,7 +49,7 @@ def compile_layer(name: str, config: ModelConfig, tokens: int) -> dict[str, floa
 def budgeted() -> list[str]:
     """Presets but those with shares, which are those of one model, and what needs the model's words or scores."""
     presets = {name: method_of(name) for name in list_presets()}
-    others = [n for n, x in presets.items() if not x.needs(0) & {"repetition", "scores"}]
+    others = [n for n, x in presets.items() if not x.inputs(0) & {"repetition", "scores"}]
     return [name for name in others if not getattr(presets[name], "budget", SHARE).shares]
 
 

@@ -21,7 +21,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import expected
 from clusterkv_jax.learned.leverage import leverage
 from clusterkv_jax.methods.base import Rows
-from clusterkv_jax.methods.chassis import step_layer
+from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.families.eviction import best_of_layer
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.config import Rope

@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.decoding import DecodeState, append_step, decode_loop
 from clusterkv_jax.generation.batch import make_batch
 from clusterkv_jax.generation.generate import prefill_batch
-from clusterkv_jax.methods.chassis import due
+from clusterkv_jax.methods.driver import due
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh, on_mesh
 from tests.mesh.test_sharding import CENTROID, CHELSEA, placed
 from tests.support.methods import every_method, named

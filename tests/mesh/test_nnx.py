@@ -17,7 +17,7 @@ HALF = ckv.Budget(ratio=0.5)
 MESHES = ("model=8", "data=2,model=4", "data=4,model=2", "sequence=4,model=2")
 METHODS = [
     ckv.Full(),
-    *(method for method in every_method(HALF) if "scores" not in method.needs(0)),
+    *(method for method in every_method(HALF) if "scores" not in method.inputs(0)),
     ckv.Compactor(HALF, sinks=2, recent=2, chunk=16),
     ckv.KVzip(HALF, chunk=16, instruction=((3, 5), (7, 1, 4), (2,))),
     ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),

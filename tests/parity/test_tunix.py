@@ -37,7 +37,7 @@ PROMPTS, DECIDED = (
     for first in (1, 109)
 )
 METHODS = [
-    *(method for method in every_method(HALF) if "scores" not in method.needs(0)),
+    *(method for method in every_method(HALF) if "scores" not in method.inputs(0)),
     ckv.Compactor(HALF, sinks=2, recent=2, chunk=16),
     ckv.KVzip(HALF, chunk=64, instruction=((3, 5), (7, 1, 4), (2,))),
     ckv.Quest(HALF, page=4, min_pages=2, dense_layers=0),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.chassis import Prompt, compress_layer
+from clusterkv_jax.methods.driver import Prompt, compress_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import Request
 

@@ -28,7 +28,7 @@ LargeValues = documented()["LargeValues"]
 class LargeValuesInPages(LargeValues):
     """The page's method with one more line."""
 
-    holds = "pages"
+    storage = "pages"
 
 
 def page_method(budget: ckv.Budget, interval: int = 4, kind: type = LargeValues) -> Any:

@@ -7,10 +7,12 @@ from tests.support.methods import every_method
 
 
 def test_every_method_that_holds_rows_of_its_heads_can_be_fitted():
-    kinds = {type(m) for m in every_method(QUARTER) if m.holds in ("tokens", "centroids") and not hasattr(m, "prefill")}
+    kinds = {
+        type(m) for m in every_method(QUARTER) if m.storage in ("tokens", "centroids") and not hasattr(m, "prefill")
+    }
     assert len(kinds) > 8
     q, k, v = tensors(0)
     for method in every_method(QUARTER):
-        if type(method) in kinds and method.holds != "pages":
+        if type(method) in kinds and method.storage != "pages":
             before, after = pair(method, q, k, v, num_layers=2, scores=v[..., 0])
             np.testing.assert_array_equal(after.positions, before.positions)

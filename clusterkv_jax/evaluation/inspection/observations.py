@@ -138,7 +138,7 @@ def _recalled_outputs(layer: Observed, cut: int, method: Recall) -> Float[np.nda
 
 def seen_by(layer: Observed, method: Recall) -> Float[Array, "1 H N D"]:
     """The queries by which a method selects: those of the layer, or what InfiniGen foresees of them a layer earlier."""
-    if "lookahead" not in method.needs(1):
+    if "lookahead" not in method.inputs(1):
         return layer.queries
     assert layer.ahead is not None  # the first layer is dense for methods that look ahead
     return layer.ahead

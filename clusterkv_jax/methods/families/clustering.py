@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.layers import LayerCache, head_by_head
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
-from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows, Schedule, every
+from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, Schedule, State, recompress_every
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import Request, all_heads
 from clusterkv_jax.runtime.dispatch import platform
@@ -70,7 +70,7 @@ class Clustering(Merging):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.interval)
+        return recompress_every(self.interval)
 
     @override
     def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
@@ -80,13 +80,13 @@ class Clustering(Merging):
         return super().budget_rows(lengths, layer, request)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"layers"})
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """The rounds done in the life of each request: Chelsea's ratio decays with them."""
-        return {"rounds": rows.memory.get("rounds", jnp.zeros(rows.budget.shape, jnp.int32))}
+        return {"rounds": rows.state.get("rounds", jnp.zeros(rows.budget.shape, jnp.int32))}
 
     @override
     def compress(self, rows: Rows) -> Compressed:
@@ -101,7 +101,7 @@ class Clustering(Merging):
             given = {"slots": slots, "squares": squares}
             return soft_matching.cluster_in_place(prompt, target, rounds, **options, **given)
 
-        group, left, rounds = over_heads(cluster, prompt, target, rows.memory["rounds"], rows.squares)
+        group, left, rounds = over_heads(cluster, prompt, target, rows.state["rounds"], rows.squares)
         return Compressed(group, {"rounds": rounds}, slots=left)
 
     def _expected(self, rows: Rows) -> tuple[int, ...]:
@@ -138,6 +138,6 @@ class Clustering(Merging):
         keys = rows.cache.keys
         by_kernels = platform() == "gpu" and (not isinstance(keys, Quantised) or converts(kind(keys)))
         in_place = cluster if by_kernels else partial(head_by_head, cluster)
-        tree = rows.cache, rows.budget, rows.memory["rounds"]
+        tree = rows.cache, rows.budget, rows.state["rounds"]
         group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
         return Compressed(group, {"rounds": rounds})

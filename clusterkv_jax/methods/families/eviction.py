@@ -30,15 +30,15 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.methods.base import (
     Compressed,
-    Holding,
-    Memory,
+    Input,
     Method,
-    Need,
     Protected,
     Rows,
     Schedule,
+    State,
+    StorageKind,
     append_and_attend,
-    every,
+    recompress_every,
     rows_held,
 )
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
@@ -51,7 +51,7 @@ class Eviction(Method):
     """Keeps the protected rows and, of those between them, the ones with the highest scores.
 
     A method says what a row is worth with `score`. It works by heads, in batches, over a mesh, and while decoding too.
-    With `holds = "pages"` the heads of a layer share its budget by their scores, as AdaKV's do.
+    With `storage = "pages"` the heads of a layer share its budget by their scores, as AdaKV's do.
     """
 
     budget: Budget
@@ -63,7 +63,7 @@ class Eviction(Method):
         check_fields(
             self,
             ("budget", isinstance(self.budget, Budget), "a Budget"),
-            ("schedule", self.schedule.kind in ("append", "interval"), "every(n) or Schedule()"),
+            ("schedule", self.schedule.kind in ("append", "interval"), "recompress_every(n) or Schedule()"),
         )
 
     @abstractmethod
@@ -78,10 +78,10 @@ class Eviction(Method):
     ) -> Bool[Array, "B #K C"]:
         """Which rows stay, `budget` of them where there are more; of equal scores the first or the latest.
 
-        Rows compete with the rows of their head; with those of the whole layer where a method `holds` pages.
+        Rows compete with the rows of their head; with those of the whole layer where `storage` is "pages".
         `capacity` is static: the most rows that a head can hold.
         """
-        if self.holds == "pages":
+        if self.storage == "pages":
             return best_of_layer(scores, length, budget, self.protected, capacity, latest_wins=self.latest_wins)
         free = unprotected(scores, length, self.protected)
         count = budget - self.protected.first - self.protected.last
@@ -92,7 +92,7 @@ class Eviction(Method):
     def compress(self, rows: Rows) -> Compressed:
         """Take the rows that stay, or those that an earlier layer selected."""
         assert isinstance(rows.cache, LayerCache)
-        if self.holds == "pages":
+        if self.storage == "pages":
             return Compressed(pages.to_pages(rows.cache, self._stay(rows), rows.plan.capacity))
         slots = rows.selection
         if slots is None:
@@ -127,12 +127,12 @@ class Eviction(Method):
         """Heads are taken out of the pages one by one to be scored, each with room for all rows of the layer."""
         group: Any = rows.cache
         heads, slots = group.length.shape[1], group.degree[0].size
-        by_head = {name: jnp.stack(jnp.split(x, heads, axis=1)) for name, x in rows.memory.items() if x.ndim == 4}
+        by_head = {name: jnp.stack(jnp.split(x, heads, axis=1)) for name, x in rows.state.items() if x.ndim == 4}
 
         def score(each: tuple[Array, dict[str, Array]]) -> Float[Array, "B C"]:
-            head, memory = each
+            head, state = each
             one_head = dequantised_rows(pages.from_pages(group, slots, head[None]))
-            alone = replace(rows, cache=one_head, memory=rows.memory | memory)
+            alone = replace(rows, cache=one_head, state=rows.state | state)
             return self.score(alone)[:, 0]
 
         scores = jnp.moveaxis(jax.lax.map(score, (jnp.arange(heads), by_head)), 0, 1)
@@ -164,14 +164,14 @@ class Scoped(Eviction):
 
     @property
     @override
-    def holds(self) -> Holding:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def storage(self) -> StorageKind:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Tokens, in pages where heads of a layer hold unequally many."""
         return "pages" if self.scope == "layer" else "tokens"
 
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.decode_interval)
+        return recompress_every(self.decode_interval)
 
 
 def check_interval(method: Any) -> tuple[str, bool, str]:
@@ -205,31 +205,31 @@ class Windowed(Eviction):
     @property
     @override
     def schedule(self) -> Schedule:
-        return every(self.decode_interval)
+        return recompress_every(self.decode_interval)
 
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"queries"})
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """The window's queries, where there is compression while decoding."""
         return {} if self.decode_interval is None else {"queries": window_of(rows, self.window)[0]}
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, attend, and remember the last `window` queries."""
-        attended, group, _ = append_and_attend(group, memory, tokens)
+        attended, group, _ = append_and_attend(group, state, tokens)
         count = jnp.sum(tokens.real, axis=1, dtype=jnp.int32)
-        queries = jnp.concatenate([memory["queries"], jnp.swapaxes(tokens.q, 1, 2)], axis=2)
-        return attended, group, memory | {"queries": last_queries(queries, self.window + count, self.window)}
+        queries = jnp.concatenate([state["queries"], jnp.swapaxes(tokens.q, 1, 2)], axis=2)
+        return attended, group, state | {"queries": last_queries(queries, self.window + count, self.window)}
 
 
 def window_of(rows: Rows, window: int) -> tuple[Float[Array, "B H W D"], Int[Array, "B W"]]:
     """The last `window` queries and their positions, after the prompt as while decoding."""
     positions = rows.position[:, None] - window + ordinals(window, 2)
-    if "queries" in rows.memory:
-        return rows.memory["queries"], positions
+    if "queries" in rows.state:
+        return rows.state["queries"], positions
     assert rows.queries is not None
     return last_queries(rows.queries, rows.position, window), positions
 

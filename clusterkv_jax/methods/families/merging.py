@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clusterkv_jax.methods.base import Holding, Method
+from clusterkv_jax.methods.base import Method, StorageKind
 from clusterkv_jax.runtime.errors import check_fields, is_number
 
 
@@ -17,7 +17,7 @@ class Merging(Method):
 
     degree_power: float = 1.0
 
-    holds: ClassVar[Holding] = "centroids"
+    storage: ClassVar[StorageKind] = "centroids"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,10 +27,9 @@ from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, g
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.methods.base import (
     Compressed,
-    Holding,
-    Memory,
     Method,
     Rows,
+    StorageKind,
     append_tokens,
     check_budgets,
     head_rows,
@@ -43,7 +42,7 @@ from clusterkv_jax.runtime.sharding import fetch, over_heads
 # A prompt within its budget is read whole for as long as no more tokens than these follow it.
 SHORT_ANSWER = 320
 
-Index = Memory
+Index = State
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Recall(Method):
 
     budget: Budget
 
-    holds: ClassVar[Holding] = "index"
+    storage: ClassVar[StorageKind] = "index"
     # What `build` may be told beside the prompt.
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -154,21 +153,21 @@ class Recall(Method):
         return common | self.build(prompt, rows, reserve, **options)
 
     @override
-    def step(self, group: Any, memory: Memory, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, Memory]:
+    def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """Append, look up, attend, token after token: each has its own rows."""
         step = partial(self._step, unindexed=self.unindexed(tokens.q.shape[1]))
-        return one_by_one(step, group, memory, tokens)
+        return one_by_one(step, group, state, tokens)
 
-    def _step(self, group: LayerCache, memory: Memory, token: StepInputs, *, unindexed: int):
+    def _step(self, group: LayerCache, state: State, token: StepInputs, *, unindexed: int):
         group = append_tokens(group, token)
-        memory = self.follow(memory, group, token)
+        state = self.follow(state, group, token)
         queries = token.q if token.lookup is None else token.lookup
-        rows = self.choose(memory, by_kv_head(queries, group), token.real[:, 0])
+        rows = self.choose(state, by_kv_head(queries, group), token.real[:, 0])
         attend = partial(recalled_attention, unlisted=unindexed, soft_cap=token.soft_cap, return_lse=True)
-        args = (by_kv_head(token.q, group), group.keys, group.values, rows, self.unchosen(memory), group.length)
+        args = (by_kv_head(token.q, group), group.keys, group.values, rows, self.unchosen(state), group.length)
         out, lse = over_heads(attend, *args)
         attended = out.reshape(token.q.shape), lse.reshape(token.q.shape[:3])
-        return with_sinks(attended, token.sink_logits), group, memory | {"recalled": rows}
+        return with_sinks(attended, token.sink_logits), group, state | {"recalled": rows}
 
 
 def unless_over(real: Bool[Array, " B"] | None, rows: Int[Array, "B K J R"], index: Index) -> Int[Array, "B K J R"]:
@@ -190,9 +189,9 @@ def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list
     rows, union = [], []
     named = [
         [
-            (memory["recalled"], group.length)
-            for group, memory in zip(groups(layer), state, strict=True)
-            if _recalls(memory)
+            (group_state["recalled"], group.length)
+            for group, group_state in zip(groups(layer), state, strict=True)
+            if _recalls(group_state)
         ]
         for layer, state in zip(cache.layers, cache.state, strict=True)
     ]
@@ -204,7 +203,7 @@ def recalled_rows(cache: KVCache) -> tuple[list[list[list[int]]], list[list[list
     return (rows, union) if any(rows) else ([], [])
 
 
-def _recalls(state: State) -> bool:
+def _recalls(state: State | None) -> bool:
     return state is not None and "recalled" in state
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.cache.layers import mask_to_slots
-from clusterkv_jax.methods.base import Compressed, Memory, Need, Protected, Rows
+from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, State
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.runtime.errors import check_fields, is_count
 
@@ -39,7 +39,7 @@ class Scored(Scoped):
 
     @abstractmethod
     @override
-    def needs(self, layer: int) -> frozenset[Need]:
+    def inputs(self, layer: int) -> frozenset[Input]:
         """Where the scores come from: "scores" of a surrogate, or a "repetition" of the prompt."""
 
     @override
@@ -47,7 +47,7 @@ class Scored(Scoped):
         return scores_of(rows)
 
     @override
-    def remember(self, rows: Rows) -> Memory:
+    def init_state(self, rows: Rows) -> State:
         """The scores, where there is compression while decoding."""
         return {} if self.decode_interval is None else {"scores": scores_of(rows)}
 
@@ -55,22 +55,22 @@ class Scored(Scoped):
     def compress(self, rows: Rows) -> Compressed:
         """As every eviction does; scores go where their rows go."""
         result = super().compress(rows)
-        if not rows.memory:
+        if not rows.state:
             return result
-        return replace(result, memory={"scores": take_scores(rows.memory["scores"], result.selection)})
+        return replace(result, state={"scores": take_scores(rows.state["scores"], result.selection)})
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
         """The same in place."""
         result = super().recompress(rows)
         slots = mask_to_slots(result.selection, rows.plan.capacity)
-        return replace(result, memory={"scores": take_scores(rows.memory["scores"], slots)})
+        return replace(result, state={"scores": take_scores(rows.state["scores"], slots)})
 
 
 def scores_of(rows: Rows) -> Float[Array, "B K C"]:
     """What each row is worth, after the prompt as while decoding."""
-    if "scores" in rows.memory:
-        return rows.memory["scores"]
+    if "scores" in rows.state:
+        return rows.state["scores"]
     assert rows.scores is not None
     return rows.scores
 

@@ -22,8 +22,7 @@ from clusterkv_jax.cache.layers import Layer, LayerCache, State, from_real_token
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.place_rows import place_rows
 from clusterkv_jax.methods.base import Compressed, Method
-from clusterkv_jax.methods.by_head import ByHead, grouped, together
-from clusterkv_jax.methods.chassis import (
+from clusterkv_jax.methods.driver import (
     Prompt,
     compress_group,
     compress_heads,
@@ -33,6 +32,7 @@ from clusterkv_jax.methods.chassis import (
     placed_state,
     stored,
 )
+from clusterkv_jax.methods.heads_as_batch import ByHead, grouped, together
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import ModelConfig
@@ -145,7 +145,7 @@ def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
     return Workspace(rows, (place + 1) % len(workspace))
 
 
-def awaits(read: Sequence[ReadLayer], workspace: Workspace | None, following: LayerPlan | None) -> bool:
+def defers(read: Sequence[ReadLayer], workspace: Workspace | None, following: LayerPlan | None) -> bool:
     """Whether these layers, alike ones, are to be compressed together with the next one."""
     room = 1 if workspace is None else len(workspace)
     return following is not None and len(read) < room and _program(read[0].plan) == _program(following)
@@ -161,7 +161,7 @@ def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:
 def most_at_once(plan: LayerPlan, size: int, layers: int) -> int:
     """The same on one GPU, of layers whose rows have `size` bytes: a number that divides that of all of them."""
     apart = len(plan.groups) > 1 and plan.by_head is None
-    if "layers" not in plan.needs or "key" in plan.needs or apart or all(group.keep_all for group in plan.groups):
+    if "layers" not in plan.inputs or "key" in plan.inputs or apart or all(group.keep_all for group in plan.groups):
         return 1
     return max(n for n in range(1, MOST_LAYERS + 1) if layers % n == 0 and n * size <= max(size, MOST_BYTES))
 
@@ -174,38 +174,38 @@ def compress(
     selection: Any,
     workspace: Workspace | None,
 ) -> tuple[list[tuple[Layer, Any]], Any, Workspace | None]:
-    """Each layer's cache and the memory of its groups, what the last layer selected, and the workspace.
+    """Each layer's cache and the state of its groups, what the last layer selected, and the workspace.
 
     `run(program, *args)` calls the programs. Layers that do not fill their workspace go one by one, by a program that
     serves any number.
     """
     if workspace is not None and len(read) == len(workspace):
-        done, workspace = _together(run, method, read, workspace)
+        done, workspace = _batched(run, method, read, workspace)
         return done, None, workspace
     done = []
     for place, one in enumerate(read):
         prompt = run(_taken, workspace, np.asarray(place, np.int32)) if one.prompt is None else one.prompt
-        layer, memory, selection = _alone(run, method, replace(one, prompt=prompt), key, selection)
-        done.append((layer, memory))
+        layer, state, selection = _single(run, method, replace(one, prompt=prompt), key, selection)
+        done.append((layer, state))
     # The next layer takes the first place again.
     again = None if workspace is None else replace(workspace, place=np.zeros((), np.int32))
     return done, selection, again
 
 
-def _alone(
+def _single(
     run: Callable[..., Any], method: Method, read: ReadLayer, key: Key[Array, ""], selection: Any
 ) -> tuple[Layer, Any, Any]:
     plan, number = read.plan, np.asarray(read.number, np.int32)
     if plan.by_head is None:
         before = None if plan.selects else selection
-        layer, memory, here = run(_compress_layer, method, plan, read.prompt, read.budgets, key, number, before)
-        return layer, memory, here if plan.selects and plan.window is None else selection
+        layer, state, here = run(_compress_layer, method, plan, read.prompt, read.budgets, key, number, before)
+        return layer, state, here if plan.selects and plan.window is None else selection
     budgets, shares = budgets_by_head(plan, read.budgets)
-    heads = run(_compress_heads, method, plan.by_head, plan.needs, read.prompt, budgets, shares, key, number)
+    heads = run(_compress_heads, method, plan.by_head, plan.inputs, read.prompt, budgets, shares, key, number)
     return *run(_group_heads, method, plan, *heads), selection
 
 
-def _together(
+def _batched(
     run: Callable[..., Any], method: Method, read: Sequence[ReadLayer], workspace: Workspace
 ) -> tuple[list[tuple[Layer, Any]], Workspace]:
     plan = read[0].plan
@@ -218,7 +218,7 @@ def _together(
 
 def _program(plan: LayerPlan) -> Any:
     """What layers of one program have in common."""
-    return plan if plan.by_head is None else (plan.by_head, plan.needs)
+    return plan if plan.by_head is None else (plan.by_head, plan.inputs)
 
 
 @jit(static_argnames=("method", "plan"))
@@ -230,7 +230,7 @@ def _compress_layer(
     key: Key[Array, ""],
     number: Int[Array | np.ndarray, ""],
     selection: Any,
-) -> tuple[Layer, tuple[State, ...], Any]:
+) -> tuple[Layer, tuple[State | None, ...], Any]:
     draw = jax.random.fold_in(key, number)
     layer, state, selection = compress_layer(method, prompt, budgets, plan, draw, selection)
     return placed(method, layer), placed_state(method, state), selection
@@ -242,29 +242,29 @@ def _compress_layers(
     plan: GroupPlan,
     budgets: tuple[Int[Array | np.ndarray, "B groups stages"], ...],
     workspace: Workspace,
-) -> tuple[list[tuple[Layer, tuple[State, ...]]], Workspace]:
+) -> tuple[list[tuple[Layer, tuple[State | None, ...]]], Workspace]:
     """Layers of one group of heads each."""
     rows = _as_sequences(workspace.rows)
     cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
     result = compress_group(method, cache, rows, jnp.concatenate(budgets)[:, 0], plan, None, None)
     parts = _apart(result, len(budgets))
     caches = [stored(method, part.cache, plan) for part in parts]
-    layers = [(placed(method, x), placed_state(method, (part.memory,))) for x, part in zip(caches, parts, strict=True)]
+    layers = [(placed(method, x), placed_state(method, (part.state,))) for x, part in zip(caches, parts, strict=True)]
     return layers, _used(workspace, result)
 
 
-@jit(static_argnames=("method", "plan", "needs"))
+@jit(static_argnames=("method", "plan", "inputs"))
 def _compress_heads(
     method: Method,
     plan: GroupPlan,
-    needs: frozenset[str],
+    inputs: frozenset[str],
     prompt: Prompt,
     budgets: Int[Array | np.ndarray, "B K stages"],
     shares: Float[Array | np.ndarray, " K"],
     key: Key[Array, ""],
     number: Int[Array | np.ndarray, ""],
 ) -> tuple[LayerCache, ByHead]:
-    return compress_heads(method, plan, needs, prompt, budgets, shares[None], jax.random.fold_in(key, number))
+    return compress_heads(method, plan, inputs, prompt, budgets, shares[None], jax.random.fold_in(key, number))
 
 
 @jit(static_argnames=("method", "plan"), donate_argnames=("workspace",))
@@ -282,13 +282,15 @@ def _compress_heads_of_layers(
     rows = heads_alone(_as_sequences(workspace.rows))
     cache = from_real_tokens(rows.keys, rows.values, rows.lengths)
     result = compress_group(method, cache, rows, each, plan, None, None, share)
-    parts = [together(resize(part.cache, plan.capacity), part.memory, kv_heads) for part in _apart(result, layers)]
+    parts = [together(resize(part.cache, plan.capacity), part.state, kv_heads) for part in _apart(result, layers)]
     return parts, _used(workspace, result)
 
 
 @jit(static_argnames=("method", "plan"))
-def _group_heads(method: Method, plan: LayerPlan, heads: LayerCache, memory: ByHead) -> tuple[Layer, tuple[State, ...]]:
-    layer, state = grouped(method, plan, heads, memory)
+def _group_heads(
+    method: Method, plan: LayerPlan, heads: LayerCache, group_state: ByHead
+) -> tuple[Layer, tuple[State | None, ...]]:
+    layer, state = grouped(method, plan, heads, group_state)
     return placed(method, layer), placed_state(method, state)
 
 
@@ -321,11 +323,11 @@ def _apart(result: Compressed, layers: int) -> list[Any]:
 
     parts = []
     for i in range(layers):
-        memory = of_layer(i, result.memory)
+        state = of_layer(i, result.state)
         if result.slots is None:
-            parts.append(Compressed(of_layer(i, rows), memory))
+            parts.append(Compressed(of_layer(i, rows), state))
         else:
-            parts.append(Compressed(_moved_out(rows, of_layer(i, result.slots), i), memory))
+            parts.append(Compressed(_moved_out(rows, of_layer(i, result.slots), i), state))
     return parts
 
 

@@ -1,11 +1,11 @@
 """How a layer is taken through a method: the same for all methods, so none overrides it.
 
-    compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and what is remembered
-    compress_heads   the same of heads with budgets of their own, before they stand in groups (`by_head`)
+    compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and the states of these
+    compress_heads   the same of heads with budgets of their own, before they stand in groups (`heads_as_batch`)
     step_layer       new tokens enter every group and attend
     due, recompress  one condition for all layers, and the way back to the budget of the sequences that are due
 
-A group's memory is None where its tokens are only ever appended. Otherwise it holds what the method remembers, and of a
+A group's state is None where its tokens are only ever appended. Otherwise it is what the method makes of it, and of a
 method with a schedule `budget`, B of each sequence, and `due`, the rows at which the group is compressed again.
 """
 
@@ -41,18 +41,17 @@ from clusterkv_jax.cache.layers import (
     select_heads,
 )
 from clusterkv_jax.cache.sliding_window import ring, step_window
-from clusterkv_jax.methods import by_head
+from clusterkv_jax.methods import heads_as_batch
 from clusterkv_jax.methods.base import (
     Compressed,
-    Memory,
     Method,
     Rows,
     append_and_attend,
     append_with_scores,
-    in_front,
+    compacted,
     is_by_head,
     rows_held,
-    slots_apart,
+    slots_shardable,
 )
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
@@ -84,7 +83,7 @@ def compress_layer(
     plan: LayerPlan,
     key: Array | None,
     selection: tuple[Any, ...] | None = None,
-) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
+) -> tuple[Layer, tuple[State | None, ...], tuple[Any, ...]]:
     """A layer's cache after its prompt.
 
     Args:
@@ -96,7 +95,7 @@ def compress_layer(
         selection: what an earlier layer selected, by group; None where the layer selects for itself.
 
     Returns:
-        the layer, the memory of each group of heads, and what each group selected.
+        the layer, the state of each group of heads, and what each group selected.
 
     Raises:
         ValueError: if the method needs queries, hidden states or scores and there are none.
@@ -105,8 +104,8 @@ def compress_layer(
         return ring(prompt.keys, prompt.values, prompt.lengths, plan.window, plan.capacities[0]), (None,), ()
     if plan.by_head is not None:
         of_heads, shares = budgets_by_head(plan, budgets)
-        heads = compress_heads(method, plan.by_head, plan.needs, prompt, of_heads, shares[None], key)
-        return *by_head.grouped(method, plan, *heads), (None,) * len(plan.groups)
+        heads = compress_heads(method, plan.by_head, plan.inputs, prompt, of_heads, shares[None], key)
+        return *heads_as_batch.grouped(method, plan, *heads), (None,) * len(plan.groups)
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[Compressed] = []
     for i, group in enumerate(plan.groups):
@@ -114,11 +113,11 @@ def compress_layer(
         part = Compressed(cache)
         if not group.keep_all:
             before = None if selection is None else selection[i]
-            _check_inputs(method, prompt, plan.needs)
-            part = in_front(compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before))
+            _check_inputs(method, prompt, plan.inputs)
+            part = compacted(compress_group(method, cache, prompt, jnp.asarray(budgets[:, i]), group, key, before))
         parts.append(replace(part, cache=stored(method, part.cache, group)))
     caches: Any = tuple(part.cache for part in parts)
-    state = tuple(part.memory for part in parts)
+    state = tuple(part.state for part in parts)
     layer = caches[0] if len(caches) == 1 else HeadGroups(caches, plan.heads)
     return layer, state, tuple(part.selection for part in parts)
 
@@ -127,33 +126,33 @@ def compress_layer(
 def compress_heads(
     method: Method,
     plan: GroupPlan,
-    needs: frozenset[str],
+    inputs: frozenset[str],
     prompt: Prompt,
     budgets: Int[Array | np.ndarray, "B K stages"],
     shares: Float[Array | np.ndarray, "#B K"],
     key: Array | None,
-) -> tuple[LayerCache, by_head.ByHead]:
-    """Every KV head of a layer after its prompt, each compressed as a sequence of its own, and what it remembers.
+) -> tuple[LayerCache, heads_as_batch.ByHead]:
+    """Every KV head of a layer after its prompt, each compressed as a sequence of its own, and its state.
 
-    `plan` and `needs` are static, the others as in `compress_layer`; `shares` are those of the heads, in all sequences
+    `plan` and `inputs` are static, the others as in `compress_layer`; `shares` are those of the heads, in all sequences
     or in each.
     """
-    _check_inputs(method, prompt, needs)
+    _check_inputs(method, prompt, inputs)
     batch, heads = prompt.keys.shape[:2]
     prompt = heads_alone(prompt)
     cache = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
     share = jnp.broadcast_to(jnp.asarray(shares), (batch, heads)).reshape(-1)
-    part = in_front(compress_group(method, cache, prompt, budgets, plan, key, None, share))
+    part = compacted(compress_group(method, cache, prompt, budgets, plan, key, None, share))
     assert isinstance(part.cache, LayerCache)
-    return by_head.together(resize(part.cache, plan.capacity), part.memory, heads)
+    return heads_as_batch.together(resize(part.cache, plan.capacity), part.state, heads)
 
 
 def heads_alone(prompt: Prompt) -> Prompt:
     """Every KV head as a sequence of its own."""
     heads = prompt.keys.shape[1]
     every = prompt.queries, prompt.keys, prompt.values, prompt.scores, prompt.squares
-    queries, keys, values, scores, squares = jax.tree.map(partial(by_head.alone, kv_heads=heads), every)
+    queries, keys, values, scores, squares = jax.tree.map(partial(heads_as_batch.alone, kv_heads=heads), every)
     return Prompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores, squares=squares)
 
 
@@ -175,28 +174,30 @@ def compress_group(
     hidden = None if prompt.hidden is None else constrain(prompt.hidden, "batch", None, None)
     # A head's rows come together: left to the partitioner, each step of a method would have its own collectives.
     cache, queries, scores = constrain_cache((cache, queries, scores))
-    share = jnp.full(prompt.lengths.shape, plan.share) if share is None else share
+    share = jnp.full(prompt.lengths.shape, plan.budget_share) if share is None else share
     squares = prompt.squares if len(plan.heads) == prompt.keys.shape[1] else None  # else those of other heads too
     seen = {"queries": queries, "hidden": hidden, "scores": scores, "squares": squares}
-    rows = Rows(cache, budgets[:, 0], prompt.lengths, {}, **seen, key=key, selection=selection, share=share, plan=plan)
-    rows = replace(rows, memory=method.remember(rows))
+    rows = Rows(
+        cache, budgets[:, 0], prompt.lengths, {}, **seen, key=key, selection=selection, budget_share=share, plan=plan
+    )
+    rows = replace(rows, state=method.init_state(rows))
     result = method.compress(rows)
-    memory = rows.memory if result.memory is None else result.memory
-    memory = scheduled(method, memory, plan, budgets)
-    return replace(result, memory=memory)
+    state = rows.state if result.state is None else result.state
+    state = scheduled(method, state, plan, budgets)
+    return replace(result, state=state)
 
 
-def scheduled(method: Method, memory: Memory, plan: GroupPlan, budgets: Int[Array, "B stages"]) -> State:
+def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array, "B stages"]) -> State | None:
     """What is remembered of a group, its budget while decoding and the rows at which it is due among it, or None."""
     schedule = method.schedule
     if schedule.kind != "append":
-        memory = {"budget": budgets[:, -1]} | memory
+        state = {"budget": budgets[:, -1]} | state
     # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold
     # more than its budget while decoding, by the slack of its method or as another stage leaves it.
     longest = plan.reserve + schedule.slack
     if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
-        memory = memory | {"due": budgets[:, -1] + schedule.interval}
-    return memory or None
+        state = state | {"due": budgets[:, -1] + schedule.interval}
+    return state or None
 
 
 def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
@@ -207,51 +208,51 @@ def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
     return quantised(resize(group, plan.capacity), **how)
 
 
-def _check_inputs(method: Method, prompt: Prompt, needs: frozenset[str]) -> None:
+def _check_inputs(method: Method, prompt: Prompt, inputs: frozenset[str]) -> None:
     """Raise ValueError for what the method needs of the layer and does not get."""
     name = type(method).__name__
-    if "queries" in needs and prompt.queries is None:
+    if "queries" in inputs and prompt.queries is None:
         raise ValueError(f"{name} chooses rows by attention: queries must be [B,H,N,D], got None.")
-    if "hidden" in needs and prompt.hidden is None:
+    if "hidden" in inputs and prompt.hidden is None:
         raise ValueError(f"{name} scores rows by the layer's input: hidden must be [B,N,M], got None.")
-    if needs & {"scores", "repetition"} and prompt.scores is None:
+    if inputs & {"scores", "repetition"} and prompt.scores is None:
         raise ValueError(f"{name} keeps the rows of the highest scores: scores must be [B,K,N], got None.")
 
 
 @jax.named_scope("attention/step")
 def step_layer(
-    method: Method, layer: Layer, state: tuple[State, ...], tokens: StepInputs
-) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
+    method: Method, layer: Layer, state: tuple[State | None, ...], tokens: StepInputs
+) -> tuple[Float[Array, "B T H D"], Layer, tuple[State | None, ...]]:
     """New tokens enter every group of the layer and attend to it."""
     if isinstance(layer, WindowCache):
         return *step_window(layer, tokens), state
     tokens = replace(tokens, degree_power=float(method.degree_power))
-    if by_head.steps_alike(method, layer, state, tokens.q.shape[1]):
-        return by_head.step(layer, state, tokens)
+    if heads_as_batch.can_fuse_step(method, layer, state, tokens.q.shape[1]):
+        return heads_as_batch.step(layer, state, tokens)
     if tokens.q.shape[1] > MOST_QUERIES and type(method).step is Method.step:
         return _step_chunk(method, layer, state, tokens)
     parts = []
-    for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
+    for group, heads, group_state in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
-        if memory is None:
-            parts.append(append_and_attend(group, None, mine, apart=slots_apart(method)))
+        if group_state is None:
+            parts.append(append_and_attend(group, None, mine, apart=slots_shardable(method)))
         else:
-            parts.append(method.step(group, memory, mine))
-    attended, longer, memories = zip(*parts, strict=True)
+            parts.append(method.step(group, group_state, mine))
+    attended, longer, states = zip(*parts, strict=True)
     out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
-    return out, with_groups(layer, longer), memories
+    return out, with_groups(layer, longer), states
 
 
 def _step_chunk(
-    method: Method, layer: Layer, state: tuple[State, ...], tokens: StepInputs
-) -> tuple[Float[Array, "B T H D"], Layer, tuple[State, ...]]:
+    method: Method, layer: Layer, state: tuple[State | None, ...], tokens: StepInputs
+) -> tuple[Float[Array, "B T H D"], Layer, tuple[State | None, ...]]:
     """A chunk of a prompt, whose tokens are appended: all heads attend at once, whatever groups they stand in."""
     parts = []
-    for group, heads, memory in zip(groups(layer), group_heads(layer), state, strict=True):
+    for group, heads, group_state in zip(groups(layer), group_heads(layer), state, strict=True):
         mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
-        parts.append(append_with_scores(group, memory, mine, apart=slots_apart(method)))
-    longer, memories = zip(*parts, strict=True)
-    return attend_chunk(layer, tokens, plain=method.holds == "tokens"), with_groups(layer, longer), memories
+        parts.append(append_with_scores(group, group_state, mine, apart=slots_shardable(method)))
+    longer, states = zip(*parts, strict=True)
+    return attend_chunk(layer, tokens, plain=method.storage == "tokens"), with_groups(layer, longer), states
 
 
 def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
@@ -277,20 +278,20 @@ def _least_room(cache: KVCache) -> list[Int[Array, "B heads"]]:
     return list(room.values())
 
 
-def _late(layer: Layer, state: tuple[State, ...]) -> dict[int, Bool[Array, ""]]:
+def _late(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Bool[Array, ""]]:
     """Whether any sequence is due, of the layer's groups that can ever be."""
     return {i: jnp.any(heads <= 0) for i, heads in _room(layer, state).items()}
 
 
-def _room(layer: Layer, state: tuple[State, ...]) -> dict[int, Int[Array, "B heads"]]:
+def _room(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Int[Array, "B heads"]]:
     """Rows that each head takes until it is due, of the layer's groups that can ever be; of pages all at once.
 
     Every head is asked, though all hold equally many: the first one may be another device's.
     """
     return {
-        i: memory["due"][:, None] - (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length)
-        for i, (group, memory) in enumerate(zip(groups(layer), state, strict=True))
-        if memory is not None and "due" in memory
+        i: group_state["due"][:, None] - (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length)
+        for i, (group, group_state) in enumerate(zip(groups(layer), state, strict=True))
+        if group_state is not None and "due" in group_state
     }
 
 
@@ -317,7 +318,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
             late_here = jnp.any(jnp.stack([*late.values()]))
             earlier, (layer, state) = sequenced(earlier, late_here, alone, (layer, state))
         else:
-            before = selection if "selection" in method.needs(number) else None
+            before = selection if "selection" in method.inputs(number) else None
             layer, state, here = _recompress_layer(method, layer, state, cache.position, rope, before)
             selection = here if before is None else before
         layers.append(layer)
@@ -329,63 +330,63 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
 def _recompress_layer(
     method: Method,
     layer: Layer,
-    state: tuple[State, ...],
+    state: tuple[State | None, ...],
     position: Int[Array, " B"],
     rope: Rope | None,
     selection: tuple[Any, ...] | None,
-) -> tuple[Layer, tuple[State, ...], tuple[Any, ...]]:
+) -> tuple[Layer, tuple[State | None, ...], tuple[Any, ...]]:
     """Equal layers are traced once."""
     befores = (None,) * len(state) if selection is None else selection
     parts = [
-        _recompress_group(method, group, memory, position, rope, before)
-        for group, memory, before in zip(groups(layer), state, befores, strict=True)
+        _recompress_group(method, group, group_state, position, rope, before)
+        for group, group_state, before in zip(groups(layer), state, befores, strict=True)
     ]
     layer = with_groups(layer, [part.cache for part in parts])
-    return layer, tuple(part.memory for part in parts), tuple(part.selection for part in parts)
+    return layer, tuple(part.state for part in parts), tuple(part.selection for part in parts)
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
 def _recompress_alone(
-    method: Method, layer: Layer, state: tuple[State, ...], position: Int[Array, " B"], rope: Rope | None
-) -> tuple[Layer, tuple[State, ...]]:
+    method: Method, layer: Layer, state: tuple[State | None, ...], position: Int[Array, " B"], rope: Rope | None
+) -> tuple[Layer, tuple[State | None, ...]]:
     """Every head as a sequence of its own, of all groups that can ever be due."""
     late = list(_late(layer, state))
-    heads = (*by_head.copies(layer, state, late), position)
-    done = by_head.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
-    return by_head.put_back(layer, state, late, *done)
+    heads = (*heads_as_batch.copies(layer, state, late), position)
+    done = heads_as_batch.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
+    return heads_as_batch.put_back(layer, state, late, *done)
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
 def _recompress_heads(
-    method: Method, cache: LayerCache, memory: by_head.ByHead, position: Int[Array, " B"], rope: Rope | None
-) -> tuple[LayerCache, by_head.ByHead]:
+    method: Method, cache: LayerCache, state: heads_as_batch.ByHead, position: Int[Array, " B"], rope: Rope | None
+) -> tuple[LayerCache, heads_as_batch.ByHead]:
     """Heads as sequences of their own. Those of all layers, if in equal slots, are traced once."""
     heads = cache.length.shape[1]
-    each = jax.tree.map(partial(by_head.alone, kv_heads=heads), cache)
-    memory = by_head.remembered_alone(memory)
-    part = _recompress_group(method, each, memory, jnp.repeat(position, heads), rope, None)
-    return by_head.together(part.cache, part.memory, heads)
+    each = jax.tree.map(partial(heads_as_batch.alone, kv_heads=heads), cache)
+    state = heads_as_batch.remembered_alone(state)
+    part = _recompress_group(method, each, state, jnp.repeat(position, heads), rope, None)
+    return heads_as_batch.together(part.cache, part.state, heads)
 
 
 def _recompress_group(
-    method: Method, group: Group, memory: State, position: Int[Array, " B"], rope: Rope | None, selection: Any
+    method: Method, group: Group, state: State | None, position: Int[Array, " B"], rope: Rope | None, selection: Any
 ) -> Compressed:
-    if memory is None or "due" not in memory:
-        return Compressed(group, memory)
-    group, held = constrain_cache((group, memory))  # as after the prompt
+    if state is None or "due" not in state:
+        return Compressed(group, state)
+    group, held = constrain_cache((group, state))  # as after the prompt
     counts = rows_held(group)
     target = jnp.where(counts >= held["due"], held["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = in_front(method.recompress(Rows(group, target, position, held, selection=selection, plan=plan)))
-    return replace(result, memory=held | (result.memory or {}))
+    result = compacted(method.recompress(Rows(group, target, position, held, selection=selection, plan=plan)))
+    return replace(result, state=held | (result.state or {}))
 
 
 def placed(method: Method, layers: Any) -> Any:
     """Layers on the devices of the ambient mesh; their slots too, where the steps of method or window allow it."""
     kinds = LayerCache | PagedHeads | WindowCache
     return jax.tree.map(
-        lambda x: constrain_cache(x, apart=apart(method, x)), layers, is_leaf=lambda x: isinstance(x, kinds)
+        lambda x: constrain_cache(x, apart=shards_slots(method, x)), layers, is_leaf=lambda x: isinstance(x, kinds)
     )
 
 
@@ -393,17 +394,19 @@ def placed_state(method: Method, state: Any) -> Any:
     """What a method keeps beside the rows, on the devices of the ambient mesh."""
 
     def place(path, x):
-        return constrain_cache(x, apart=apart(method, x, path))
+        return constrain_cache(x, apart=shards_slots(method, x, path))
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def apart(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
+def shards_slots(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
     """Whether devices may share the slots of a head of a layer, or of one of its groups; or what a method keeps under
     this path of its state: scores stand with their rows.
     """
-    rows = isinstance(part, LayerCache) or path[-1:] in [(jax.tree_util.DictKey(name),) for name in by_head.OF_SLOTS]
-    return isinstance(part, WindowCache) or (rows and slots_apart(method))
+    rows = isinstance(part, LayerCache) or path[-1:] in [
+        (jax.tree_util.DictKey(name),) for name in heads_as_batch.OF_SLOTS
+    ]
+    return isinstance(part, WindowCache) or (rows and slots_shardable(method))
 
 
 def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:

@@ -36,7 +36,7 @@ from clusterkv_jax.cache.layers import (
 from clusterkv_jax.kernels.gpu import power_of_two
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
-from clusterkv_jax.methods.base import Memory, Method
+from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.runtime.dispatch import platform
 from clusterkv_jax.runtime.sharding import on_one_device, over_heads, slot_ways
@@ -53,23 +53,25 @@ def alone(x: Shaped[Array, "B heads ..."], kv_heads: int) -> Shaped[Array, "BK h
     return x.reshape(x.shape[0] * kv_heads, -1, *x.shape[2:])
 
 
-def together(cache: Any, memory: State, kv_heads: int) -> tuple[LayerCache, ByHead]:
+def together(cache: Any, state: State | None, kv_heads: int) -> tuple[LayerCache, ByHead]:
     """What a method left of sequences that are heads, as heads again."""
     cache = jax.tree.map(lambda x: x.reshape(-1, kv_heads, *x.shape[2:]), cache)
-    return cache, {name: x.reshape(-1, kv_heads, *x.shape[1:]) for name, x in (memory or {}).items()}
+    return cache, {name: x.reshape(-1, kv_heads, *x.shape[1:]) for name, x in (state or {}).items()}
 
 
-def remembered_alone(memory: ByHead) -> Memory:
+def remembered_alone(state: ByHead) -> State:
     """What is remembered of heads, as of sequences."""
-    return {name: x.reshape(-1, *x.shape[2:]) for name, x in memory.items()}
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in state.items()}
 
 
-def grouped(method: Method, plan: LayerPlan, cache: LayerCache, memory: ByHead) -> tuple[HeadGroups, tuple[State, ...]]:
+def grouped(
+    method: Method, plan: LayerPlan, cache: LayerCache, group_state: ByHead
+) -> tuple[HeadGroups, tuple[State | None, ...]]:
     """A layer's heads after the prompt, in groups of equal budgets."""
     caches, state = [], []
     for group in plan.groups:
         rows = resize(select_heads(cache, group.heads), group.capacity)
-        mine = {name: x[:, jnp.asarray(group.heads)] for name, x in memory.items()}
+        mine = {name: x[:, jnp.asarray(group.heads)] for name, x in group_state.items()}
         caches.append(quantised(rows, method.cache_dtype, less_mean=not group.soft_capped))
         state.append(None if group.keep_all else _of_group(mine, group.capacity) or None)
     return HeadGroups(tuple(caches), plan.heads), tuple(state)
@@ -84,25 +86,27 @@ def copies(layer: Any, state: Sequence[Any], which: Sequence[int]) -> tuple[Laye
 
 
 def put_back(
-    layer: Any, state: Sequence[Any], which: Sequence[int], cache: LayerCache, memory: ByHead
-) -> tuple[HeadGroups, tuple[State, ...]]:
+    layer: Any, state: Sequence[Any], which: Sequence[int], cache: LayerCache, group_state: ByHead
+) -> tuple[HeadGroups, tuple[State | None, ...]]:
     """The layer with what `copies` has become in these groups."""
     held, states = list(layer.groups), list(state)
     counts = [len(layer.heads[i]) for i in which]
     for i, end, count in zip(which, np.cumsum(counts).tolist(), counts, strict=True):
-        mine, remembered = jax.tree.map(lambda x, part=slice(end - count, end): x[:, part], (cache, memory))
+        mine, remembered = jax.tree.map(lambda x, part=slice(end - count, end): x[:, part], (cache, group_state))
         states[i] = _of_group(remembered, held[i].capacity)
         held[i] = resize(mine, held[i].capacity)
     return replace(layer, groups=tuple(held)), tuple(states)
 
 
-def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) -> bool:
+def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], count: int) -> bool:
     """Whether it is one token, which enters every group by `append_and_attend`, all rows of a head on one device.
 
     A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold. The kernel reads
     degrees as they are stored.
     """
-    plain = method.degree_power == 1 and (type(method).step is Method.step or all(memory is None for memory in state))
+    plain = method.degree_power == 1 and (
+        type(method).step is Method.step or all(group_state is None for group_state in state)
+    )
     if isinstance(layer, LayerCache):
         serves = platform() == "gpu" and slot_ways(layer.keys.shape[1]) == 1
     else:
@@ -111,8 +115,8 @@ def steps_alike(method: Method, layer: Any, state: Sequence[State], count: int) 
 
 
 def step(
-    layer: Any, state: Sequence[State], tokens: StepInputs
-) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State, ...]]:
+    layer: Any, state: Sequence[State | None], tokens: StepInputs
+) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State | None, ...]]:
     """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
 
@@ -141,9 +145,9 @@ def step(
     return attended, *put_in_groups(layer, state, after, longer)
 
 
-def of_groups(layer: Any, state: Sequence[State]) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
+def of_groups(layer: Any, state: Sequence[State | None]) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
     """The arrays of each group, with the scores of its rows, and what its heads hold."""
-    beside = [None if memory is None else memory.get("scores") for memory in state]
+    beside = [None if group_state is None else group_state.get("scores") for group_state in state]
     buffers = tuple(
         (group.keys, group.values, group.degree, group.positions, of_rows)
         for group, of_rows in zip(groups(layer), beside, strict=True)
@@ -152,19 +156,19 @@ def of_groups(layer: Any, state: Sequence[State]) -> tuple[tuple[Any, ...], tupl
 
 
 def put_in_groups(
-    layer: Any, state: Sequence[State], buffers: Sequence[Any], lengths: Sequence[Array]
-) -> tuple[HeadGroups | LayerCache, tuple[State, ...]]:
+    layer: Any, state: Sequence[State | None], buffers: Sequence[Any], lengths: Sequence[Array]
+) -> tuple[HeadGroups | LayerCache, tuple[State | None, ...]]:
     """The layer and what is remembered of it, with arrays as `of_groups` gives them."""
     caches = tuple(
         LayerCache(keys, values, degree, length, positions, group.key_mean)
         for group, (keys, values, degree, positions, _), length in zip(groups(layer), buffers, lengths, strict=True)
     )
-    memories = tuple(
-        memory if of_rows is None or memory is None else memory | {"scores": of_rows}
-        for memory, (*_, of_rows) in zip(state, buffers, strict=True)
+    states = tuple(
+        group_state if of_rows is None or group_state is None else group_state | {"scores": of_rows}
+        for group_state, (*_, of_rows) in zip(state, buffers, strict=True)
     )
     layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
-    return layer, memories
+    return layer, states
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:
@@ -179,13 +183,13 @@ def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_
     return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), jax.lax.map(function, turns))
 
 
-def _of_group(memory: ByHead, capacity: int) -> Memory:
+def _of_group(state: ByHead, capacity: int) -> State:
     """What is remembered of heads, as of a group: a number of a sequence is the same for all of its heads."""
-    joined = {name: x[:, 0] if x.ndim == 2 else x.reshape(len(x), -1, *x.shape[3:]) for name, x in memory.items()}
+    joined = {name: x[:, 0] if x.ndim == 2 else x.reshape(len(x), -1, *x.shape[3:]) for name, x in state.items()}
     return _in_slots(joined, capacity)
 
 
-def _of_heads(memory: Memory, heads: int, capacity: int) -> ByHead:
+def _of_heads(state: State, heads: int, capacity: int) -> ByHead:
     """What is remembered of a group of so many heads, as of each of them."""
 
     def of_each(x: Array) -> Array:
@@ -193,8 +197,8 @@ def _of_heads(memory: Memory, heads: int, capacity: int) -> ByHead:
             return jnp.broadcast_to(x[:, None], (len(x), heads))
         return x.reshape(len(x), heads, -1, *x.shape[2:])
 
-    return {name: of_each(x) for name, x in _in_slots(memory, capacity).items()}
+    return {name: of_each(x) for name, x in _in_slots(state, capacity).items()}
 
 
-def _in_slots(memory: Memory, capacity: int) -> Memory:
-    return {name: pad_slots(x, capacity) if name in OF_SLOTS else x for name, x in memory.items()}
+def _in_slots(state: State, capacity: int) -> State:
+    return {name: pad_slots(x, capacity) if name in OF_SLOTS else x for name, x in state.items()}
