@@ -6,6 +6,7 @@ from clusterkv_jax.blocks.config import LinearScaling as LinearScaling
 from clusterkv_jax.blocks.config import Llama3Scaling as Llama3Scaling
 from clusterkv_jax.blocks.config import LongScaling as LongScaling
 from clusterkv_jax.blocks.config import ModelConfig as ModelConfig
+from clusterkv_jax.blocks.config import QueryScaling as QueryScaling
 from clusterkv_jax.blocks.config import Rope as Rope
 from clusterkv_jax.blocks.config import Scaling as Scaling
 from clusterkv_jax.blocks.config import YarnScaling as YarnScaling

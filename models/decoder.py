@@ -36,8 +36,8 @@ def attention_out_and_mlp(
     layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"], attended: Float[Array, "B T H D"]
 ) -> Float[Array, "B T M"]:
     """The rest of a layer after its attention: output projection, and the MLP or the experts, with their residuals."""
-    hidden = attention_out(layer, config, hidden, attended)
-    return moe(layer, config, hidden) if "experts" in layer else mlp(layer, config, hidden)
+    out, block = attention_out(layer, config, hidden, attended), moe if "experts" in layer else mlp
+    return block(layer, config, out, hidden if config.parallel_blocks else out)
 
 
 def sink_logits(layer: Params, config: ModelConfig) -> Float[Array, " H"] | None:

@@ -48,6 +48,7 @@ class RopeParameters(Struct, kw_only=True):
     truncate: bool | None = None
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
+    llama_4_scaling_beta: _Turns | None = None
     # Only `RopesByLayer` has rotations for each kind of layer.
     full_attention: None = None
     sliding_attention: None = None

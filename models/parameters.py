@@ -52,6 +52,7 @@ def abstract(config: ModelConfig) -> Params:
 
 def _abstract_layer(config: ModelConfig, number: int) -> Params:
     norms = {"before": ["norm"], "after": ["out_norm"], "both": ["norm", "out_norm"]}[config.norm_place]
+    blocks = ("attention",) if config.parallel_blocks else ("attention", "mlp")
     experts = config.experts_of(number)
     if experts is None:
         mlp = {"mlp": _abstract_mlp(config, config.intermediate_size)}
@@ -59,14 +60,14 @@ def _abstract_layer(config: ModelConfig, number: int) -> Params:
         mlp = {"experts": _abstract_experts(config, experts), **_abstract_shared(config, experts)}
     return {
         "attention": _abstract_attention(config),
-        **{f"{block}_{norm}": _abstract_norm(config) for block in ("attention", "mlp") for norm in norms},
+        **{f"{block}_{norm}": _abstract_norm(config) for block in blocks for norm in norms},
         **mlp,
     }
 
 
 def _abstract_norm(config: ModelConfig) -> Params:
     specs = {"scale": TensorSpec((config.hidden_size,), ("model",), _scale_init(config))}
-    if config.norm == "layer":
+    if config.norm == "layer" and config.norm_bias:
         specs["bias"] = TensorSpec((config.hidden_size,), ("model",), initializers.zeros)
     return specs
 

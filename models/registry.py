@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkv_jax.models import (
+    cohere,
     ernie,
     exaone,
     gemma,
@@ -52,6 +53,7 @@ class Family:
 
 FAMILIES = {
     "chatglm": Family("GLM-4 as first published", glm.ChatFile, glm.from_chatglm, glm.CHATGLM_WEIGHTS),
+    "cohere2": Family("Command R7B, Command A", cohere.File, cohere.from_hf, cohere.WEIGHTS),
     "ernie4_5": Family("Ernie 4.5 without experts", ernie.File, ernie.from_hf, ernie.WEIGHTS),
     "exaone4": Family("EXAONE 4", exaone.File, exaone.from_hf, exaone.WEIGHTS),
     "gemma": Family("Gemma 1", gemma.File1, gemma.from_gemma, llama.WEIGHTS),
@@ -78,9 +80,10 @@ FAMILIES = {
         "Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.File, llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf
     ),
     "ministral": Family("Ministral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
+    "ministral3": Family("Ministral 3", mistral.File3, mistral.from_ministral3, mistral.WEIGHTS),
     "mistral": Family("Mistral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
     "mistral3": Family(
-        "Mistral Small 3.1 and later, texts alone",
+        "Mistral Small 3.1 and later, Ministral 3, texts alone",
         mistral.Multimodal,
         mistral.from_multimodal,
         mistral.WEIGHTS,

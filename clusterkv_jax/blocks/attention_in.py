@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.blocks.config import ModelConfig
+from clusterkv_jax.blocks.config import ModelConfig, QueryScaling
 from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, is_one_after_rms, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.norm import pre_norm
@@ -43,7 +43,15 @@ def attention_in(
     q, k, v, scores = dispatch("attention_in", backends, None, layer, config, hidden, positions, surrogate)
     if config.attention_scale is not None:
         q = q * (config.attention_scale * math.sqrt(config.head_dim))
+    if config.query_scaling is not None:
+        q = q * _lengths(config.query_scaling, positions).astype(q.dtype)
     return q, k, v, scores
+
+
+def _lengths(scaling: QueryScaling, positions: Int[Array, "B T"]) -> Float[Array, "B T 1 1"]:
+    """How much longer queries are where they stand, float32."""
+    times = (positions + scaling.first) // scaling.length
+    return (1 + scaling.strength * jnp.log1p(times.astype(jnp.float32)))[..., None, None]
 
 
 def _reference(

@@ -129,6 +129,23 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Queries are longer the farther they stand: at position p by 1 + strength log(1 + floor((p + first) / length))."""
+
+    strength: float
+    length: int
+    first: int = 0
+
+    def __post_init__(self):
+        check_fields(
+            self,
+            ("strength", is_number(self.strength) and self.strength >= 0, "a number of at least 0"),
+            ("length", is_count(self.length, 1), "a whole number of at least 1"),
+            ("first", is_count(self.first), "a whole number of at least 0"),
+        )
+
+
+@dataclass(frozen=True)
 class ClampedSwiglu:
     """gpt-oss's gate of an expert: (u + 1) g sigmoid(gain g) of clamped g and u, the products with `gate` and `up`.
 
@@ -192,17 +209,18 @@ class Experts:
 class ModelConfig:
     """Everything that determines a decoder's parameters and arithmetic; hashable, so static under jit.
 
-    `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows.
-    `dtype` is the name of the published weights' type; what a model computes in is the type of its parameters.
-    `norm_place` says whether each block's norm is of what enters it, of what it adds, or one of both. `norm_offset` is
-    what norms add to their stored scales. `qk_norm_whole` takes one norm over all heads. `attention_scale` None is
-    head_dim ** -0.5; embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score
-    s c tanh(s / c), `logit_cap` of a logit. `sink_logits` gives the softmax of each head a logit more, without a value.
-    A token of one of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where
-    there is a `local_rope`. The other layers see every token. Queries and keys of `unrotated_layers` are not rotated.
-    `of_layer` is the configuration as one layer sees it.
-    `weights` is the fingerprint of the parameters that `load` read, None where there are none; saved caches carry it.
-    `decoder` is of layers that were written elsewhere (`nnx`): its methods stand in for functions of `models.decoder`.
+    `rope` None means learned absolute positions, whose table starts with `learned_position_offset` unused rows. `dtype`
+    is the name of the published weights' type; what a model computes in is the type of its parameters. The MLP of
+    `parallel_blocks` reads what the attention reads. `norm_place` says whether each block's norm is of what enters it,
+    of what it adds, or one of both. `norm_offset` is what norms add to their stored scales. `qk_norm_whole` takes one
+    norm over all heads. `attention_scale` None is head_dim ** -0.5, which `query_scaling` changes by position;
+    embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score s c tanh(s / c),
+    `logit_cap` of a logit. `sink_logits` gives the softmax of each head a logit more, without a value. A token of one
+    of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where there is a
+    `local_rope`. The other layers see every token. Queries and keys of `unrotated_layers` are not rotated. `of_layer`
+    is the configuration as one layer sees it. `weights` is the fingerprint of the parameters that `load` read, None
+    where there are none; saved caches carry it. `decoder` is of layers that were written elsewhere (`nnx`): its methods
+    stand in for functions of `models.decoder`.
     Raises ValueError where a number is impossible, sizes contradict each other, or a name is unknown.
     """
 
@@ -227,11 +245,14 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     norm_place: str = "before"
+    parallel_blocks: bool = False
     attention_scale: float | None = None
+    query_scaling: QueryScaling | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     norm_offset: float = 0.0
+    norm_bias: bool = True
     soft_cap: float | None = None
     logit_cap: float | None = None
     sink_logits: bool = False

@@ -29,9 +29,11 @@ ACTIVATIONS = {
 
 
 @jax.named_scope("mlp")
-def mlp(layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """Hidden states and what the layer's MLP adds to them."""
-    inner = hidden_units(layer["mlp"], config.activation, pre_norm(layer, "mlp", config, hidden))
+def mlp(
+    layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"], entering: Float[Array, "B T M"]
+) -> Float[Array, "B T M"]:
+    """Hidden states and what the layer's MLP adds to them, of those that enter it."""
+    inner = hidden_units(layer["mlp"], config.activation, pre_norm(layer, "mlp", config, entering))
     return add_output(layer, "mlp", config, hidden, inner)
 
 

@@ -21,11 +21,13 @@ DTYPE = jnp.bfloat16  # that the kernel takes
 
 
 @jax.named_scope("mlp")
-def moe(layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """Hidden states and what each token's experts add to them, by the router's shares."""
-    out = dispatch("moe", {"gpu": _few_tokens, "xla": _reference}, None, layer, config, config.experts, hidden)
+def moe(
+    layer: dict[str, Any], config: ModelConfig, hidden: Float[Array, "B T M"], entering: Float[Array, "B T M"]
+) -> Float[Array, "B T M"]:
+    """Hidden states and what each token's experts add to them, by the router's shares, of those that enter them."""
+    out = dispatch("moe", {"gpu": _few_tokens, "xla": _reference}, None, layer, config, config.experts, entering)
     if "shared_mlp" in layer:
-        out = out + _shared(layer["shared_mlp"], config, pre_norm(layer, "mlp", config, hidden))
+        out = out + _shared(layer["shared_mlp"], config, pre_norm(layer, "mlp", config, entering))
     return hidden + post_norm(layer, "mlp", config, out)
 
 
@@ -46,8 +48,8 @@ def _few_tokens(layer: dict[str, Any], config: ModelConfig, experts: Experts, hi
     check_numbers(*(weights[name] for name in ("gate", "up", "down")))
     if config.activation != "silu" or experts.clamp is not None or experts.bias:
         raise LeftToXLA("Only experts that are gated by silu, without biases, have a kernel.")
-    if experts.sigmoid or experts.scale != 1:
-        raise LeftToXLA("Only shares that are probabilities have a kernel.")
+    if experts.sigmoid or experts.scale != 1 or config.parallel_blocks:
+        raise LeftToXLA("Only shares that are probabilities have a kernel, behind a norm of their own.")
     if not few_on_one_device(hidden) or not hidden.dtype == weights["up"].dtype == DTYPE:
         raise LeftToXLA(f"Experts of few tokens in bfloat16 have a kernel, got {hidden.shape} of {hidden.dtype}.")
     if is_one_after_rms(config, hidden):

@@ -23,7 +23,8 @@ def pre_norm(
     """What enters a layer's block, "attention" or "mlp": hidden states after their norm, where it stands before."""
     if config.norm_place == "after":
         return hidden
-    return dispatch("pre_norm", {"gpu": _one_token, "xla": norm}, None, layer[f"{block}_norm"], config, hidden)
+    weights = layer["attention_norm" if config.parallel_blocks else f"{block}_norm"]
+    return dispatch("pre_norm", {"gpu": _one_token, "xla": norm}, None, weights, config, hidden)
 
 
 def post_norm(layer: dict[str, Any], block: str, config: ModelConfig, out: Array) -> Array:
@@ -51,7 +52,8 @@ def _layer_norm(weights: Weights, eps: float, x: Array) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return (wide * _broadcast_scale(weights["scale"], x) + _broadcast_scale(weights["bias"], x)).astype(x.dtype)
+    wide = wide * _broadcast_scale(weights["scale"], x)
+    return (wide + _broadcast_scale(weights["bias"], x) if "bias" in weights else wide).astype(x.dtype)
 
 
 def _broadcast_scale(scale: Array, x: Array) -> Array:

@@ -87,6 +87,8 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "routed_scaling_factor": (1.0, 2.5, 0.5),
     "use_qk_norm": (True, False, True),
     "qkv_bias": (True, False, True),
+    "layer_norm_eps": (1e-5, 1e-3, 1e-2),
+    "logit_scale": (0.5, 2.0, 0.1),
     "swiglu_alpha": (1.0, 2.0, 3.0),
     "swiglu_limit": (1.0, 2.0, 0.5),
     "eos_token_id": (3, [4, 5], None),
@@ -133,6 +135,13 @@ OF_FAMILY["olmo3"] = {
 OF_FAMILY["exaone4"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
 OF_FAMILY["qwen2_moe"] = {"layer_types": ([WHOLE], None, [NEAR, NEAR])}
 OF_FAMILY["smollm3"] = {"layer_types": ([WHOLE], None, [NEAR, WHOLE])}
+OF_FAMILY["cohere2"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
+OF_FAMILY["ministral3"] = {
+    "rope_parameters": tuple(
+        {**THETA, "rope_type": kind, "factor": 3.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": beta}
+        for kind, beta in (("yarn", 0.1), ("linear", 0.5), ("yarn", 2.0))
+    )
+}
 OF_FAMILY["helium"] = {"head_dim": (12, 8, 20)}
 OF_FAMILY["granitemoehybrid"] = {
     "num_local_experts": (0, 0, 0),

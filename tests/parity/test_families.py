@@ -166,6 +166,9 @@ def test_greedy_tokens(checkpoint, name):
         ("glm4.5", "routed_scaling_factor", 1.502),
         ("glm4.5", "norm_topk_prob", False),
         ("glm4.5", "num_experts_per_tok", 2),
+        ("ministral3", "llama_4_scaling_beta", 0.301),
+        ("cohere2", "sliding_window", 49),
+        ("cohere2", "logit_scale", 0.2002),
     ],
 )
 def test_a_slightly_wrong_configuration_fails(checkpoint, tmp_path, name, key, value):
@@ -284,6 +287,7 @@ _OF_IMAGES: dict[str, dict[str, Any]] = {
     ("kind", "part"),
     [
         ("mistral3", {"model_type": "mistral", "sliding_window": None}),
+        ("mistral3", {"model_type": "ministral3", "rope_parameters": PARITY["ministral3"]["rope_parameters"]}),
         ("qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_MROPE}),
         ("qwen3_vl", {"model_type": "qwen3_vl_text", **_MROPE}),
     ],

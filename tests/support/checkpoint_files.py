@@ -87,6 +87,17 @@ FAMILIES = {
     "glm": _GLM,
     "glm4": {**_GLM, "model_type": "glm4"},
     "chatglm": _CHATGLM,
+    "cohere2": {**LLAMA, "model_type": "cohere2", "sliding_window": 24, "sliding_window_pattern": 2},
+    "ministral3": {
+        **LLAMA,
+        "model_type": "ministral3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "qwen2_moe": {**QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40},
     "glm4_moe": {
         **{name: value for name, value in QWEN3_MOE.items() if name != "num_experts"},

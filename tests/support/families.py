@@ -23,6 +23,7 @@ SAME_AS = WRAPPERS | {
 
 # Sizes of a head in what is published of a family: kernels of libraries take some and not others.
 HEAD_DIMS = {
+    "cohere2": (128,),
     "ernie4_5": (128,),
     "exaone4": (64, 128),
     "gemma": (256,),
@@ -37,6 +38,7 @@ HEAD_DIMS = {
     "helium": (128,),
     "llama": (64, 128),
     "ministral": (128,),
+    "ministral3": (128,),
     "mistral": (128,),
     "mixtral": (128,),
     "olmo2": (128,),
@@ -223,6 +225,14 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 24,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "cohere2": ("cohere2", {"sliding_window": 50, "num_hidden_layers": 4, "logit_scale": 0.2, "attention_bias": True}),
     "phi4-mini": (
         "phi3",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
