@@ -25,7 +25,6 @@ from clusterkv_jax.methods.families.eviction import Eviction
 from clusterkv_jax.methods.heads_as_batch import OF_SLOTS
 from clusterkv_jax.methods.plan import aligned, rows_of_request
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
-from clusterkv_jax.methods.streamingllm import StreamingLLM
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import slot_ways
@@ -60,8 +59,8 @@ def while_reading(method: Method, window: int, chunk: int) -> Method:
 
     Raises ValueError for a method that cannot say what a row is worth before it has seen what follows.
     """
-    if isinstance(method, StreamingLLM):
-        return _Latest(method.budget, sinks=method.sinks, recent=window, interval=chunk)
+    if method.schedule.kind == "ring":  # it keeps the latest rows
+        return _Latest(method.budget, sinks=method.protected.first, recent=window, interval=chunk)
     names = {field.name for field in fields(method)}  # pyright: ignore[reportArgumentType]
     interval = next((name for name in ("interval", "decode_interval") if name in names), None)
     alone = method.inputs(0) <= {"scores", "layers"} and method.forgets and method.storage != "pages"

@@ -91,7 +91,7 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
             attended, layer, state = driver.step_layer(method, cache.layers[0], cache.state[0], new)
             return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
 
-        recompress = jax.jit(lambda cache: driver.recompress(method, cache, (None,)))
+        recompress = jax.jit(lambda cache: driver.recompress(method, cache, (None,) * len(cache.layers)))
         for _ in range(40):
 
             def draw(*shape):
@@ -153,7 +153,7 @@ def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch)
     cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
 
     def recompressed():
-        return jax.jit(lambda cache: driver.recompress(method, cache, (None,)))(cache)
+        return jax.jit(lambda cache: driver.recompress(method, cache, (None,) * len(cache.layers)))(cache)
 
     elsewhere = recompressed()
     monkeypatch.setattr(control_flow, "platform", lambda: "gpu")
