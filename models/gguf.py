@@ -5,20 +5,24 @@ rows of queries and keys by pairs where its rotations turn neighbours, and Gemma
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from clusterkv_jax.models.hf_fields import ExpertCount, Heads, Layers, Positions, Size
 from clusterkv_jax.storage.schema import checked, shown
 
-# general.architecture -> model_type. Mistral's models are `llama` there, as Mixtral's are, with experts.
+# general.architecture -> model_type. Mistral's models are `llama` there, as Mixtral's are, with experts; OLMo 3's are
+# `olmo2`, with windows.
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
@@ -27,13 +31,19 @@ MODEL_TYPES = {
     "chatglm": "glm",
     "glm4": "glm4",
     "gpt-oss": "gpt_oss",
+    "smollm3": "smollm3",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
 }
 # Factors of rotations, which are tensors there and a part of the configuration here.
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Tokens that end a turn, whatever the file says of them.
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
 EMBED, _HEAD = "token_embd.weight", "output.weight"
-_ROTATED_BY_PAIRS = ("llama", "mixtral", "granite")
+_ROTATED_BY_PAIRS = ("llama", "mixtral", "granite", "smollm3")
+_NORMS_WITH_ONE = ("gemma", "gemma2", "gemma3_text")
+_NORMS_BEHIND_ATTENTION = ("gpt_oss", "seed_oss")  # is what it calls those before the MLP
 
 _WEIGHTS = {
     "embed": EMBED,
@@ -89,6 +99,7 @@ class _Stated(Struct, kw_only=True, rename=lambda name: name.replace("__", "."))
     attention__value_length: Size | None = None
     attention__layer_norm_rms_epsilon: float
     attention__sliding_window: int | None = None
+    attention__sliding_window_pattern: Annotated[list[bool], Meta(max_length=1024)] | int | None = None
     attention__scale: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -146,6 +157,8 @@ def published(
             f"Values of {stated.attention__value_length} dimensions are not read; allowed: {head_dim}, as keys have."
         )
     model_type = "mixtral" if architecture == "llama" and stated.expert_count else MODEL_TYPES[architecture]
+    if model_type == "olmo2" and stated.attention__sliding_window:
+        model_type = "olmo3"
     common = {
         "model_type": model_type,
         "hidden_size": stated.embedding_length,
@@ -189,6 +202,13 @@ def _of_family(
             return {"sliding_window": window, "original_max_position_embeddings": original}
         case "gpt_oss":
             return {"sliding_window": window, "intermediate_size": stated.expert_feed_forward_length, **experts}
+        case "olmo3" | "exaone4":
+            pattern = stated.attention__sliding_window_pattern
+            types = [
+                "sliding_attention" if slides else "full_attention"
+                for slides in (pattern if isinstance(pattern, list) else ())
+            ]
+            return {"sliding_window": window, "layer_types": types or None}
         case _ if window is not None:
             raise ValueError(f"A window of {window} tokens is not read of models of the type {model_type!r}.")
         case "granite":
@@ -206,6 +226,10 @@ def _of_family(
             return {**experts, **of_experts, "mlp_only_layers": dense}
         case "mixtral":
             return {"sliding_window": None, **experts}
+        case "seed_oss":
+            return {"attention_out_bias": "blk.0.attn_output.bias" in shapes}
+        case "ernie4_5":
+            return {"use_bias": "blk.0.attn_q.bias" in shapes}
     return {}
 
 
@@ -260,7 +284,7 @@ def weights(model_type: str, names: Collection[str]) -> dict[str, str]:
         table |= _FUSED_ATTENTION
     if "blk.0.ffn_gate.weight" not in names:
         table |= _FUSED_MLP
-    if model_type == "gpt_oss":
+    if model_type in _NORMS_BEHIND_ATTENTION:
         table["layers.*.mlp_norm.scale"] = "blk.*.post_attention_norm.weight"
     return table
 
@@ -276,7 +300,7 @@ def pairs_of(name: str, published: Mapping[str, Any]) -> int | None:
 
 def added_to(name: str, published: Mapping[str, Any]) -> float:
     """What was added to a tensor's numbers: to the scales of norms where the model adds it itself."""
-    return 1.0 if published["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight") else 0.0
+    return 1.0 if published["model_type"] in _NORMS_WITH_ONE and name.endswith("norm.weight") else 0.0
 
 
 def _decimal(x: float) -> float:

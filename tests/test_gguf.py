@@ -18,6 +18,7 @@ from clusterkv_jax.blocks.rope import cosines_and_sines
 from clusterkv_jax.checkpoints import gguf as gguf_files
 from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.checkpoints.loading import CheckpointError
+from clusterkv_jax.models.gguf import MODEL_TYPES
 from tests.fuzz import rules
 from tests.support import checkpoint_files, gguf_writer
 from tests.support.fake_hub import fake_hub
@@ -26,14 +27,13 @@ from tests.support.families import PARITY
 NAMES = [
     name
     for name in PARITY
-    if PARITY[name]["model_type"]
-    in {*gguf_writer.ARCHITECTURES, "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2", "glm4"}
+    if PARITY[name]["model_type"] in {*gguf_writer.ARCHITECTURES, *MODEL_TYPES.values()}
     # What no GGUF file says: YaRN's other factors, a window of some layers or of all, shares that do not add up to 1.
     and name not in ("llama-yarn", "llama-yarn-mscale", "qwen2-window", "qwen3-moe-window", "qwen3-moe-shares")
-    and name not in ("mistral-v0.1", "mixtral-window", "qwen3-moe-dense")
+    and name not in ("mistral-v0.1", "mixtral-window", "qwen3-moe-dense", "smollm3-window")
 ]
 # Norms of Gemma are stored with 1 added.
-CLOSE = {"gemma2": 1e-6, "gemma3": 1e-6}
+CLOSE = {"gemma1": 1e-6, "gemma2": 1e-6, "gemma3": 1e-6}
 
 
 def published(name):
@@ -43,6 +43,7 @@ def published(name):
         "gemma2": {"query_pre_attn_scalar": 24},
         "gemma3": {"query_pre_attn_scalar": 24},
         "gpt-oss": {"swiglu_limit": 7.0},
+        "smollm3": {"no_rope_layers": None, "num_hidden_layers": 4},
     }
     given = {"rms_norm_eps": 1e-5, **PARITY[name], **tokens, **known.get(name, {})}
     return {**given, "norm_topk_prob": True} if given["model_type"] == "qwen3_moe" else given

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "glm": "chatglm",
     "gpt_oss": "gpt-oss",
+    "olmo3": "olmo2",
 }
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _OF_EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
@@ -90,13 +91,18 @@ def describe(writer: Any, published: dict[str, Any], tensors: Tensors) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(published.get("rms_norm_eps", 1e-5 if kind in ("glm", "glm4") else 1e-6))
-    default = {"gemma3_text": 1e6, "gpt_oss": 150000.0, "mixtral": 1e6}.get(kind, 10000.0)
+    thetas = {"gemma3_text": 1e6, "gpt_oss": 150000.0, "mixtral": 1e6, "ernie4_5": 5e5, "smollm3": 2e6}
+    default = thetas.get(kind, 10000.0)
     writer.add_rope_freq_base(ropes.get("rope_theta", default))
     part = ropes.get("partial_rotary_factor", 0.5 if kind in ("glm", "glm4") else 1.0)
     writer.add_rope_dimension_count(int(head_dim * part))
     _scaling(writer, published, ropes)
     if published.get("sliding_window") and kind in ("gemma2", "gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(published["sliding_window"])
+    if kind in ("olmo3", "exaone4"):
+        pattern = published.get("sliding_window_pattern", 4)
+        writer.add_sliding_window(published["sliding_window"])
+        writer.add_sliding_window_pattern([(i + 1) % pattern != 0 for i in range(published["num_hidden_layers"])])
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(published.get("attn_logit_softcapping", 50.0))
         writer.add_final_logit_softcapping(published.get("final_logit_softcapping", 30.0))
@@ -157,10 +163,10 @@ def converted(published: dict[str, Any], tensors: Tensors) -> Tensors:
 
 def _changed(published: dict[str, Any], name: str, x: np.ndarray) -> np.ndarray:
     kind = published["model_type"]
-    if kind in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+    if kind in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm.weight"):
         return x + 1
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if kind not in ("llama", "mistral", "mixtral", "granite") or heads is None:
+    if kind not in ("llama", "mistral", "mixtral", "granite", "smollm3") or heads is None:
         return x
     count = published[heads]
     return x.reshape(count, 2, len(x) // count // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
