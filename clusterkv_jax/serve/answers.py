@@ -14,7 +14,7 @@ from clusterkv_jax.serve import metrics
 from clusterkv_jax.serve.body import aside
 from clusterkv_jax.serve.errors import ApiError, as_api_error, refused
 from clusterkv_jax.serve.grammar import allowed_tokens
-from clusterkv_jax.serve.prefixes import after_shared, context_of
+from clusterkv_jax.serve.prefixes import beginning_of, remember_answer
 from clusterkv_jax.serve.prompts import Prompt
 from clusterkv_jax.serve.server import Server
 
@@ -48,7 +48,9 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A request in the engine: `cached` tokens of its prompt were there, `written` ones are for the next."""
+    """A request in the engine: `cached` tokens of its prompt were there, `written` ones are for the next. `text` is the
+    prompt's where its answer is left for the next turn.
+    """
 
     asked: Asked
     stream: Any = field(repr=False)
@@ -58,6 +60,7 @@ class Running:
     written: int
     begin: float
     created: int
+    text: str | None = field(default=None, repr=False)
 
 
 async def begin(server: Server, asked: Asked) -> Running:
@@ -68,28 +71,29 @@ async def begin(server: Server, asked: Asked) -> Running:
     begin, number = time.perf_counter(), secrets.token_hex(12)
     with refused():
         prompt = await aside(asked.size, asked.prompt)
-    max_tokens = _most_tokens(server, len(prompt.tokens), asked.max_tokens)
+    max_tokens = most_tokens(server, len(prompt.tokens), asked.max_tokens)
     wanted = max_tokens if asked.max_tokens is not None else min(max_tokens, server.limits["reserve"] // 2)
-    shared = after_shared(server, prompt, wanted)
-    text, question, there = prompt.tokens, None, False
-    if shared:
-        text, there = await context_of(server, shared)
-        question = prompt.tokens[len(shared) :]
-        max_tokens = min(max_tokens, server.limits["reserve"] - len(question))
+    start = await beginning_of(server, prompt, wanted)
+    if start is not None:
+        max_tokens = min(max_tokens, server.limits["reserve"] - len(start.question))
+    asked_for = (prompt.tokens,) if start is None else (start.context, start.question)
+    shared, cached = (0, 0) if start is None else (start.context.length, start.cached)
     with refused():
         params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
         size = asked.size if asked.grammar is None else sys.maxsize  # to compile a grammar takes long
-        request = await aside(size, _request, server, asked, text, question, params)
+        keep = server.settings.shared_contexts > 0 and bool(prompt.text) and params.n == 1
+        request = await aside(size, _request, server, asked, asked_for, params, keep)
     stream = server.served.submit(request)
-    counted = len(shared) if there else 0
-    metrics.count(server.metrics, prompt_tokens=len(prompt.tokens), prefix_cache_queries=len(prompt.tokens))
-    metrics.count(server.metrics, prefix_cache_hits=counted)
-    return Running(asked, stream, number, len(prompt.tokens), counted, len(shared) - counted, begin, int(time.time()))
+    count = request.prompt_tokens + len(request.question)
+    metrics.count(server.metrics, prompt_tokens=count, prefix_cache_queries=count, prefix_cache_hits=cached)
+    counts = count, cached, shared - cached
+    return Running(asked, stream, number, *counts, begin, int(time.time()), prompt.text if keep else None)
 
 
-def _request(server: Server, asked: Asked, text: Any, question: Any, params: SamplingParams) -> Request:
+def _request(server: Server, asked: Asked, asked_for: tuple[Any, ...], params: SamplingParams, keep: bool) -> Request:
     allowed = None if asked.grammar is None else allowed_tokens(server.model, asked.grammar, params.n)
-    return server.engine.request(text, question, params=params, stream=asked.stream, allowed_tokens=allowed)
+    how: Any = {"params": params, "stream": asked.stream, "keep": keep, "allowed_tokens": allowed}
+    return server.engine.request(*asked_for, **how)
 
 
 async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOutput, None]:
@@ -102,6 +106,8 @@ async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOut
             tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 reasons.append(output.finish_reason)
+                if running.text is not None:
+                    remember_answer(server, running.text, output)
             yield output
     except (asyncio.CancelledError, GeneratorExit):
         status = "client gone"
@@ -133,7 +139,7 @@ def _longer(old: RequestOutput, new: RequestOutput) -> RequestOutput:
     return replace(new, text=old.text + new.text, token_ids=ids, logprobs=logprobs)
 
 
-def _most_tokens(server: Server, prompt: int, wanted: int | None) -> int:
+def most_tokens(server: Server, prompt: int, wanted: int | None) -> int:
     """Tokens of an answer: as many as are wanted, or as there is room for. Raises ApiError where there is none."""
     limit, reserve = server.limits["max_tokens"], server.limits["reserve"]
     room = min(limit - prompt, reserve)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from clusterkv_jax.serve.body import read_body
 from clusterkv_jax.serve.chat import chat_completions
+from clusterkv_jax.serve.compaction import compact
 from clusterkv_jax.serve.completions import completions
 from clusterkv_jax.serve.errors import ApiError, Form, as_api_error, error_response
 from clusterkv_jax.serve.events import LEFT
@@ -40,6 +41,7 @@ _POST: dict[str, tuple[Endpoint, Form]] = {
     "/v1/messages": (messages, "anthropic"),
     "/v1/messages/count_tokens": (count_tokens, "anthropic"),
     "/v1/responses": (responses, "openai"),
+    "/v1/responses/compact": (compact, "openai"),
     "/tokenize": (tokenize, "openai"),
     "/detokenize": (detokenize, "openai"),
 }

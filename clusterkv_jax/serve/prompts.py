@@ -16,11 +16,16 @@ Cut = tuple[int, int]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as tokens: `shared` is compressed before `rest` is known. Only a cut that somebody set is `exact`."""
+    """A prompt as tokens: `shared` is compressed before `rest` is known. Only a cut that somebody set is `exact`.
+
+    `text` is what the tokens are of, and `cut` where the rest begins in it; a prompt without one shares nothing.
+    """
 
     shared: Tokens = field(repr=False)
     rest: Tokens = field(repr=False)
     exact: bool = False
+    text: str = field(default="", repr=False)
+    cut: int = 0
 
     @property
     def tokens(self) -> Tokens:
@@ -67,7 +72,8 @@ def of_conversation(model: Model, conversation: Conversation) -> Prompt:
     _check(model, shared + rest)
     begin = [] if not shared else encode(model.tokenizer, shared, add_special_tokens=not templated)
     end = encode(model.tokenizer, rest, add_special_tokens=not templated and not shared)
-    return Prompt(begin, end, exact=bool(shared) and conversation.cut is not None)
+    exact = bool(shared) and conversation.cut is not None
+    return Prompt(begin, end, exact=exact, text=shared + rest, cut=len(shared))
 
 
 def _check(model: Model, text: str) -> None:

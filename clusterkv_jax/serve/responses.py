@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -14,36 +14,16 @@ from starlette.responses import Response
 from clusterkv_jax.engine import RequestOutput
 from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
+from clusterkv_jax.serve.compaction import compaction_item
+from clusterkv_jax.serve.earlier import keep
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
 from clusterkv_jax.serve.grammar import of_call, of_format
-from clusterkv_jax.serve.prompts import Conversation, Cut, Message, joined, of_conversation
+from clusterkv_jax.serve.items import CompactRequest, Items, conversation_of
+from clusterkv_jax.serve.prompts import Message, of_conversation
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.tools import Call, arguments_of, as_template_call, calls_in, choice_of, visible
 from clusterkv_jax.storage.schema import shown
-
-# Letters of earlier responses that are kept; those that are asked last go last.
-MOST_KEPT = 64 * 2**20
-
-
-class Part(Struct):
-    """A block of a message or of a tool's output."""
-
-    type: str
-    text: str = ""
-    prompt_cache_breakpoint: dict[str, Any] | None = None
-
-
-class Item(Struct, kw_only=True):
-    """What a client sends of a conversation: a message, a call of a tool, its output, or a thought (not read again)."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | list[Part] | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    output: str | list[Part] = ""
 
 
 class TextConfig(Struct):
@@ -52,20 +32,23 @@ class TextConfig(Struct):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
+class ContextManagement(Struct):
+    """When a conversation is compacted behind its answer: from so many tokens on, half of the most by default."""
+
+    type: str
+    compact_threshold: Annotated[int, Meta(ge=1)] | None = None
+
+
+class ResponsesRequest(CompactRequest, kw_only=True):
     """What a client sends."""
 
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=bodies.MOST_MESSAGES)]
-    model: str | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
+    input: str | Items
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     store: bool | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] = []
-    tool_choice: str | dict[str, Any] = "auto"
+    context_management: Annotated[list[ContextManagement], Meta(max_length=8)] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     text: TextConfig | None = None
@@ -93,7 +76,10 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
     body, ignored = await bodies.parsed(raw, ResponsesRequest)
     bodies.check_model(body.model, server.settings.model_name)
     bodies.refuse(body, background=False, truncation="disabled")
-    messages, conversation = _conversation(server, body)
+    if wrong := [each.type for each in body.context_management or () if each.type != "compaction"]:
+        message = f"context_management of type {shown(repr(wrong[0]))} is not supported; compaction is."
+        raise ApiError(message, param="context_management")
+    messages, conversation = conversation_of(server, body)
     forced = of_call(server.model, conversation.variables.get("tools", ()), choice_of(body.tool_choice))
     grammar = forced or of_format(None if body.text is None else body.text.format)
     how = {"temperature": body.temperature, "top_p": body.top_p}
@@ -109,54 +95,7 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
         return streamed(_events(this), running)
     (answer,) = await unless_gone(request, collected(server, running))
     text, calls = calls_in(answer.text) if tools else (answer.text, [])
-    return json_response(_ended(this, answer, text, calls, len(answer.token_ids)))
-
-
-def _conversation(server: Server, body: ResponsesRequest) -> tuple[list[Message], Conversation]:
-    """The messages up to the answer, earlier ones first, and the conversation with what stands around them."""
-    said, cut = _messages([Item(content=body.input)] if isinstance(body.input, str) else body.input)
-    messages = [*_earlier(server, body.previous_response_id), *said]
-    first: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    whole = [*first, *messages]
-    cut = None if cut is None else (cut[0] + len(whole) - len(said), cut[1])
-    functions = [tool for tool in body.tools if tool.get("type") == "function" and body.tool_choice != "none"]
-    return messages, Conversation(whole, cut, {"tools": list(map(_described, functions))} if functions else {})
-
-
-def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function as templates take it."""
-    about = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": about}
-
-
-def _messages(items: Sequence[Item]) -> tuple[list[Message], Cut | None]:
-    """Items as messages of templates; calls that follow each other are one message."""
-    plain: list[dict[str, Any]] = []
-    cut: Cut | None = None
-    for item in items:
-        if item.type == "function_call":
-            call = as_template_call(item.call_id, item.name, arguments_of(item.arguments))
-            if plain and plain[-1]["role"] == "assistant":
-                plain[-1]["tool_calls"] = [*plain[-1].get("tool_calls", []), call]
-            else:
-                plain.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif item.type != "reasoning":
-            output = item.type == "function_call_output"
-            content, letters = _content(item.output if output else item.content or "")
-            cut = cut if letters is None else (len(plain), letters)
-            role = "tool" if output else "system" if item.role == "developer" else item.role
-            plain.append({"role": role, "content": content} | ({"tool_call_id": item.call_id} if output else {}))
-    if not plain:
-        raise ApiError("The input holds no message.", param="input")
-    return list(plain), cut
-
-
-def _content(content: str | list[Part]) -> tuple[str, int | None]:
-    if isinstance(content, str):
-        return content, None
-    if wrong := [part.type for part in content if part.type not in ("input_text", "output_text", "text")]:
-        raise ApiError(f"A block of type {wrong[0]!r} is not supported; send text.", param="input")
-    return joined([part.text for part in content], [part.prompt_cache_breakpoint is not None for part in content])
+    return json_response(await _ended(this, answer, text, calls, len(answer.token_ids)))
 
 
 async def _events(this: _Asked) -> AsyncGenerator[bytes, None]:
@@ -184,7 +123,7 @@ async def _events(this: _Asked) -> AsyncGenerator[bytes, None]:
                     said = shown
                 if output.finish_reason is None:
                     continue
-                ended = _ended(this, output, said, calls, tokens)
+                ended = await _ended(this, output, said, calls, tokens)
                 first = [] if said or calls else _opening(this, send, place)
                 for each in (*first, *_closing(send, place, ended)):
                     yield each
@@ -210,6 +149,8 @@ def _closing(send: Callable[..., bytes], place: dict[str, Any], ended: dict[str,
             (part,) = item["content"]
             events.append(send("response.output_text.done", **place, text=part["text"], logprobs=[]))
             events.append(send("response.content_part.done", **place, part=part))
+        elif item["type"] == "compaction":
+            events.append(send("response.output_item.added", output_index=number, item=item))
         else:
             where = {"item_id": item["id"], "output_index": number}
             begun = item | {"arguments": "", "status": "in_progress"}
@@ -221,7 +162,7 @@ def _closing(send: Callable[..., bytes], place: dict[str, Any], ended: dict[str,
     return events
 
 
-def _ended(this: _Asked, answer: RequestOutput, text: str, calls: Sequence[Call], tokens: int) -> dict[str, Any]:
+async def _ended(this: _Asked, answer: RequestOutput, text: str, calls: Sequence[Call], tokens: int) -> dict[str, Any]:
     """The response at its end, which a later request may name."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     output = [_message(this, text, status)] if text or not calls else []
@@ -240,10 +181,24 @@ def _ended(this: _Asked, answer: RequestOutput, text: str, calls: Sequence[Call]
     called = [
         as_template_call(f"call_{n}", c.name, arguments_of(c.arguments)) for n, c in zip(numbers, calls, strict=True)
     ]
+    said: Message = {"role": "assistant", "content": text} | ({"tool_calls": called} if called else {})
+    messages = [*this.messages, said]
     if this.body.store is not False:
-        said: Message = {"role": "assistant", "content": text} | ({"tool_calls": called} if called else {})
-        _keep(this.server, this.number, [*this.messages, said])
+        keep(this.server, this.number, messages)
+    if (whole := _to_compact(this, answer, tokens)) is not None:
+        item, _ = await compaction_item(this.server, whole, messages)
+        output.append(item)
     return _response(this, status, output, tokens)
+
+
+def _to_compact(this: _Asked, answer: RequestOutput, tokens: int) -> str | None:
+    """The text of a conversation that is long enough to be compacted, as its request says, and has left its context."""
+    server, running, managed = this.server, this.running, this.body.context_management or ()
+    most = [each.compact_threshold or server.limits["max_tokens"] // 2 for each in managed]
+    if not most or running.prompt_tokens + tokens < min(most) or running.text is None or answer.result is None:
+        return None
+    whole = running.text + answer.result.texts[0]
+    return whole if whole in server.contexts else None
 
 
 def _response(this: _Asked, status: str, output: list[dict[str, Any]], tokens: int | None = None) -> dict[str, Any]:
@@ -288,25 +243,3 @@ def _message(this: _Asked, text: str, status: str) -> dict[str, Any]:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": []}
-
-
-# --- earlier responses ---
-
-
-def _earlier(server: Server, number: str | None) -> Sequence[Message]:
-    """The messages of an earlier response, its answer last; none without one. Raises ApiError for an unknown one."""
-    if number is None:
-        return ()
-    if number not in server.responses:
-        message = f"There is no response {number[:80]!r}, or it is kept no longer; send the whole conversation."
-        raise ApiError(message, 404, param="previous_response_id")
-    server.responses.move_to_end(number)
-    return server.responses[number][0]
-
-
-def _keep(server: Server, number: str, messages: Sequence[Message]) -> None:
-    """Keep a response; those that were asked longest ago make room."""
-    kept = server.responses
-    kept[number] = tuple(messages), sum(len(str(message)) for message in messages)
-    while len(kept) > 1 and sum(letters for _, letters in kept.values()) > MOST_KEPT:
-        kept.popitem(last=False)

@@ -55,7 +55,7 @@ class Server:
         served: the engine as other threads use it.
         limits: "max_tokens" of a sequence and "reserve", of a question and its answer.
         settings: how it is run.
-        contexts: futures of prefixes that were read, by their tokens, those asked last at the end.
+        contexts: prefixes that were read, by their text, those asked last at the end.
         responses: messages up to a response that a next request may name, and how many letters they have.
         metrics: counts for Prometheus.
         started: seconds since the epoch.
@@ -66,7 +66,7 @@ class Server:
     served: AsyncEngine = field(repr=False)
     limits: Mapping[str, int]
     settings: Settings
-    contexts: OrderedDict[tuple[int, ...], Any] = field(repr=False, default_factory=OrderedDict)
+    contexts: OrderedDict[str, Any] = field(repr=False, default_factory=OrderedDict)
     responses: OrderedDict[str, Any] = field(repr=False, default_factory=OrderedDict)
     metrics: Metrics = field(repr=False, default_factory=make_metrics)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -86,4 +86,10 @@ def make_server(
 
 def warm_up(server: Server) -> None:
     """Compile what every answer runs, by a short one, so that no client waits for it."""
-    server.served.call(lambda engine: engine.generate([[0] * 8], questions=[[0]], max_new_tokens=2)).result()
+
+    def answer(engine: Engine) -> None:
+        context = engine.add([0] * 8, max_new_tokens=2, keep=True)
+        context.result()
+        engine.add(context.context, [0], max_new_tokens=2).result()
+
+    server.served.call(answer).result()

@@ -69,7 +69,7 @@ async def status(server: Server, _request: Request, _raw: bytes) -> Response:
     about: dict[str, Any] = {name: getattr(stats, name) for name in names}
     about |= {"model": server.settings.model_name, "method": type(server.engine.method).__name__, **server.limits}
     about |= {"contexts": stats.contexts, "context_bytes": stats.context_bytes, "busy_s": stats.busy_s}
-    return json_response(about | {"shared": [len(tokens) for tokens in server.contexts]})
+    return json_response(about | {"shared": [len(prefix.tokens) for prefix in server.contexts.values()]})
 
 
 async def tokenize(server: Server, _request: Request, raw: bytes) -> Response:

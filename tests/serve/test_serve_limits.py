@@ -211,7 +211,9 @@ def test_a_template_that_writes_messages_anew_shares_nothing():
     upper = "{% for m in messages %}{{ m.content[:5] }}{% endfor %}"
     said = [{"role": "system", "content": "Be brief."}, USER]
     model = byte_model(upper)
-    assert of_conversation(model, Conversation(said)) == Prompt([], model.tokenizer.encode("Be brWho a"))
+    assert of_conversation(model, Conversation(said)) == Prompt(
+        [], model.tokenizer.encode("Be brWho a"), text="Be brWho a"
+    )
 
 
 def test_tools_need_a_template_that_knows_them():
