@@ -8,6 +8,7 @@ budget, whatever the length of the prompt.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,14 @@ from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.gating import (
     back_to_budget,
+    budgets_after,
     budgets_so_far,
     plan_reading,
     rows_beside,
     settle,
     while_reading,
 )
-from clusterkv_jax.methods.plan import check_prompts, plans_of_width, rows_of_request
+from clusterkv_jax.methods.plan import check_prompts, plans_of_width
 from clusterkv_jax.methods.request import LayerPlan, Request, row_bytes
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
@@ -87,7 +89,8 @@ def gated_prefill(
     request, own = plans_of_width(config, method, params["embed"].dtype, tokens.shape[1], **sizes)
     check_prompts(config, method, request, lengths.astype(np.int64))
     plans = tuple(map(own, range(config.num_layers))) if plans is None else tuple(plans)
-    so_far = partial(budgets_so_far, config, method, plans, request, lengths)
+    budgets = partial(budgets_after, config, method, plans)
+    at_end = budgets(request, lengths)
     beside = rows_beside(method, reader)
     reading = tuple(plan_reading(plan, reader, beside, gate.window, gate.chunk) for plan in plans)
     start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
@@ -95,20 +98,20 @@ def gated_prefill(
     cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
     for begin in range(gate.window, longest, gate.chunk):
         if begin > gate.window:
-            budgets = so_far(np.minimum(lengths, begin), beside)
-            cache = call(back_to_budget, reader, reading, cache, budgets, config.ropes)
+            now = budgets(replace(request, whole=0), np.minimum(lengths, begin))
+            rows = budgets_so_far(method, now, at_end, lengths, beside)
+            cache = call(back_to_budget, reader, reading, cache, rows, config.ropes)
         counts = np.clip(lengths - begin, 0, gate.chunk)
         part = _chunk(tokens, begin, counts, gate.chunk)
         cache, latest = call(append_step_jit, params, config, reader, cache, part, counts)
         logits = call(_latest, logits, latest, counts)
         if on_chunk is not None:
             on_chunk(min(begin + gate.chunk, longest), cache)
-    cache = call(back_to_budget, method, reading, cache, so_far(lengths, 0), config.ropes)
+    cache = call(back_to_budget, method, reading, cache, tuple(rows[..., 0] for rows in at_end), config.ropes)
     layers, states, position = list(cache.layers), list(cache.state), cache.position
     del cache  # layer after layer, so that one alone is there twice
-    for number, plan in enumerate(plans):
-        budgets = rows_of_request(method, plan, lengths, config.global_number(number), request)
-        layers[number], states[number] = call(settle, method, plan, layers[number], states[number], budgets)
+    for i, (plan, rows) in enumerate(zip(plans, at_end, strict=True)):
+        layers[i], states[i] = call(settle, method, plan, layers[i], states[i], rows)
     return KVCache(tuple(layers), tuple(states), position), logits
 
 

@@ -96,27 +96,37 @@ def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chun
     return replace(plan, groups=tuple(map(longer, plan.groups)), inputs=reader.inputs(0), by_head=by_head)
 
 
-def budgets_so_far(
+def budgets_after(
     config: ModelConfig,
     method: Method,
     plans: tuple[LayerPlan, ...],
     request: Request,
-    lengths: Int[np.ndarray, " B"],
     seen: Int[np.ndarray, " B"],
+) -> tuple[Int[np.ndarray, "B groups stages"], ...]:
+    """Rows that each group of heads may hold of prompts of so many tokens, layer by layer."""
+    numbers = [config.global_number(layer) for layer in range(config.num_layers)]
+    parts = [rows_of_request(method, plan, seen, number, request) for plan, number in zip(plans, numbers, strict=True)]
+    return tuple(np.asarray(part) for part in parts)
+
+
+def budgets_so_far(
+    method: Method,
+    now: tuple[Int[np.ndarray, "B groups stages"], ...],
+    at_end: tuple[Int[np.ndarray, "B groups stages"], ...],
+    lengths: Int[np.ndarray, " B"],
     beside: int,
 ) -> tuple[Int[np.ndarray, "B groups"], ...]:
-    """Rows that each group of heads may hold of prompts of `lengths` after `seen` of their tokens, layer by layer.
+    """Rows that a head may hold in the middle of a prompt of `lengths`, by what it may `now` and `at_end`.
 
     A prompt that is no longer than its budget is kept whole.
     """
-    numbers = [config.global_number(layer) for layer in range(config.num_layers)]
-    budgets = []
-    for plan, number in zip(plans, numbers, strict=True):
-        at_end = rows_of_request(method, plan, lengths, number, request)[..., 0]
-        now = rows_of_request(method, plan, seen, number, replace(request, whole=0))[..., 0]
-        now = np.where(at_end >= lengths[:, None], at_end, np.maximum(now, method.protected.fewest))
-        budgets.append((now + beside).astype(np.int32))
-    return tuple(budgets)
+    fewest = method.protected.fewest
+
+    def one(now: Int[np.ndarray, "B groups"], end: Int[np.ndarray, "B groups"]) -> Int[np.ndarray, "B groups"]:
+        rows = np.where(end >= lengths[:, None], end, np.maximum(now, fewest))
+        return (rows + beside).astype(np.int32)
+
+    return tuple(one(part[..., 0], end[..., 0]) for part, end in zip(now, at_end, strict=True))
 
 
 # --- under jit: back to the budget ---
