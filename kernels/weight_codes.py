@@ -34,6 +34,8 @@ PACKED = ("int4", "mxfp4")  # two codes in a byte
 class QuantisedWeights:
     """A parameter in codes, as the module describes.
 
+    Arrays may be what stands for such: shapes, or places on a mesh.
+
     Attributes:
         codes: [*experts, inputs or half as many, outputs].
         scales: [*experts, groups, outputs], of mxfp4 uint8.
@@ -44,9 +46,9 @@ class QuantisedWeights:
         names: static; the logical axes of its dimensions.
     """
 
-    codes: Shaped[Array, "*experts rows outputs"]
-    scales: Num[Array, "*experts groups outputs"]
-    offsets: Float[Array, "*experts groups outputs"] | None = None
+    codes: Any
+    scales: Any
+    offsets: Any = None
     kind: WeightKind = field(default="int8", metadata={"static": True})
     shape: tuple[int, ...] = field(default=(), metadata={"static": True})
     axes: tuple[int, ...] = field(default=(0,), metadata={"static": True})
@@ -72,6 +74,11 @@ class QuantisedWeights:
         return self.inputs // self.scales.shape[-2]
 
 
+def is_coded(weights: Any) -> bool:
+    """Whether these are weights in codes."""
+    return isinstance(weights, QuantisedWeights)
+
+
 def scale_numbers(weights: QuantisedWeights) -> Float[Array, "*experts groups outputs"]:
     """The scales as numbers, float32."""
     if weights.kind != "mxfp4":
@@ -80,19 +87,22 @@ def scale_numbers(weights: QuantisedWeights) -> Float[Array, "*experts groups ou
     return jax.lax.bitcast_convert_type(weights.scales.astype(jnp.uint16) << 7, jnp.bfloat16).astype(jnp.float32)
 
 
-def code_numbers(codes: Shaped[Array, "..."], kind: WeightKind, dtype: Any = jnp.float32) -> list[Num[Array, "..."]]:
-    """What codes stand for, before any scale; of packed ones the first half of each group's inputs and the second.
+def code_numbers(
+    codes: Shaped[Array, "*experts rows outputs"], kind: WeightKind, dtype: Any = jnp.float32
+) -> Num[Array, "*experts halves rows outputs"]:
+    """What codes stand for, before any scale; of packed ones the first half of each group's inputs, then the second.
 
     All of these numbers are exact in bfloat16.
     """
     if kind not in PACKED:
-        return [codes.astype(dtype)]
-    halves = codes & 15, codes >> 4
+        return codes.astype(dtype)[..., None, :, :]
+    shifts = jnp.arange(0, 8, 4).reshape(*(1,) * (codes.ndim - 2), 2, 1, 1)
+    halves = codes.astype(jnp.int32)[..., None, :, :] >> shifts & 15
     if kind == "int4":
-        return [half.astype(dtype) - 8 for half in halves]
+        return halves.astype(dtype) - 8
     # Its bits in those of a float16, whose exponent is offset by 14 more.
-    bits = [(half.astype(jnp.uint16) & 8) << 12 | (half.astype(jnp.uint16) & 7) << 9 for half in halves]
-    return [jax.lax.bitcast_convert_type(half, jnp.float16).astype(dtype) * 2**14 for half in bits]
+    bits = ((halves & 8) << 12 | (halves & 7) << 9).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(dtype) * 2**14
 
 
 def dequantised(weights: Array | QuantisedWeights, dtype: Any = jnp.float32) -> Float[Array, "..."]:
@@ -101,8 +111,8 @@ def dequantised(weights: Array | QuantisedWeights, dtype: Any = jnp.float32) -> 
         return weights
     experts, (groups, outputs) = weights.codes.shape[:-2], weights.scales.shape[-2:]
     halves = code_numbers(weights.codes, weights.kind)
-    parts = jnp.stack([half.reshape(*experts, groups, -1, outputs) for half in halves], axis=-3)
-    numbers = parts * scale_numbers(weights)[..., None, None, :]
+    halves = jnp.moveaxis(halves.reshape(*experts, halves.shape[-3], groups, -1, outputs), -4, -3)
+    numbers = halves * scale_numbers(weights)[..., None, None, :]
     if weights.offsets is not None:
         numbers = numbers + weights.offsets.astype(jnp.float32)[..., None, None, :]
     order = (*range(len(experts)), *weights.axes, *weights.outputs)

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from clusterkv_jax.storage.schema import checked, shown
 
 _Count = Annotated[int, Meta(ge=1, le=2**24)]
-_ALLOWED = "'fp8', 'mxfp4', and 'compressed-tensors' of the format float-, int- or pack-quantized"
+_ALLOWED = "'fp8', 'mxfp4', 'gptq', 'awq', and 'compressed-tensors' of the format float-, int- or pack-quantized"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,27 @@ class Quantization:
         return self.type == "I32"
 
 
+@dataclass(frozen=True)
+class PackedWords:
+    """How GPTQ and AWQ store weights; see `clusterkv_jax.checkpoints.packed_words`.
+
+    Attributes:
+        method: "gptq" or "awq".
+        bits: of a code.
+        below: how far below a zero the file has it.
+    """
+
+    method: str
+    bits: int
+    below: int
+
+
+class _Words(Struct):
+    bits: int = 4
+    checkpoint_format: str | None = None
+    version: str | None = None
+
+
 class _Fp8(Struct):
     fmt: str = "e4m3"
     weight_block_size: tuple[_Count, _Count] | None = None
@@ -67,7 +88,7 @@ class _Compressed(Struct):
     transform_config: dict[str, Any] | None = None
 
 
-def quantization(published: dict[str, Any], where: str) -> Quantization:
+def quantization(published: dict[str, Any], where: str) -> Quantization | PackedWords:
     """How the weights of a configuration are quantised; errors call the file `where`.
 
     Raises ValueError, in one sentence, for what is not dequantised.
@@ -79,7 +100,17 @@ def quantization(published: dict[str, Any], where: str) -> Quantization:
         return Quantization("e2m1", "U8", "_blocks", ("_scales",), (1, 32))
     if method == "compressed-tensors":
         return _compressed(checked(published, _Compressed, where))
+    if method in ("gptq", "awq"):
+        return _words(method, checked(published, _Words, where))
     return _refuse(shown(repr(method)))
+
+
+def _words(method: str, file: _Words) -> PackedWords:
+    form = file.checkpoint_format if method == "gptq" else file.version
+    forms, bits = {"gptq": (("gptq", "gptq_v2"), (4, 8)), "awq": (("gemm",), (4,))}[method]
+    if file.bits not in bits or (form or forms[0]).lower() not in forms:
+        _refuse(f"{method!r} of {file.bits} bits in the format {shown(repr(form))}")
+    return PackedWords(method, file.bits, int(method == "gptq" and form != "gptq_v2"))
 
 
 def _fp8(file: _Fp8) -> Quantization:

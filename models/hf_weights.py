@@ -21,11 +21,10 @@ import numpy as np
 from jaxtyping import Int
 
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.models.parameters import abstract
+from clusterkv_jax.models.parameters import LINEAR_INPUTS, abstract
 
-# Files hold the matrix of a linear layer as [outputs, inputs]. Ours of these begin with the inputs, of so many
-# dimensions; q, k and v are [heads, head_dim, inputs] and lie as in the file.
-_LINEAR_INPUTS = {"o": 2, "gate": 1, "up": 1, "down": 1}
+# Files hold the matrix of a linear layer as [outputs, inputs]. Ours of LINEAR_INPUTS begin with the inputs; q, k and v
+# are [heads, head_dim, inputs] and lie as in the file.
 _AS_IN_FILE = ("q", "k", "v")
 _OF_EXPERT = re.compile(r"(.*)\[(\d+)(?:, (\d+)::(\d+))?\]")
 
@@ -110,8 +109,8 @@ def _place(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -
 
 def _tensor(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) -> Stored:
     leaf = path.rpartition(".")[2]
-    if leaf in _LINEAR_INPUTS:
-        inputs = _LINEAR_INPUTS[leaf]
+    if leaf in LINEAR_INPUTS:
+        inputs = LINEAR_INPUTS[leaf]
         rows = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     elif leaf in _AS_IN_FILE:
         rows = (math.prod(shape[:-1]), shape[-1])
@@ -119,10 +118,10 @@ def _tensor(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) 
         rows = (math.prod(shape),) if leaf.endswith(("_bias", "_norm")) else shape
     if found := _OF_EXPERT.fullmatch(name):
         stack, expert, start, step = found.groups()
-        return Stored(stack, shape, rows, int(start or 0), leaf in _LINEAR_INPUTS, int(expert), int(step or 1))
+        return Stored(stack, shape, rows, int(start or 0), leaf in LINEAR_INPUTS, int(expert), int(step or 1))
     start = counts[name]
     counts[name] += rows[0]
-    return Stored(name, shape, rows, start, leaf in _LINEAR_INPUTS)
+    return Stored(name, shape, rows, start, leaf in LINEAR_INPUTS)
 
 
 def _path(path: tuple[Any, ...]) -> str:

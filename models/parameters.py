@@ -29,6 +29,18 @@ class TensorSpec:
     init: Callable[..., Array]
 
 
+# Dimensions of a product's weights that are inputs: so many first ones, or the last one of q, k and v.
+LINEAR_INPUTS = {"o": 2, "gate": 1, "up": 1, "down": 1}
+
+
+def input_axes(name: str, spec: TensorSpec) -> tuple[int, ...] | None:
+    """Which dimensions of a parameter that a layer multiplies with are inputs, by its own name; None for any other."""
+    first = int(spec.axes[:1] == ("experts",))
+    if name in LINEAR_INPUTS:
+        return tuple(range(first, first + LINEAR_INPUTS[name]))
+    return (len(spec.shape) - 1,) if name in ("q", "k", "v") else None
+
+
 def abstract(config: ModelConfig) -> Params:
     """The parameters' pytree with a TensorSpec in every place; initialisation, sharding and loading derive from it.
 

@@ -29,7 +29,7 @@ from clusterkv_jax.models import (
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.hf_fields import Published
 from clusterkv_jax.models.hf_multimodal import OF_IMAGES, of_texts
-from clusterkv_jax.models.hf_quantization import Quantization, quantization
+from clusterkv_jax.models.hf_quantization import PackedWords, Quantization, quantization
 from clusterkv_jax.storage.schema import checked, shown
 
 
@@ -131,7 +131,7 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
     return FAMILIES[kind.model_type].from_hf(published, where)
 
 
-def quantization_of(published: dict[str, Any], where: str = "config.json") -> Quantization | None:
+def quantization_of(published: dict[str, Any], where: str = "config.json") -> Quantization | PackedWords | None:
     """How a configuration says that its weights are quantised. Raises ValueError for what is not dequantised."""
     stated = checked(published, _Kind, where).quantization_config
     return quantization(stated, where) if stated else None

@@ -93,7 +93,7 @@ def small(tmp_path_factory):
 def test_a_type(tmp_path, kind):
     """Parameters are what the package dequantises, whole and in the part of a device."""
     file = gguf_writer.write(tmp_path / "model.gguf", WIDE, tensors_of(WIDE), kind)
-    model = ckv.load(file)
+    model = ckv.load(file, weights="dequantised")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     up = stored["blk.0.ffn_up.weight"]
     wanted = gguf.dequantize(up.data, up.tensor_type)
@@ -102,7 +102,7 @@ def test_a_type(tmp_path, kind):
     mine = np.asarray(model.params["layers"][0]["attention"]["q"])  # heads of 32: the pair (0, 16) lies side by side
     np.testing.assert_array_equal(mine[1, [0, 16, 1, 17]], q[32:36])
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    spread = ckv.load(file, mesh=mesh)
+    spread = ckv.load(file, mesh=mesh, weights="dequantised")
     assert checkpoint_files.same(model.params, spread.params)
     assert model.config.weights == spread.config.weights
 

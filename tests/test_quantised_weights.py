@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.checkpoints import dequantize, safetensors
-from clusterkv_jax.checkpoints.loading import CheckpointError, load, load_config
+from clusterkv_jax.checkpoints.loading import CheckpointError, load_config
+from clusterkv_jax.checkpoints.loading import load as load_codes
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.models.hf_quantization import quantization
@@ -20,6 +21,7 @@ from tests.support.quantised_files import E2M1, FORMATS, mxfp4, quantised
 
 # Wide enough for several groups of 32, and no multiple of the blocks of 16 by 24.
 SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
+load = partial(load_codes, weights="dequantised")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -279,7 +281,8 @@ def _weights(**changes):
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "gptq", "bits": 3}, "'gptq' of 3 bits in the format None"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'awq' of 4 bits in the format 'gemv'"),
         ({}, "None"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8' of the format 'e5m2'"),
@@ -292,7 +295,8 @@ def _weights(**changes):
     ],
 )
 def test_what_is_not_dequantised(config, what):
-    allowed = "allowed: 'fp8', 'mxfp4', and 'compressed-tensors' of the format float-, int- or pack-quantized, and "
+    formats = "'fp8', 'mxfp4', 'gptq', 'awq', and 'compressed-tensors' of the format float-, int- or pack-quantized"
+    allowed = f"allowed: {formats}, and "
     published = {**SMALL, "quantization_config": {"quant_method": None, **config}}
     with pytest.raises(ValueError, match=f"^Quantization {what}.* is not supported; {allowed}") as error:
         registry.from_hf(published)

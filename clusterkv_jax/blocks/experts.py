@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
 from clusterkv_jax.blocks.linear import linear, ragged_linear
-from clusterkv_jax.blocks.quantised_linear import is_coded, partitions
+from clusterkv_jax.blocks.quantised_linear import partitions
+from clusterkv_jax.kernels.weight_codes import is_coded
 from clusterkv_jax.runtime.dispatch import platform
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 

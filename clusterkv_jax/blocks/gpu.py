@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
-from clusterkv_jax.kernels.weight_codes import QuantisedWeights
+from clusterkv_jax.kernels.weight_codes import is_coded
 from clusterkv_jax.runtime.dispatch import LeftToXLA
 from clusterkv_jax.runtime.sharding import on_one_device, ways
 
@@ -34,7 +34,7 @@ def check_few(x: Float[Array, "B T ..."], *sizes: int) -> None:
 
 def check_numbers(*weights: Any) -> None:
     """Raise LeftToXLA for weights in codes, whose kernels are those of `linear`."""
-    if any(isinstance(each, QuantisedWeights) for each in weights):
+    if any(map(is_coded, weights)):
         raise LeftToXLA("Weights in codes are multiplied by `linear` alone.")
 
 

@@ -15,11 +15,6 @@ from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 Axes = tuple[str, ...]
 
 
-def is_coded(weights: Any) -> bool:
-    """Whether these are weights in codes."""
-    return isinstance(weights, QuantisedWeights)
-
-
 def partitions(weights: QuantisedWeights, mesh: Any) -> QuantisedWeights:
     """The PartitionSpec of each array of these weights: devices share what they would share of the parameter.
 

