@@ -42,7 +42,7 @@ def hidden_units(weights: dict[str, Any], activation: str, x: Float[Array, "B T 
     return dispatch("mlp", {"gpu": _few_tokens, "xla": _reference}, None, weights, activation, x)
 
 
-def _reference(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+def _reference(weights: dict[str, Any], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
     act = ACTIVATIONS[activation]
     up = linear(x, weights["up"], bias=weights.get("up_bias"))
     if "gate" not in weights:
@@ -50,7 +50,7 @@ def _reference(weights: dict[str, Array], activation: str, x: Float[Array, "B T 
     return act(linear(x, weights["gate"], bias=weights.get("gate_bias"))) * up
 
 
-def _few_tokens(weights: dict[str, Array], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
+def _few_tokens(weights: dict[str, Any], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
     """On a GPU: both products and the gate in one launch."""
     check_numbers(weights["up"], weights.get("gate"))
     if "gate" not in weights or "gate_bias" in weights or activation not in GATES:

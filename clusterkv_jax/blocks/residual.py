@@ -10,6 +10,7 @@ from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, rows_of
 from clusterkv_jax.blocks.linear import linear
 from clusterkv_jax.blocks.norm import post_norm
 from clusterkv_jax.kernels.row_products import row_products
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.runtime.dispatch import dispatch
 from clusterkv_jax.runtime.sharding import apart, devices_along
 
@@ -35,7 +36,7 @@ def add_output(
 
 def row_parallel(
     x: Float[Array, "B T *inner"],
-    weights: Float[Array, "*inner M"],
+    weights: Float[Array, "*inner M"] | QuantisedWeights,
     split: str,
     onto: Float[Array, "B T M"] | None = None,
 ) -> Float[Array, "B T M"]:
@@ -43,12 +44,12 @@ def row_parallel(
     return dispatch("row_parallel", {"gpu": _few_tokens, "xla": _reference}, None, x, weights, split, onto)
 
 
-def _reference(x: Array, weights: Array, split: str, onto: Array | None) -> Array:
+def _reference(x: Array, weights: Any, split: str, onto: Array | None) -> Array:
     y = linear(x, weights, tuple(range(len(weights.shape) - 1)))
     return y if onto is None else onto + y
 
 
-def _few_tokens(x: Array, weights: Array, split: str, onto: Array | None) -> Array:
+def _few_tokens(x: Array, weights: Any, split: str, onto: Array | None) -> Array:
     """On a GPU: one launch, in which each device adds its share of `onto`, if that is exact."""
     check_numbers(weights)
     inner: Any = (split, *(None,) * (x.ndim - 3))

@@ -232,8 +232,9 @@ def save_huggingface(
 ) -> None:
     """Write a Hugging Face folder: `model.safetensors`, `tokenizer.json` if given, `config.json`.
 
-    `dtype` is the type on disk; weights in codes are written as numbers. Each file is written under a temporary name and
-    then renamed, the configuration last, so an interrupted call leaves no half-written file and no loadable half of a new model.
+    `dtype` is the type on disk; weights in codes are written as numbers. Each file is written under a temporary name
+    and then renamed, the configuration last, so an interrupted call leaves no half-written file and no loadable half of
+    a new model.
 
     Raises ValueError for a model of another family than llama or qwen3.
     """

@@ -175,7 +175,8 @@ class Quantised:
             codes = (raw[:, :columns] ^ 0x80).view(np.int8)
         else:
             codes = raw.view(np.int8 if code == "int8" else jnp.float8_e4m3fn)
-        return in_groups(with_scales(_KINDS[code], codes, scales, offsets))
+        kind = _KINDS[code]
+        return in_groups(Coded(kind, codes, scales) if powers else with_scales(kind, codes, scales, offsets))
 
     def _zeros(self, grid: tuple[int, int]) -> np.ndarray | None:
         if self.zeros is None:
