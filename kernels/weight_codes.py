@@ -105,7 +105,7 @@ def code_numbers(
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(dtype) * 2**14
 
 
-def dequantised(weights: Array | QuantisedWeights, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+def dequantised(weights: Any, dtype: Any = jnp.float32) -> Float[Array | np.ndarray, "..."]:
     """The parameter that codes stand for, whole, of this type; one that is no codes as it is."""
     if not isinstance(weights, QuantisedWeights):
         return weights
