@@ -1,8 +1,6 @@
 """Cosine K-means of keys, for all sequences and KV heads at once (ClusterKV section 4.2)."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.kernels.group_rows import group_rows
 from clusterkv_jax.kernels.kmeans import assign, lloyd, prepare_keys
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.control_flow import at_most
 
 
 def cluster(
@@ -61,7 +59,7 @@ def _cluster(
     """`cluster` from these centroids, the first `count` of each head, over the rows below `ends`."""
     scaled = prepare_keys(keys)
 
-    def move(_, state):
+    def move(state):
         """A step of the rows that are left; a head has none any more once nothing changed, so that it stays."""
         centroids, labels, rows = state
         centroids, labels, _, changed = lloyd(keys, centroids, rows, count, labels, scaled=scaled)
@@ -69,28 +67,11 @@ def _cluster(
 
     # -2 is no label: the first step always counts as a change.
     labels = jnp.where(ordinals(keys.shape[2], 3) < ends[..., None], -2, -1).astype(jnp.int32)
-    centroids, labels, rows = _repeated(move, (start, labels, ends), most)
+    centroids, labels, rows = at_most(most, move, lambda state: jnp.any(state[-1]), (start, labels, ends))
     # Where nothing changed, labels are those of the centroids already.
     labels = assign(keys, centroids, rows, count, labels, scaled=scaled)
     _, starts = group_rows(labels, centroids.shape[2])
     return centroids, labels, starts[..., 1:] - starts[..., :-1]
-
-
-def _repeated(move: Callable[..., Any], state: Any, most: int) -> Any:
-    """`most` steps, or as many as it takes until no head has rows left.
-
-    A GPU would idle while the host looks whether any has, longer than steps without rows take.
-    """
-    if platform() == "gpu":
-        return jax.lax.fori_loop(0, most, move, state)
-
-    def unfinished(state):
-        return (state[0] < most) & jnp.any(state[1][-1])
-
-    def step(state):
-        return (state[0] + 1, move(None, state[1]))
-
-    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 
 def _check_rows(initial_rows: Int[Array, "... C"], rows: int) -> None:

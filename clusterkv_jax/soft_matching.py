@@ -24,7 +24,7 @@ from clusterkv_jax.kernels.chunked_matching import chunked_matching
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import dequantised, row_squares
 from clusterkv_jax.kernels.row_merge import Squares, row_merge
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 
 # Rows whose keys are in float32 at once, where codes cannot be matched as they are.
 WHOLE_ROWS = 1024
@@ -182,7 +182,7 @@ def merge_listed(
         squares = None, None
     elif squares is None:
         # Of values only where matching asks for them.
-        squares = row_squares(layer.keys), row_squares(layer.values) if platform() == "gpu" else None
+        squares = row_squares(layer.keys), row_squares(layer.values) if traits().merges_in_place else None
     state: Any = (layer, listed, squares, rounds, merges_due(layer, rounds))
     for size, count in _by_size([rows - sinks for rows in expected], listed.shape[2]):
         layer, listed, *rest = state

@@ -135,27 +135,12 @@ def products(file):
     return signs + [node for node in tree if isinstance(node, ast.Attribute) and node.attr in kinds]
 
 
-# Who may still choose by the platform: none is added, since a choice is a backend of a block or of an op.
-CHOOSE_BY_PLATFORM = {
-    "cache/host_store.py",
-    "generation/generate.py",
-    "kmeans.py",
-    "learned/repeated_attention.py",
-    "methods/heads_as_batch.py",
-    "methods/prefill_compression.py",
-    "methods/families/clustering.py",
-    "methods/orbitkv.py",
-    "methods/plan.py",
-    "soft_matching.py",
-}
-
-
 def test_blocks_and_kernels_alone_choose_by_the_platform():
     above = [file for file in files() if not file.startswith(("runtime/", "kernels/", "blocks/"))]
     asking = {
         file for file in above if taken_from("clusterkv_jax.runtime.dispatch", file) & {"platform", "device_kind"}
     }
-    assert asking == CHOOSE_BY_PLATFORM
+    assert not asking  # the others know `Traits`
 
 
 def test_linear_alone_multiplies_with_weights():

@@ -27,25 +27,11 @@ from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, f
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.runtime.dispatch import platform
-from clusterkv_jax.runtime.sharding import ambient_mesh, on_one_device, over_heads
+from clusterkv_jax.runtime.host_memory import to_host
+from clusterkv_jax.runtime.sharding import over_heads
 
 # What `state["counts"]` counts for each KV head, from the end of the prompt on.
 COUNTS = ("clusters recalled", "of these found on the device", "rows recalled", "of these found on the device")
-
-
-def check_platform() -> None:
-    """Raise ValueError where there is no host store."""
-    mesh = ambient_mesh()
-    if platform() not in ("cpu", "gpu"):
-        raise ValueError(f'store="host" must run on a GPU or a CPU, not on a {platform()}; take store="device" there.')
-    if platform() == "gpu" and mesh is not None and not on_one_device():
-        raise ValueError(f'store="host" must run on one GPU, got a mesh of {mesh.size}; take store="device" there.')
-
-
-def to_host(tree: Any) -> Any:
-    """Arrays moved to the host's memory, inside a jit too; on a CPU they are there."""
-    return jax.device_put(tree, jax.memory.Space.Host) if platform() == "gpu" else tree
 
 
 def place(group: Any, state: Any) -> Any:

@@ -41,7 +41,7 @@ from clusterkv_jax.methods.plan import is_endless, longest_short
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.runtime.checks import check_flag
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import out_of_memory_explained, shown
 from clusterkv_jax.runtime.prng import seed_key, seed_keys, spread
 from clusterkv_jax.runtime.programs import Compilation, compilation, compiler
@@ -360,8 +360,8 @@ def _decode(
     on_screen = ["" for _ in sequences]
     ended = np.asarray([sequence[-1] in ends for sequence in sequences])
     # A segment runs while the host reads the one before; not where the host must say which texts a string has stopped,
-    # nor on a GPU, whose loops the host drives.
-    most_ahead, under_way = 1 if stops.any or platform() == "gpu" else 2, deque()
+    # nor where the host drives the loops.
+    most_ahead, under_way = 1 if stops.any or traits().host_driven else 2, deque()
     longest = WATCHED if stops.any or on_text is not None or progress is not None else SEGMENT
     state, steps, begun = DecodeState(cache, token, jnp.asarray(ended)), 0, 0
     while True:

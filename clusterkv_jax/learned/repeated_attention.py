@@ -20,11 +20,8 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.blocks.causal_attention import LARGEST_BLOCK, attention_with_lse, segment_edges
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision, platform
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision, traits
 from clusterkv_jax.runtime.sharding import ambient_mesh
-
-# Logits of one block of queries, in elements (f32): 128 MiB on accelerators, what a CPU's last cache may hold there.
-LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**25, "tpu": 2**25}
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def _maxima(
     """The greatest logit of each row, less what its query has, over all queries; a block of them after the other."""
     batch, fed, heads, dim = q.shape
     kv_heads, size = keys.shape[1:3]
-    most = max(16, LOGITS_AT_ONCE[platform()] // (batch * heads * size))
+    most = max(16, traits().scratch // (batch * heads * size))
     blocks = math.ceil(fed / most)
     block = math.ceil(fed / blocks)
     padding = blocks * block - fed
@@ -131,11 +128,11 @@ def _in_xla(
     sight: AttentionView,
     sink_logits: Float[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "B n H D"], Float[Array, "B K G size"]]:
-    """`attend` in blocks of queries. On a CPU one sequence goes after the other."""
+    """`attend` in blocks of queries. One sequence goes after the other where they are `serial`."""
     batch, fed, heads, dim = q.shape
     kv_heads, count = rows[0].shape[1:3]
-    alone = platform() == "cpu" and ambient_mesh() is None
-    at_once = LOGITS_AT_ONCE[platform()] // (heads * (count + fed) * (1 if alone else batch))
+    alone = traits().serial and ambient_mesh() is None
+    at_once = traits().scratch // (heads * (count + fed) * (1 if alone else batch))
     block = max(16, min(LARGEST_BLOCK, at_once))
 
     sinks = None if sink_logits is None else sink_logits.reshape(kv_heads, -1).astype(jnp.float32)

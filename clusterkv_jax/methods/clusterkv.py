@@ -32,6 +32,7 @@ from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unl
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.runtime import prng
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
+from clusterkv_jax.runtime.host_memory import check_host_store
 from clusterkv_jax.runtime.sharding import over_heads
 
 
@@ -99,7 +100,7 @@ class ClusterKV(Recall):
     def check(self, lengths: np.ndarray, request: Request) -> None:
         """As for all methods; a host store needs a platform that has one."""
         if self.store == "host":
-            host_store.check_platform()
+            check_host_store()
         super().check(lengths, request)
 
     @override

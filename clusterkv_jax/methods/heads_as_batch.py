@@ -38,7 +38,7 @@ from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.request import LayerPlan
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.sharding import on_one_device, over_heads, slot_ways
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
@@ -108,7 +108,7 @@ def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], cou
         type(method).step is Method.step or all(group_state is None for group_state in state)
     )
     if isinstance(layer, LayerCache):
-        serves = platform() == "gpu" and slot_ways(layer.keys.shape[1]) == 1
+        serves = traits().host_driven and slot_ways(layer.keys.shape[1]) == 1
     else:
         serves = isinstance(layer, HeadGroups) and on_one_device()
     return serves and plain and count == 1

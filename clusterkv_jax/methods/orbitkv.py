@@ -35,7 +35,7 @@ from clusterkv_jax.methods.families.eviction import protected_rows, share_of, un
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
@@ -163,7 +163,7 @@ class OrbitKV(Merging):
     def _expected(self, rows: int, plan: GroupPlan) -> tuple[int, ...]:
         """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""
         budget = plan.fewest_rows
-        if platform() != "gpu" or budget >= rows:
+        if not traits().host_driven or budget >= rows:
             return ()
         centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
         # Heads of other shares merge everything, into all that is free.

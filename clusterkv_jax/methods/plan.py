@@ -19,7 +19,7 @@ from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_shard
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import concrete
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.sharding import ambient_mesh, slot_ways
 
 Plans = Callable[[int], LayerPlan]
@@ -31,7 +31,7 @@ def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, 
     They are made once for equal arguments: in a table of 32,768 lengths the plan of a layer takes milliseconds, for
     which the device would wait. `counts` as in `request_of_model`.
     """
-    return _plans_of_width(config, method, dtype, width, tuple(counts.items()), (platform(), ambient_mesh()))
+    return _plans_of_width(config, method, dtype, width, tuple(counts.items()), (traits(), ambient_mesh()))
 
 
 @lru_cache(maxsize=16)
@@ -258,7 +258,7 @@ def aligned(slots: int, devices: int = 1) -> int:
     On a TPU each has whole tiles of 16 rows: of another size, XLA would lay the cache out by sequences and copy all of
     it into and out of the decode loop.
     """
-    unit = devices * (16 if platform() == "tpu" else 1)
+    unit = devices * traits().slot_tile
     return -(-slots // unit) * unit
 
 

@@ -36,7 +36,7 @@ from clusterkv_jax.methods.heads_as_batch import ByHead, grouped, together
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import on_one_device
 
@@ -153,7 +153,7 @@ def defers(read: Sequence[ReadLayer], workspace: Workspace | None, following: La
 
 def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:
     """How many layers with prompts of these shapes are compressed at once on the device that is compiled for."""
-    if platform() != "gpu" or not on_one_device():
+    if not traits().host_driven or not on_one_device():
         return 1
     return most_at_once(plan, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(prompt)), layers)
 

@@ -21,6 +21,24 @@ def cond_in_place(due: Bool[Array, ""], function: Callable[[Any], Any], tree: An
     return _at_most_once(due, function, tree)[1]
 
 
+def at_most(most: int, step: Callable[[Any], Any], unfinished: Callable[[Any], Bool[Array, ""]], tree: Any) -> Any:
+    """`tree = step(tree)` while `unfinished(tree)`, `most` times at most; a step leaves a finished tree as it is.
+
+    The host of a GPU would look at each step whether another one follows, which takes longer than steps that leave the
+    tree: there all are taken.
+    """
+    if platform() == "gpu":
+        return jax.lax.fori_loop(0, most, lambda _, tree: step(tree), tree)
+
+    def more(state):
+        return (state[0] < most) & unfinished(state[1])
+
+    def one(state):
+        return state[0] + 1, step(state[1])
+
+    return jax.lax.while_loop(more, one, (jnp.int32(0), tree))[1]
+
+
 def while_with_maintenance(
     running: Callable[[Any], Bool[Array, ""]],
     step: Callable[[Any], Any],

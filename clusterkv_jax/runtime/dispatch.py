@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,38 @@ log = logging.getLogger("clusterkv_jax.kernels")
 
 class LeftToXLA(NotImplementedError):
     """A call that a backend leaves to XLA, which takes it as well: nothing that a log need say."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What code above blocks and kernels may know of a device: it never asks for the platform.
+
+    Attributes:
+        host_driven: the host starts every launch and decides every loop, so that short launches, and conditions that
+            it waits for, take longer than the work that they spare.
+        merges_in_place: kernels merge rows where they lie, all heads at once.
+        serial: sequences of a batch take turns, since together they take as long and need more of the caches.
+        slot_tile: a cache has whole tiles of so many slots.
+        scratch: elements (f32) of one block of an intermediate result: 128 MiB, or what the last cache may hold.
+    """
+
+    host_driven: bool = False
+    merges_in_place: bool = False
+    serial: bool = False
+    slot_tile: int = 1
+    scratch: int = 2**25
+
+
+TRAITS = {
+    "cpu": Traits(serial=True, scratch=2**22),
+    "gpu": Traits(host_driven=True, merges_in_place=True),
+    "tpu": Traits(slot_tile=16),
+}
+
+
+def traits() -> Traits:
+    """Those of what is compiled for."""
+    return TRAITS[platform()]
 
 
 def platform() -> str:

@@ -14,6 +14,7 @@ from clusterkv_jax.methods import base, driver, heads_as_batch, prefill_compress
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.runtime import control_flow
+from clusterkv_jax.runtime.dispatch import TRAITS
 from clusterkv_jax.runtime.programs import compilation
 from clusterkv_jax.runtime.sharding import named_mesh
 
@@ -119,7 +120,7 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     """What a layer without groups becomes by it is what it becomes by itself."""
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
     alone, steps = extended(method, monkeypatch), []
-    monkeypatch.setattr(heads_as_batch, "platform", lambda: "gpu")
+    monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
     step = heads_as_batch.step
     monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
     same(extended(method, monkeypatch), alone)
@@ -131,7 +132,7 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
 def test_devices_take_the_step_of_groups_for_heads_or_sequences_of_their_own(name, mesh, monkeypatch):
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
     alone, steps = extended(method, monkeypatch), []
-    monkeypatch.setattr(heads_as_batch, "platform", lambda: "gpu")
+    monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
     step = heads_as_batch.step
     monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
     with jax.set_mesh(named_mesh(mesh, jax.devices()[: int(mesh[-1])])):

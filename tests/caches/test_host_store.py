@@ -19,6 +19,7 @@ from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.request import Request
 from clusterkv_jax.models.parameters import abstract
+from clusterkv_jax.runtime import host_memory
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny
@@ -274,7 +275,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
 
 @pytest.mark.parametrize(("platform", "mesh"), [("tpu", 1), ("gpu", 2)])
 def test_where_there_is_no_host_store_one_sentence_says_so(monkeypatch, platform, mesh):
-    monkeypatch.setattr(host_store, "platform", lambda: platform)
+    monkeypatch.setattr(host_memory, "platform", lambda: platform)
     with (
         jax.set_mesh(auto_mesh(jax.make_mesh((mesh,), ("model",), devices=jax.devices()[:mesh]))),
         pytest.raises(ValueError, match=r'^store="host" must run on .*; take store="device" there\.$'),

@@ -13,6 +13,7 @@ from clusterkv_jax.methods import driver, orbitkv
 from clusterkv_jax.methods.families import clustering
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
+from clusterkv_jax.runtime.dispatch import TRAITS
 from tests.caches.test_by_head import same
 
 ROWS = 600
@@ -52,6 +53,6 @@ def test_known_rounds_lose_no_row(name, lengths, monkeypatch):
 
     monkeypatch.setattr(soft_matching, "rows_by_round", recorded)
     for module in (orbitkv, clustering):
-        monkeypatch.setattr(module, "platform", lambda: "gpu")
+        monkeypatch.setattr(module, "traits", lambda: TRAITS["gpu"])
     same(compressed(METHODS[name], lengths), want)
     assert any(2 * rows[-1] < ROWS for rows in seen), seen

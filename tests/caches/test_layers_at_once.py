@@ -13,6 +13,7 @@ from clusterkv_jax.methods import prefill_compression
 from clusterkv_jax.methods.driver import Prompt
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import request_of_tensors
+from clusterkv_jax.runtime.dispatch import TRAITS
 from tests.caches.test_by_head import same
 from tests.support.tiny import prompt, sliding, taught
 
@@ -40,7 +41,7 @@ ALONE = {
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """Where layers are compressed at once; all else stays as it is."""
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "gpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["gpu"])
 
 
 def prefill(method, model=None, lengths=(48, 33)):
@@ -64,7 +65,7 @@ def test_layers_at_once_are_what_each_is_alone(name, lengths, monkeypatch):
     got, called = prefill(TOGETHER[name], lengths=lengths)
     assert called["_compress_layers"] == 1
     assert called["_compress_layer"] == 0
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     want, called = prefill(TOGETHER[name], lengths=lengths)
     assert called["_compress_layer"] == LAYERS
     same(got, want)
@@ -75,7 +76,7 @@ def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
     method = replace(TOGETHER[name], budget=UNEQUAL)
     got, called = prefill(method)
     assert (called["_compress_heads_of_layers"], called["_group_heads"], called["_compress_heads"]) == (1, LAYERS, 0)
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     want, called = prefill(method)
     assert called["_compress_heads"] == LAYERS
     same(got, want)
@@ -95,7 +96,7 @@ def test_layers_of_other_budgets_are_no_group(shares, expected, monkeypatch):
     got, called = prefill(method)
     names = "_empty", "_taken", "_compress_layers", "_compress_layer"
     assert {name: called[name] for name in names if called[name]} == expected
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     same(got, prefill(method)[0])
 
 
@@ -104,7 +105,7 @@ def test_layers_that_fill_no_workspace_are_taken_out_of_it(monkeypatch):
     method = replace(GRAVITY, budget=ckv.Budget(ratio=0.5, shares=tuple((share, share) for share in shares)))
     got, called = prefill(method)
     assert (called["_empty"], called["_taken"], called["_compress_layer"]) == (1, 2, LAYERS)
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     same(got, prefill(method)[0])
 
 
@@ -116,7 +117,7 @@ def test_a_workspace_that_was_not_filled_begins_anew(monkeypatch):
     got, called = prefill(method, model)
     names = "_empty", "_taken", "_compress_layers", "_compress_layer"
     assert [called[name] for name in names] == [1, 2, 1, 3]
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     same(got, prefill(method, model)[0])
 
 
@@ -125,7 +126,7 @@ def test_a_workspace_is_used_again(monkeypatch):
     monkeypatch.setattr(prefill_compression, "MOST_LAYERS", 2)
     got, called = prefill(GRAVITY)
     assert (called["_empty"], called["_compress_layers"]) == (1, LAYERS // 2)
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     same(got, prefill(GRAVITY)[0])
 
 
@@ -138,7 +139,7 @@ def test_squares_come_with_the_rows(name, shares, monkeypatch):
 
     monkeypatch.setattr(soft_matching, "row_squares", summed)
     prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
-    monkeypatch.setattr(prefill_compression, "platform", lambda: "cpu")
+    monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     with pytest.raises(AssertionError, match="Squares are known"):
         prefill(replace(TOGETHER[name], budget=replace(HALF, shares=shares)), lengths=(48, 33, 40))
 

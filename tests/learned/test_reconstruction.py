@@ -14,6 +14,7 @@ from clusterkv_jax.blocks import surrogate as surrogate_block
 from clusterkv_jax.blocks.surrogate import affine, in_one_launch, in_parts, keys_and_scores
 from clusterkv_jax.learned import repeated_attention
 from clusterkv_jax.runtime import programs
+from clusterkv_jax.runtime.dispatch import Traits
 from tests.support.golden_files import golden
 from tests.support.gpu_blocks import take_gpu
 from tests.support.learned_model import CASES, SINKS, arrays, close, lowest, model
@@ -64,7 +65,7 @@ def test_reconstruction_does_not_depend_on_blocks_of_queries():
     tokens = jnp.asarray([prompt(1, 53)])
     whole = score(tokens)
     with (
-        mock.patch.dict(repeated_attention.LOGITS_AT_ONCE, cpu=16 * 4 * 108),
+        mock.patch.object(repeated_attention, "traits", lambda: Traits(serial=True, scratch=16 * 4 * 108)),
         mock.patch.object(programs, "_kept", OrderedDict()),
     ):
         blocks = score(tokens)

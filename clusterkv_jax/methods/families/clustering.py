@@ -17,7 +17,7 @@ from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, Schedule, State, recompress_every
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import Request, all_heads
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.soft_matching import Edges
@@ -105,10 +105,10 @@ class Clustering(Merging):
         return Compressed(group, {"rounds": rounds}, slots=left)
 
     def _expected(self, rows: Rows) -> tuple[int, ...]:
-        """The rows before each round of the longest prompt. On a GPU the rounds run without asking the device whether
-        it is done: it would idle until the answer is back.
+        """The rows before each round of the longest prompt. Where the host drives loops, the rounds run without asking
+        the device whether it is done: it would idle until the answer is back.
         """
-        if platform() != "gpu":
+        if not traits().host_driven:
             return ()
         longest, plan = rows.cache.degree.shape[2], rows.plan
         # A prompt that exceeds its budget by less than the slack stays as it is.
@@ -136,7 +136,7 @@ class Clustering(Merging):
             return group, target, rounds
 
         keys = rows.cache.keys
-        by_kernels = platform() == "gpu" and (not isinstance(keys, Quantised) or converts(kind(keys)))
+        by_kernels = traits().merges_in_place and (not isinstance(keys, Quantised) or converts(kind(keys)))
         in_place = cluster if by_kernels else partial(head_by_head, cluster)
         tree = rows.cache, rows.budget, rows.state["rounds"]
         group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
