@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float
 
-from clusterkv_jax.kernels.quantised_linear import reference
+from clusterkv_jax.kernels.quantised_linear import pallas_gpu, reference
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.runtime.dispatch import dispatch
 
-BACKENDS = {"xla": reference.quantised_linear}
+BACKENDS = {"gpu": pallas_gpu.quantised_linear, "xla": reference.quantised_linear}
 
 
 def quantised_linear(

@@ -42,12 +42,14 @@ from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.kmeans import lloyd
 from clusterkv_jax.kernels.quantised import CODES, Quantised, row_bytes
+from clusterkv_jax.kernels.quantised_linear import quantised_linear
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
 from clusterkv_jax.kernels.row_merge import row_merge
 from clusterkv_jax.kernels.row_products import row_products
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
+from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights
 from clusterkv_jax.methods.driver import Prompt, compress_layer, with_groups
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.methods.prefill_compression import Workspace, _compress_layers, put_into
@@ -237,8 +239,19 @@ def products(array):
         biases = tuple(array((count, DIM), dtype) for count in counts)
         return array((tokens, inputs), dtype), weights, biases, (array((tokens, DIM // 2), F32),) * 2
 
+    def of_codes(kind, dtype, rows, inputs, outputs, groups, offsets=False):
+        codes = array((inputs // (2 if kind in PACKED else 1), outputs), dtype)
+        scales = array((groups, outputs), jnp.uint8 if kind == "mxfp4" else jnp.float16)
+        parts = codes, scales, scales if offsets else None
+        weights = QuantisedWeights(*parts, kind=kind, shape=(inputs, outputs), names=("model", "mlp"))
+        return quantised_linear, (array((rows, inputs), BF16), weights), ()
+
     surrogate = array((HEADS, 4096), F32), array((HEADS,), F32)
     return {
+        "product of int8": of_codes("int8", jnp.int8, 1, 14336, 4096, 1),
+        "product of int4": of_codes("int4", jnp.uint8, 1, 4096, 14336, 32, offsets=True),
+        "product of fp8": of_codes("fp8", jnp.float8_e4m3fn, 16, 4096, 4096, 32),
+        "product of mxfp4": of_codes("mxfp4", jnp.uint8, 16, 2880, 2880, 90),
         "row products": rows(16, 4096, 2048),
         "row products of half a model": rows(16, 7168, 4096),
         "gated row products": gated(3, 4096, 14336, "gelu_tanh", jnp.float16),

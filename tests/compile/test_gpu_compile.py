@@ -62,6 +62,14 @@ def test_codes_are_read_and_written_where_they_lie(programs):
         assert programs[f"attention of {name}"]["temporary"] < 0.2 * 8 * 13312 * 2 * width, name
 
 
+def test_weights_in_codes_are_multiplied_as_they_lie(programs):
+    """One kernel; beside it there are sums of splits of the inputs alone, where numbers would take megabytes."""
+    for kind, most in (("int8", 4 * 4096), ("int4", 2 * 14336), ("fp8", 4 * 16 * 4096), ("mxfp4", 4 * 16 * 2880)):
+        program = programs[f"product of {kind}"]
+        assert program["names"] == ["quantised_linear_kernel"], kind
+        assert program["temporary"] <= 4 * most, kind
+
+
 def test_codes_are_merged_where_they_lie(programs):
     """No row in numbers: beside the slots there are lists of edges alone."""
     for name, width in (("int8", 128), ("float8_e4m3", 128), ("int4", 64)):

@@ -1,6 +1,7 @@
 """Products with weights in codes: checks, backends, broken variants."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from clusterkv_jax.kernels.quantised_linear import quantised_linear, reference
+from clusterkv_jax.kernels.quantised_linear import pallas_gpu, quantised_linear, reference
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from tests.kernels.base import compiled, near, normal, tolerance
 
-BACKENDS = {"xla": reference.quantised_linear}
+SMALL = {"block": 32, "depth": 32, "step": 64, "splits": 2}
+BACKENDS = {
+    "quantised_linear": {"xla": reference.quantised_linear},
+    "quantised_linear of few rows": {
+        "xla": reference.quantised_linear,
+        "gpu": partial(pallas_gpu.quantised_linear, sizes=SMALL, interpret=True),
+    },
+}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 # kind, rows, inputs, groups, outputs, whether there are offsets, the type of rows. The last two have several tiles.
@@ -25,6 +33,16 @@ SHAPES = [
     ("mxfp4", 2, 96, 3, 48, False, jnp.float32),
     ("int4", 1, 1024, 8, 301, True, jnp.float32),
     ("int8", 2, 1024, 1, 301, True, jnp.float32),
+]
+
+# Of few rows in blocks: groups in several steps and in one, or outputs that share none, with both halves of a byte.
+FEW_ROWS = [
+    ("int8", 1, 192, 1, 64, False, jnp.bfloat16),
+    ("int8", 3, 128, 2, 96, True, jnp.bfloat16),
+    ("int4", 16, 256, 8, 32, True, jnp.bfloat16),
+    ("int4", 2, 128, 1, 32, True, jnp.bfloat16),
+    ("fp8", 5, 96, 3, 32, False, jnp.bfloat16),
+    ("mxfp4", 1, 256, 8, 64, False, jnp.bfloat16),
 ]
 
 
@@ -54,14 +72,18 @@ def operands(seed, kind, rows, inputs, groups, outputs, offsets, dtype):
     return x, QuantisedWeights(*parts, kind=kind, **names), wide
 
 
-def check_product(implementation, *, examples=2):
+def check_product(implementation, *, examples=2, shapes=SHAPES):
     run = compiled(implementation)
-    for shape in SHAPES:
+    for shape in shapes:
         for seed in range(examples):
             x, weights, numbers = operands(seed, *shape)
             y = run(x, weights)
             assert (y.dtype, y.shape) == (jnp.float32, (x.shape[0], numbers.shape[1]))
             near(y, np.asarray(x, np.float64) @ numbers, tolerance(x.dtype), axes=1)
+
+
+def check_few_rows(implementation, *, examples=2):
+    check_product(implementation, examples=examples, shapes=FEW_ROWS)
 
 
 def halves_the_other_way_round(x, weights):
@@ -83,15 +105,18 @@ def without_the_last_output(x, weights):
     return reference.quantised_linear(x, weights).at[:, -1].set(0)
 
 
-CHECKS = [check_product]
-BROKEN = {
-    check_product: [
-        halves_the_other_way_round,
-        scales_of_the_first_group,
-        without_offsets,
-        without_the_last_output,
-    ]
-}
+def even_outputs_for_odd_ones(x, weights):
+    y = reference.quantised_linear(x, weights)
+    return y.reshape(len(x), -1, 2)[:, :, ::-1].reshape(y.shape)
+
+
+def without_the_last_step(x, weights):
+    return reference.quantised_linear(x.at[:, -16:].set(0), weights)
+
+
+WRONG = [halves_the_other_way_round, scales_of_the_first_group, without_offsets, without_the_last_output]
+CHECKS = {"quantised_linear": [check_product], "quantised_linear of few rows": [check_few_rows]}
+BROKEN = {check_product: WRONG, check_few_rows: [*WRONG, even_outputs_for_odd_ones, without_the_last_step]}
 
 
 @pytest.mark.parametrize("shape", SHAPES[:6])
@@ -120,3 +145,19 @@ def test_rows_of_another_width_are_refused():
     x, weights, _ = operands(0, "int4", 1, 64, 2, 48, True, jnp.float32)
     with pytest.raises(ValueError, match=r"takes rows \[n, 64\]"):
         quantised_linear(x[:, :32], weights)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (("int8", 17, 64, 1, 32, False, jnp.bfloat16), "up to 16 rows, got 17"),
+        (("int8", 1, 64, 1, 32, False, jnp.float32), "rows of bfloat16, got float32"),
+        (("int8", 1, 64, 1, 48, False, jnp.bfloat16), "blocks of 32 and groups of 16 to 256 rows .* got 48 and 64"),
+        (("int4", 1, 96, 2, 32, False, jnp.bfloat16), "a power of two, got 32 and 24"),
+        (("int8", 1, 1024, 2, 32, False, jnp.bfloat16), "got 32 and 512"),
+    ],
+)
+def test_the_kernel_refuses_what_fills_no_block(shape, message):
+    x, weights, _ = operands(0, *shape)
+    with pytest.raises(NotImplementedError, match=message):
+        pallas_gpu.quantised_linear(x, weights, interpret=True)
