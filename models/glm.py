@@ -156,6 +156,7 @@ def from_moe(published: dict[str, Any], where: str = "config.json") -> ModelConf
         normalize=file.norm_topk_prob,
         dense_layers=tuple(range(min(file.first_k_dense_replace, file.num_hidden_layers))),
         sigmoid=True,
+        choice_bias=True,
         scale=file.routed_scaling_factor,
         shared_size=file.moe_intermediate_size * file.n_shared_experts,
     )

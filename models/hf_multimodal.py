@@ -8,7 +8,9 @@ from clusterkv_jax.models.hf_fields import Published, declared
 
 # What they hold for images.
 OF_IMAGES = tuple(
-    prefix + part for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.", "visual.")
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.")
 )
 
 

@@ -5,8 +5,8 @@ A table maps a parameter's path (`layers.*.mlp.up`) to the name of its tensor (`
 tensor lie in it one below the other, in the table's order, which is all there is to fused projections. A table may
 name more than a configuration has (biases, QK norms).
 
-`name[{expert}]` is a tensor of all experts, each one's matrix with its inputs first; of `name[{expert}, 1::2]` a
-parameter has every second output, from 1 on.
+`name[{expert}]` is a tensor of all experts, each one's matrix with its inputs first; parameters that name the same have
+their outputs one behind the other. Of `name[{expert}, 1::2]` a parameter has every second output, from 1 on.
 """
 
 import math
@@ -85,7 +85,8 @@ def file_shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for leaf in jax.tree.leaves(stored):
         if isinstance(leaf, StoredStack) and leaf.parts[0].expert is not None:
             first = leaf.parts[0]
-            shapes[first.name] = (len(leaf.parts), *first.rows[:0:-1], first.rows[0] * first.step)
+            before = shapes.get(first.name, (0,))[-1] if first.step == 1 else 0
+            shapes[first.name] = (len(leaf.parts), *first.rows[:0:-1], before + first.rows[0] * first.step)
     for leaf in parts(stored):
         if leaf.expert is not None:
             continue
@@ -118,7 +119,9 @@ def _tensor(path: str, name: str, shape: tuple[int, ...], counts: Counter[str]) 
         rows = (math.prod(shape),) if leaf.endswith(("_bias", "_norm")) else shape
     if found := _OF_EXPERT.fullmatch(name):
         stack, expert, start, step = found.groups()
-        return Stored(stack, shape, rows, int(start or 0), leaf in LINEAR_INPUTS, int(expert), int(step or 1))
+        start = counts[name] if start is None else int(start)
+        counts[name] += rows[0]
+        return Stored(stack, shape, rows, start, leaf in LINEAR_INPUTS, int(expert), int(step or 1))
     start = counts[name]
     counts[name] += rows[0]
     return Stored(name, shape, rows, start, leaf in LINEAR_INPUTS)

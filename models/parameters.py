@@ -107,7 +107,7 @@ def _abstract_attention(config: ModelConfig) -> Params:
         specs["o_bias"] = TensorSpec((m,), ("model",), initializers.zeros)
     if config.sink_logits:
         specs["sink_logits"] = TensorSpec((h,), ("heads",), initializers.zeros)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_scales:
         for name in ("q", "k"):
             of = slice(0 if config.qk_norm_whole else 1, 2)
             specs[f"{name}_norm"] = TensorSpec(specs[name].shape[of], specs[name].axes[of], _scale_init(config))
@@ -133,7 +133,7 @@ def _abstract_experts(config: ModelConfig, experts: Experts) -> Params:
     if experts.bias:
         biases = {"router_bias": (e,), "gate_bias": (e, f), "up_bias": (e, f), "down_bias": (e, m)}
         shapes, inits = shapes | biases, inits | dict.fromkeys(biases, initializers.zeros)
-    if experts.sigmoid:
+    if experts.choice_bias:
         shapes, inits = shapes | {"choice_bias": (e,)}, inits | {"choice_bias": initializers.zeros}
     return {name: TensorSpec(shape, AXES[name], inits.get(name, into)) for name, shape in shapes.items()}
 

@@ -17,6 +17,7 @@ from clusterkv_jax.models import (
     granite,
     helium,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo,
@@ -79,6 +80,15 @@ FAMILIES = {
     "llama": Family(
         "Llama 2, 3, 3.1 and 3.2, TinyLlama, SmolLM2", llama.File, llama.from_hf, llama.WEIGHTS, to_hf=llama.to_hf
     ),
+    "llama4": Family(
+        "Llama 4, texts of one chunk alone",
+        llama4.Multimodal,
+        llama4.from_multimodal,
+        llama4.WEIGHTS,
+        of_texts,
+        others=OF_IMAGES,
+    ),
+    "llama4_text": Family("Llama 4, texts of one chunk", llama4.File, llama4.from_hf, llama4.WEIGHTS),
     "ministral": Family("Ministral", mistral.File, mistral.from_hf, mistral.WEIGHTS),
     "ministral3": Family("Ministral 3", mistral.File3, mistral.from_ministral3, mistral.WEIGHTS),
     "mistral": Family("Mistral", mistral.File, mistral.from_hf, mistral.WEIGHTS),

@@ -168,9 +168,10 @@ class Experts:
     """What most layers have in place of one MLP: `count` experts of `intermediate_size` hidden units.
 
     A router chooses `per_token` of them for each token. `normalize` makes their shares add up to 1; otherwise they are
-    the probabilities among all experts. With `sigmoid` each expert has a score of its own, to which a bias is added
-    where experts are chosen. `scale` multiplies the shares. The layers of `dense_layers` have one MLP. `bias` gives the
-    router and every projection one; `clamp` stands in for the model's activation.
+    the probabilities among all experts. With `sigmoid` each expert has a score of its own; `choice_bias` adds a bias
+    where experts are chosen. `scale` multiplies the shares. With `scales_inputs` they multiply what enters an expert.
+    The layers of `dense_layers` have one MLP. `bias` gives the router and every projection one; `clamp` stands in for
+    the model's activation.
 
     Every token goes through a shared expert of `shared_size` hidden units too, with `shared_gate` by a share that the
     token gives it.
@@ -184,6 +185,8 @@ class Experts:
     bias: bool = False
     clamp: ClampedSwiglu | None = None
     sigmoid: bool = False
+    choice_bias: bool = False
+    scales_inputs: bool = False
     scale: float = 1.0
     shared_size: int | None = None
     shared_gate: bool = False
@@ -194,6 +197,8 @@ class Experts:
             self,
             ("scale", is_number(self.scale) and self.scale > 0, "a number above 0"),
             ("shared_size", shared is None or is_count(shared, 1), "a whole number of at least 1, or None"),
+            ("choice_bias", self.sigmoid or not self.choice_bias, "False without sigmoid"),
+            ("scales_inputs", not self.scales_inputs or self.per_token == 1, "False for several experts a token"),
             ("shared_gate", shared is not None or not self.shared_gate, "False without a shared expert"),
             ("count", is_count(self.count, 1), "a whole number of at least 1"),
             (
@@ -213,7 +218,8 @@ class ModelConfig:
     is the name of the published weights' type; what a model computes in is the type of its parameters. The MLP of
     `parallel_blocks` reads what the attention reads. `norm_place` says whether each block's norm is of what enters it,
     of what it adds, or one of both. `norm_offset` is what norms add to their stored scales. `qk_norm_whole` takes one
-    norm over all heads. `attention_scale` None is head_dim ** -0.5, which `query_scaling` changes by position;
+    norm over all heads; without `qk_norm_scales` those of layers that rotate have none. `attention_scale` None is
+    head_dim ** -0.5, which `query_scaling` changes by position, in the unrotated layers alone where there are such;
     embeddings, what blocks add, and logits have scales too. `soft_cap` c makes of an attention score s c tanh(s / c),
     `logit_cap` of a logit. `sink_logits` gives the softmax of each head a logit more, without a value. A token of one
     of the `sliding_layers` sees the last `window` tokens, itself included, by rotations of its own where there is a
@@ -244,6 +250,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_scales: bool = True
     norm_place: str = "before"
     parallel_blocks: bool = False
     attention_scale: float | None = None
@@ -323,6 +330,10 @@ class ModelConfig:
             return self
         slides = layer in self.sliding_layers
         own: Any = {"window": self.window, "sliding_layers": (0,)} if slides else {"window": None, "sliding_layers": ()}
+        if layer in self.unrotated_layers:
+            own["qk_norm"] = self.qk_norm and self.qk_norm_scales
+        elif self.unrotated_layers:
+            own["query_scaling"] = None
         return replace(self, num_layers=1, rope=self.ropes[layer], local_rope=None, unrotated_layers=(), **own)
 
     @property

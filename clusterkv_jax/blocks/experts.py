@@ -56,6 +56,8 @@ def mixture(
     gather a part of the product, so that nothing is copied. All else takes "blocks", and so do weights in codes.
     """
     chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"), weights.get("choice_bias"))
+    if experts.scales_inputs:
+        x, shares = x * shares.astype(x.dtype), jnp.ones_like(shares)
     run = partial(_of_tokens, partial(_gated, experts.clamp, activation), backend)
     own = {name: weights[name] for name in _OF_ROWS if name in weights}
     mesh = ambient_mesh()

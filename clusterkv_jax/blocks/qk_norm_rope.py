@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ModelConfig
@@ -28,7 +29,8 @@ def qk_norm_rope(
 
 def _reference(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> Heads:
     if config.qk_norm:
-        q, k = rms_norm(weights["q_norm"], config, q), rms_norm(weights["k_norm"], config, k)
+        ones = jnp.ones(config.head_dim)
+        q, k = (rms_norm(weights.get(name, ones), config, x) for name, x in (("q_norm", q), ("k_norm", k)))
     if config.rope is not None:
         angles = cosines_and_sines(positions, config.rope)
         q, k = turn(q, *angles, config.rope), turn(k, *angles, config.rope)
@@ -42,7 +44,7 @@ def turns_halves(config: ModelConfig) -> bool:
 
 def _few_tokens(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> Heads:
     """On a GPU: one launch, where XLA has two for the queries and two for the keys."""
-    by_head = config.qk_norm and not config.qk_norm_whole and config.norm == "rms"
+    by_head = config.qk_norm and config.qk_norm_scales and not config.qk_norm_whole and config.norm == "rms"
     rope = config.rope
     if rope is None or not by_head or config.qkv_bias or not turns_halves(config) or not few_on_one_device(q):
         raise LeftToXLA(f"Whole heads of few tokens, each by its own norm, have a kernel, got {q.shape}.")

@@ -88,6 +88,13 @@ FOLLOWED: dict[str, tuple[Any, Any, Any]] = {
     "use_qk_norm": (True, False, True),
     "qkv_bias": (True, False, True),
     "layer_norm_eps": (1e-5, 1e-3, 1e-2),
+    "intermediate_size_mlp": (48, 56, 72),
+    "moe_layers": ([0], None, [1]),
+    "interleave_moe_layer_step": (1, 2, 1),
+    "attention_chunk_size": (8192, None, 512),
+    "attn_temperature_tuning": (True, True, False),
+    "floor_scale": (8, 16, 4),
+    "attn_scale": (0.1, 0.5, 2.0),
     "logit_scale": (0.5, 2.0, 0.1),
     "swiglu_alpha": (1.0, 2.0, 3.0),
     "swiglu_limit": (1.0, 2.0, 0.5),
@@ -136,6 +143,15 @@ OF_FAMILY["exaone4"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
 OF_FAMILY["qwen2_moe"] = {"layer_types": ([WHOLE], None, [NEAR, NEAR])}
 OF_FAMILY["smollm3"] = {"layer_types": ([WHOLE], None, [NEAR, WHOLE])}
 OF_FAMILY["cohere2"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
+OF_FAMILY["llama4_text"] = {
+    "num_experts_per_tok": (1, 1, 1),
+    "layer_types": ([WHOLE], None, [WHOLE, "chunked_attention"]),
+    "rope_parameters": (
+        {**THETA, "rope_type": "linear", "factor": 3.0},
+        {**THETA, "rope_type": "default"},
+        {**THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+}
 OF_FAMILY["ministral3"] = {
     "rope_parameters": tuple(
         {**THETA, "rope_type": kind, "factor": 3.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": beta}

@@ -87,6 +87,15 @@ FAMILIES = {
     "glm": _GLM,
     "glm4": {**_GLM, "model_type": "glm4"},
     "chatglm": _CHATGLM,
+    "llama4_text": {
+        **LLAMA,
+        "model_type": "llama4_text",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 64,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 16,
+    },
     "cohere2": {**LLAMA, "model_type": "cohere2", "sliding_window": 24, "sliding_window_pattern": 2},
     "ministral3": {
         **LLAMA,

@@ -7,7 +7,13 @@ from tests.support.checkpoint_files import FAMILIES, LLAMA
 # One small configuration of each family, for what every family does.
 PUBLISHED = {"llama": LLAMA} | FAMILIES
 # What is of texts in models of texts and images.
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
 # Families whose decoder is another one's: their files are compared with transformers, the rest is tested there.
 SAME_AS = WRAPPERS | {
     "chatglm": "glm",
@@ -37,6 +43,7 @@ HEAD_DIMS = {
     "granitemoehybrid": (64, 128),
     "helium": (128,),
     "llama": (64, 128),
+    "llama4_text": (128,),
     "ministral": (128,),
     "ministral3": (128,),
     "mistral": (128,),
@@ -233,6 +240,19 @@ _PARITY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere2": ("cohere2", {"sliding_window": 50, "num_hidden_layers": 4, "logit_scale": 0.2, "attention_bias": True}),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 56,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 50,
+            "attn_scale": 0.3,
+        },
+    ),
     "phi4-mini": (
         "phi3",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 32, "tie_word_embeddings": True},
