@@ -90,10 +90,14 @@ def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chun
     def longer(group: GroupPlan) -> GroupPlan:
         rows = max(group.capacity, min(group.most_rows, MOST_ROWS) + beside + chunk, window)
         ways = slot_ways(len(group.heads)) if slots_shardable(reader) else 1
-        return replace(group, capacity=aligned(rows, ways), fewest_rows=MOST_ROWS, exact=False)
+        return replace(group, capacity=aligned(rows, ways), **known)
 
-    by_head = plan.by_head and replace(plan.by_head, capacity=aligned(window), fewest_rows=MOST_ROWS, exact=False)
-    return replace(plan, groups=tuple(map(longer, plan.groups)), inputs=reader.inputs(0), by_head=by_head)
+    # With a reserve beyond its interval a group remembers from the start when it is due, as after each chunk.
+    known: Any = {"fewest_rows": MOST_ROWS, "exact": False, "reserve": chunk + 1}
+    by_head = plan.by_head and replace(plan.by_head, capacity=aligned(window), **known)
+    # Nothing is dropped of the first tokens, so layers need not wait for each other.
+    inputs = reader.inputs(0) - {"layers"}
+    return replace(plan, groups=tuple(map(longer, plan.groups)), inputs=inputs, by_head=by_head)
 
 
 def budgets_after(

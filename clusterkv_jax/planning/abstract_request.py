@@ -16,6 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.cache.layers import KVCache, LayerCache, WindowCache
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
+from clusterkv_jax.generation.batch import Gate
+from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import shards_slots
 from clusterkv_jax.models.config import ModelConfig
@@ -88,7 +90,9 @@ class ProgramCall:
 
 @dataclass(frozen=True, eq=False)
 class ProgramJob:
-    """Prompts of `context` tokens each, and up to `new_tokens` that follow them."""
+    """Prompts of `context` tokens each, and up to `new_tokens` that follow them; compressed while they are read, if
+    there is a `gate`.
+    """
 
     config: ModelConfig
     method: Method
@@ -96,6 +100,7 @@ class ProgramJob:
     batch: int
     context: int
     new_tokens: int
+    gate: Gate | None = None
 
     @cached_property
     def params(self) -> Params:
@@ -116,10 +121,15 @@ class ProgramJob:
         """The programs that prefill calls, in their order; equal calls are the same object."""
         return self._traced[1]
 
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes of a chip's part of the caches while prompts are read with a gate; 0 without."""
+        return self._traced[2]
+
     @cached_property
-    def _traced(self) -> tuple[KVCache, tuple[ProgramCall, ...]]:
+    def _traced(self) -> tuple[KVCache, tuple[ProgramCall, ...], int]:
         known: dict[Any, ProgramCall] = {}
-        calls, caches = [], []
+        calls, caches, held = [], [], [0]
 
         def run(program: Any, *args: Any) -> Any:
             args = jax.tree.map(self._described, args)
@@ -136,13 +146,19 @@ class ProgramJob:
         def read(key: Any, tokens: Any) -> int:
             lengths = np.full(self.batch, self.context, np.int32)
             sizes: Any = {"max_new_tokens": self.new_tokens, "key": key, "call": run}
-            caches.append(prefill(self.params, self.config, self.method, tokens, lengths, **sizes)[0])
+            args = self.params, self.config, self.method
+            if self.gate is None:
+                caches.append(prefill(*args, tokens, lengths, **sizes)[0])
+            else:
+                ids = np.zeros(tokens.shape, np.int32)
+                sizes |= {"gate": self.gate, "on_chunk": lambda _, cache: held.append(chip_bytes(cache))}
+                caches.append(gated_prefill(*args, ids, lengths, **sizes)[0])
             return 0
 
         tokens = jax.ShapeDtypeStruct((self.batch, self.context), jnp.int32)
         with jax.set_mesh(self.mesh):
             jax.eval_shape(read, jax.eval_shape(lambda: seed_key(0)), tokens)
-        return caches[0], tuple(calls)
+        return caches[0], tuple(calls), max(held)
 
     def decode(self, layers: int) -> Any:
         """The decode program of the first `layers` layers, lowered."""
@@ -162,6 +178,7 @@ class ProgramJob:
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
-        """Hidden states of the prompts."""
-        shape = (self.batch, self.context, self.config.hidden_size)
+        """Hidden states of the prompts, or of the tokens that are read whole before a gate."""
+        tokens = self.context if self.gate is None else min(self.context, self.gate.window)
+        shape = (self.batch, tokens, self.config.hidden_size)
         return array(self.mesh, shape, self.params["embed"].dtype, partition(HIDDEN, shape, self.mesh))

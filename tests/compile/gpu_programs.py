@@ -97,6 +97,7 @@ def attention(array):
     return {
         "attention": to(rows),
         "attention of a question": to(rows, 64),
+        "attention of a chunk": to(rows, 512),
         "attention with a soft cap": to(rows, soft_cap=50.0),
         "attention of int4 with a soft cap": to(codes(array, "int4"), soft_cap=50.0),
         "attention float32": to(array(CACHE, F32), dtype=F32),
