@@ -8,6 +8,7 @@ array has its checksum there, and the metadata have theirs.
 import ast
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from clusterkv_jax.cache.host_store import commit, place
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
+    HeadSlots,
     KVCache,
     Layer,
     LayerCache,
@@ -58,6 +60,7 @@ class _About(Struct):
     method: str
     heads: list[list[tuple[int, ...]] | None]
     checksums: dict[str, str]
+    head_slots: list[HeadSlots | None] = msgspec.field(default_factory=list)
     origin: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -97,6 +100,7 @@ def save(
         "method": repr(method),
         "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
         "checksums": {name: digest(x) for name, x in arrays.items()},
+        "head_slots": [layer.head_slots if isinstance(layer, PagedHeads) else None for layer in cache.layers],
         "origin": dict(origin or {}),
     }
     text = json.dumps(about)
@@ -185,7 +189,11 @@ def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str
             _check_numbers(name, x)
             arrays[name] = jnp.array(x)
     windows = dict.fromkeys(config.sliding_layers, config.window)
-    layers = tuple(_layer(arrays, f"layers.{i}", heads, windows.get(i)) for i, heads in enumerate(about.heads))
+    layers: Any = [_layer(arrays, f"layers.{i}", heads, windows.get(i)) for i, heads in enumerate(about.heads)]
+    for i, slots in enumerate(about.head_slots[: len(layers)]):
+        if isinstance(layers[i], PagedHeads):
+            layers[i] = dataclasses.replace(layers[i], head_slots=slots)
+    layers = tuple(layers)
     state = tuple(
         tuple(_named(arrays, f"state.{i}.{j}.") or None for j in range(len(groups(layer))))
         for i, layer in enumerate(layers)
@@ -216,7 +224,8 @@ def _by_place(cache: KVCache) -> dict[str, Any]:
 
 def _fields(group: Group) -> dict[str, Any]:
     """The arrays of a group by name; of rows in int8 those are `keys.int8` and `keys.scales`."""
-    fields: dict[str, Any] = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    arrays = [field.name for field in dataclasses.fields(group) if "static" not in field.metadata]
+    fields: dict[str, Any] = {name: getattr(group, name) for name in arrays}
     stored = {name: fields.pop(name) for name in ("keys", "values") if isinstance(fields[name], Quantised)}
     for name, x in stored.items():
         fields |= {f"{name}.{kind(x)}": x.codes, f"{name}.scales": x.scales}
@@ -325,8 +334,9 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
             if group.length.ndim != 2:
                 raise ValueError(f"layers.{i}.{j}.length of the cache must be int32 [B, K], got {_kind(group.length)}.")
         heads = group_heads(layer)
-        if sorted(head for group in heads for head in group) != list(range(config.num_kv_heads)):
-            raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {heads}.")
+        budgets = layer.heads if isinstance(layer, PagedHeads) else heads
+        if any(sorted(itertools.chain(*x)) != list(range(config.num_kv_heads)) for x in (heads, budgets)):
+            raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {budgets}.")
         for j, (group, mine) in enumerate(zip(groups(layer), heads, strict=True)):
             _check_group(f"layers.{i}.{j}", group, cache.position.shape[0], len(mine), config.head_dim)
 

@@ -113,7 +113,7 @@ def compress(
     numbers = check_lengths(counts, batch, rows)
     request = request_of_tensors(keys, values, occurring, num_layers, max_new_tokens, stored=kept.cache_dtype)
     kept.check(np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64), request)
-    plan = plan_layer(kept, layer, request)
+    plan = replace(plan_layer(kept, layer, request), by_head=None)  # heads of equal budgets come in arrays of their own
     if not plan.selects:  # there is no earlier layer whose selection could be reused
         plan = replace(plan, inputs=kept.inputs(0))
     budgets = rows_of_request(kept, plan, counts, layer, request)

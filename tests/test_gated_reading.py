@@ -83,7 +83,8 @@ def test_budgets_are_met_exactly_and_slots_are_those_of_reading_whole(method):
     assert occupancy(read) == occupancy(whole)
     assert jax.tree.map(jnp.shape, read) == jax.tree.map(jnp.shape, whole)
     if method.storage == "centroids":
-        for group in (group for layer in read.layers for group in groups(layer)):
+        in_groups = (layer.groups if isinstance(layer, ckv.PagedHeads) else groups(layer) for layer in read.layers)
+        for group in (group for groups_of_layer in in_groups for group in groups_of_layer):
             np.testing.assert_allclose(jnp.sum(group.degree, axis=2)[:, 0], [48, 33, 20], rtol=1e-6)
 
 

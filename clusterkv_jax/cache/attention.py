@@ -1,6 +1,6 @@
 """Queries over a layer's cache, whatever groups or pages its heads stand in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -15,7 +15,15 @@ from clusterkv_jax.runtime.checks import check_queries
 from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
 from clusterkv_jax.runtime.errors import is_number, shown
 from clusterkv_jax.runtime.settings import own_settings
-from clusterkv_jax.runtime.sharding import CACHE_AXES, HEAD_AXES, ambient_mesh, partition, slot_axes, slots_before
+from clusterkv_jax.runtime.sharding import (
+    CACHE_AXES,
+    HEAD_AXES,
+    PAGE_AXES,
+    ambient_mesh,
+    partition,
+    slot_axes,
+    slots_before,
+)
 
 # Queries whose scores to all rows exist at once where no kernel keeps them to itself.
 MOST_QUERIES = 512
@@ -129,7 +137,8 @@ def _attend_pages(
         return jnp.take_along_axis(x, owner.reshape(batch, 1, -1, *[1] * (x.ndim - 3)), axis=2)
 
     queries = of_page(q.reshape(batch, tokens, kv_heads, -1, dim))
-    out, lse = _attend_rows(queries.reshape(batch, tokens, -1, dim), pages.page_view(layer), soft_cap, degree_power)
+    asked = queries.reshape(batch, tokens, -1, dim), pages.page_view(layer)
+    out, lse = _attend_rows(*asked, soft_cap, degree_power, axes=PAGE_AXES)
     out, lse = out.reshape(queries.shape).astype(jnp.float32), lse.reshape(queries.shape[:-1])
 
     mine = (owner[:, None] == jnp.arange(kv_heads)[None, :, None])[:, None, :, :, None]
@@ -150,6 +159,7 @@ def _attend_rows(
     soft_cap: float | None,
     degree_power: float,
     return_probs: bool = False,
+    axes: Mapping[int, tuple[str | None, ...]] = CACHE_AXES,
 ) -> tuple[Array, ...]:
     """`biased_attention` over one group of heads, each device its own: the partitioner cannot look into a kernel.
 
@@ -164,8 +174,9 @@ def _attend_rows(
     if mesh is None:
         return attend(q, layer, layer.length)
     # Query heads go where their KV head is: split as those are, and whole where those are whole.
-    queries = partition(("batch", None, "kv_heads"), (*q.shape[:2], layer.keys.shape[1]), mesh)
-    axes = HEAD_AXES if return_probs else CACHE_AXES
+    queries = partition(("batch", None, axes[3][1]), (*q.shape[:2], layer.keys.shape[1]), mesh)
+    axes = HEAD_AXES if return_probs else axes
+    axes = {**axes, 2: ("batch", axes[3][1])}  # pages have lengths of their own here
     rows = jax.tree.map(lambda x: partition(axes[x.ndim], x.shape, mesh), layer)
     out = (queries, queries, *([rows.degree] if return_probs else []))
 

@@ -23,7 +23,8 @@ from jax import core
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache.attention import attend_cache, combine
-from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, from_tokens, groups, resize, set_slot
+from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, from_tokens, groups, resize
+from clusterkv_jax.cache.slots import set_slot
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.ordinals import ordinals

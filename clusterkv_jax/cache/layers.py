@@ -13,7 +13,6 @@ Empty slots hold zeros, so that probability 0 x value never makes a NaN. Shapes 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +29,8 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CacheDtype, as_stored, dequantised, quantise
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import constrain_batch, fetch, over_heads, over_slots
+
+HeadSlots = tuple[tuple[tuple[int, ...], int], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -68,9 +69,11 @@ class HeadGroups:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedHeads:
-    """A layer whose K heads hold unequal numbers of rows, known when they are chosen, and share P pages of S slots.
+    """A layer whose K heads hold unequal numbers of rows and share P pages of S slots.
 
     A head's pages stand together, from page `first` on, and its rows one behind the other in them (see `pages`).
+    `head_slots` are heads of equal budgets and the slots that each of them asks for, where budgets say so and not the
+    prompt; its pages have at least as many.
     """
 
     keys: Float[Array, "B P S D"]
@@ -80,12 +83,25 @@ class PagedHeads:
     positions: Int[Array, "B P S"]
     first: Int[Array, "B K"]
     key_mean: Float[Array, "B K 1 D"] | None = None
+    head_slots: HeadSlots | None = field(default=None, metadata={"static": True})
 
     @property
     def capacity(self) -> Int[Array, "B K"]:
         """Slots of each head."""
         pages, slots = self.keys.shape[1:3]
         return jnp.diff(self.first, append=pages) * slots
+
+    @property
+    def heads(self) -> tuple[tuple[int, ...], ...]:
+        """The KV heads of each budget; all of them where they share one."""
+        return tuple(heads for heads, _ in self.head_slots or ((tuple(range(self.length.shape[1])), 0),))
+
+    @property
+    def groups(self) -> tuple[LayerCache, ...]:
+        """A copy of the heads of each budget in arrays of their own, as `HeadGroups` has them."""
+        if self.head_slots is None:
+            return (from_pages(self, int(np.max(self.capacity))),)
+        return tuple(from_pages(self, slots, jnp.asarray(heads)) for heads, slots in self.head_slots)
 
 
 @jax.tree_util.register_dataclass
@@ -276,41 +292,32 @@ def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = 
     return LayerCache(keys, values, degree, length, positions, layer.key_mean)
 
 
+def from_pages(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
+    """All heads, or these, in `capacity` slots each; the caller knows that none holds more rows."""
+    slots = jnp.where(ordinals(capacity, 3) < layer.length[..., None], row_slots(layer, capacity), -1)
+    mean = layer.key_mean if layer.key_mean is None or heads is None else layer.key_mean[:, heads]
+    return replace(take_slots(in_a_row(layer), slots if heads is None else slots[:, heads]), key_mean=mean)
+
+
+def in_a_row(layer: LayerCache | PagedHeads) -> LayerCache:
+    """All slots of a layer as those of one head, for `take_slots`, which looks at no length."""
+
+    def flat(x):
+        return x.reshape(x.shape[0], 1, -1, *x.shape[3:])
+
+    assert layer.positions is not None
+    keys, values, degree, positions = jax.tree.map(flat, (layer.keys, layer.values, layer.degree, layer.positions))
+    return LayerCache(keys, values, degree, layer.length, positions)
+
+
+def row_slots(layer: PagedHeads, count: int) -> Int[Array, "B K count"]:
+    """Where the first `count` rows of each head would stand if all slots stood in a row."""
+    return layer.first[..., None] * layer.degree.shape[2] + ordinals(count, 3)
+
+
 def compact(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
     """The rows of these slots, an increasing list with -1 behind it, in the first slots; the layer counts them."""
     return replace(take_slots(layer, slots, up=True), length=layer.length)
-
-
-def set_slot(layer: LayerCache, slots: Int[Array, "B K"], row: LayerCache, real: Bool[Array, " B"]) -> LayerCache:
-    """The cache with one row per head written to a slot, in sequences that are `real`."""
-    at = jnp.where(real[:, None], slots, layer.capacity)
-
-    def one_head(b, r, i):
-        return b.at[i].set(r[0].astype(b.dtype), mode="drop", unique_indices=True)
-
-    # Numbers per row are written by a mask: a scatter would have them in another layout, and copied both ways.
-    here = ordinals(layer.capacity, 3) == at[..., None]
-
-    def put(x: Array, new: Array) -> Array:
-        return jax.vmap(jax.vmap(one_head))(x, new, at) if x.ndim == 4 else jnp.where(here, new, x)
-
-    rows = as_stored(row.keys, layer.keys, layer.key_mean), as_stored(row.values, layer.values), row.degree
-    keys, values, degree = jax.tree.map(put, (layer.keys, layer.values, layer.degree), rows)
-    before, positions = layer.positions, row.positions
-    positions = None if before is None or positions is None else put(before, positions)
-    return replace(layer, keys=keys, values=values, degree=degree, positions=positions)
-
-
-def get_slot(layer: LayerCache, slots: Int[Array, "B K"]) -> LayerCache:
-    """One row of each head, as a cache of one slot."""
-    every = (layer.keys, layer.values, layer.degree, layer.positions)
-    keys, values, degree, positions = get_slots(every, slots[..., None])
-    return LayerCache(keys, values, degree, jnp.ones_like(slots), positions)
-
-
-def get_slots(rows: Any, slots: Int[Array, "B K R"]) -> Any:
-    """These slots of a tree of arrays [B,K,C] or [B,K,C,D]."""
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, slots[..., None] if x.ndim == 4 else slots, axis=2), rows)
 
 
 def append(
@@ -364,33 +371,6 @@ def append_scored(
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
     held, beside = (layer, scores), (keys, values, positions[:, None], real[:, None], new_scores)
     return over_slots(put, held, *beside) if apart else over_heads(partial(put, 0), held, *beside)
-
-
-def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to one head of one sequence after the other, in place: its temporaries are those of a head.
-
-    The tree holds arrays [B, K, ...], of which the function sees [1, 1, ...], and [B], of which it sees [1], the same
-    for each head of a row. It returns a tree of the same kind.
-    """
-    batch, heads = next(x.shape[:2] for x in jax.tree.leaves(tree) if x.ndim > 1)
-
-    def body(i, now):
-        row, head = i // heads, i % heads
-
-        def start(x: Array) -> tuple[Array, ...]:
-            return (row, head, *[jnp.int32(0)] * (x.ndim - 2))[: x.ndim]
-
-        def cut(original: Array, x: Array) -> Array:
-            # Every head of a row starts with the row's own number, not with what the head before it made of that.
-            x = original if x.ndim == 1 else x
-            return jax.lax.dynamic_slice(x, start(x), (1, 1, *x.shape[2:])[: x.ndim])
-
-        def put(x: Array, part: Array) -> Array:
-            return jax.lax.dynamic_update_slice(x, part, start(x))
-
-        return jax.tree.map(put, now, function(jax.tree.map(cut, tree, now)))
-
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
 
 
 def overflowed(cache: KVCache) -> Bool[Array, ""]:

@@ -15,15 +15,15 @@ from clusterkv_jax.engine.layout import Layout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import due, placed, placed_state, recompress
-from clusterkv_jax.methods.plan import rows_of_request
-from clusterkv_jax.methods.request import request_of_model
+from clusterkv_jax.methods.plan import budgets_by_head, rows_of_request
+from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.control_flow import cond_in_place
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import constrain
 
 # B of each group of heads, of all layers.
-Budgets = tuple[Int[Array | np.ndarray, " groups"], ...]
+Budgets = tuple[Int[Array | np.ndarray, " groups"] | Int[Array | np.ndarray, "1 K"], ...]
 
 
 def left_behind(
@@ -58,18 +58,20 @@ def _is_ever_due(cache: KVCache) -> bool:
 
 
 def _budgets(model: Model, method: Method, layout: Layout, length: int, max_new_tokens: int) -> Budgets:
-    """While decoding behind a prompt of so many tokens."""
+    """While decoding behind a prompt of so many tokens: of each group of heads, or of the heads of the pages."""
     limits, config = layout.limits, model.config
     counts = {"reserve": limits.reserve, "step_tokens": limits.step_tokens, "whole": limits.whole}
     lengths, dtype = np.asarray([length]), model.params["embed"].dtype
     request = request_of_model(
         config, dtype, lengths, method.cache_dtype, **counts, max_new_tokens=min(max_new_tokens, limits.reserve)
     )
-    rows = (
-        rows_of_request(method, plan, lengths, config.global_number(number), request)
-        for number, plan in enumerate(layout.plans)
-    )
-    return tuple(np.maximum(np.asarray(each)[0, :, -1], method.protected.fewest).astype(np.int32) for each in rows)
+
+    def of_layer(number: int, plan: LayerPlan) -> Int[np.ndarray, " groups"] | Int[np.ndarray, "1 K"]:
+        rows = np.asarray(rows_of_request(method, plan, lengths, config.global_number(number), request))
+        rows = rows[0] if plan.pool is None else np.asarray(budgets_by_head(plan, rows)[0])
+        return np.maximum(rows[..., -1], method.protected.fewest).astype(np.int32)
+
+    return tuple(of_layer(number, plan) for number, plan in enumerate(layout.plans))
 
 
 @jit(static_argnames=("config", "method"))

@@ -30,6 +30,8 @@ from clusterkv_jax.engine.room import fits, room_behind
 from clusterkv_jax.generation.batch import Batch, padded
 from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.heads_as_batch import repaged
+from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.runtime.errors import is_count, shown
 from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.text.prompts import as_chat, encode_all
@@ -190,7 +192,7 @@ def read_file(
         raise ValueError(f"The saved cache {path} must hold one sequence, got {cache.position.shape[0]}.")
     if length >= limits.max_tokens:
         raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
-    cache = _with_means(cache, layout.one)
+    cache = _with_means(_in_pages_of(cache, layout.plans), layout.one)
     tokens = saving.origin(path).get("tokens", ())
     if tokens and (len(tokens) != length or not all(is_count(token) for token in tokens)):
         raise ValueError(f"The saved cache {path} must hold its {length} tokens, got {len(tokens)}.")
@@ -203,6 +205,15 @@ def read_file(
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
     result = PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
     return length, mark, result, tuple(tokens)
+
+
+def _in_pages_of(cache: KVCache, plans: Sequence[LayerPlan]) -> KVCache:
+    """A cache whose heads of unequal budgets stand in the pages that slots have."""
+    layers, states = list(cache.layers), list(cache.state)
+    for i, (layer, plan) in enumerate(zip(cache.layers, plans, strict=True)):
+        if plan.pool is not None:
+            layers[i], states[i] = repaged(layer, cache.state[i], plan.pool)
+    return replace(cache, layers=tuple(layers), state=tuple(states))
 
 
 def _with_means(cache: KVCache, one: KVCache) -> KVCache:

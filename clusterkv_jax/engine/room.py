@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clusterkv_jax.cache.layers import KVCache, WindowCache, groups
+from clusterkv_jax.cache.layers import KVCache, PagedHeads, WindowCache, groups
 
 # Of caches whose method makes room for tokens as they come.
 ENDLESS = 2**31
@@ -21,7 +21,7 @@ def fits(cache: KVCache, one: KVCache) -> bool:
             return False
     parts = zip(cache.layers, one.layers, strict=True)
     pairs = (pair for layer, slots in parts for pair in zip(groups(layer), groups(slots), strict=True))
-    return all(group.degree.shape == slot.degree.shape for group, slot in pairs if _in_pages(slot))
+    return all(group.degree.shape == slot.degree.shape for group, slot in pairs if isinstance(slot, PagedHeads))
 
 
 def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
@@ -37,16 +37,22 @@ def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
 
 def _room(group: Any, memory: Any, slot: Any, step_tokens: int) -> int:
     """Of one group of heads: what its method never fills is endless."""
-    held = int(np.asarray(group.length).mean(axis=1).max())
-    slots = math.prod(slot.degree.shape[1:]) // group.length.shape[1] if _in_pages(slot) else slot.degree.shape[2]
+    held = np.asarray(group.length)
+    if not isinstance(slot, PagedHeads):
+        slots = slot.degree.shape[2]
+    elif slot.head_slots is not None:
+        slots = np.asarray(group.capacity)
+    else:  # heads share what there is
+        slots, held = math.prod(slot.degree.shape[1:]) // held.shape[1], held.mean(axis=1, keepdims=True).astype(int)
     most = slots + 1
+
+    def of_heads(name: str) -> np.ndarray:
+        return np.asarray(memory[name]).reshape(len(held), -1)
+
     if memory is not None and "indexed" not in memory:
         if "due" in memory:
-            most = max(held, int(np.asarray(memory["due"]).max()) - 1) + step_tokens
+            most = np.maximum(held, of_heads("due") - 1) + step_tokens
         elif "budget" in memory:
-            most = max(held, int(np.asarray(memory["budget"]).max())) + 1
-    return ENDLESS if most <= slots else slots - held
-
-
-def _in_pages(group: Any) -> bool:
-    return group.degree.shape[1] != group.length.shape[1]
+            most = np.maximum(held, of_heads("budget")) + 1
+    short = np.broadcast_to(most > slots, held.shape)
+    return int(np.broadcast_to(slots - held, short.shape)[short].min()) if np.any(short) else ENDLESS

@@ -345,13 +345,18 @@ def _step(
 
 def _of_moved(cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
     """Sequences that no token has entered are never due."""
-    return replace(cache, state=_with_due(cache.state, lambda at: jnp.where(moved, at, MOST_ROWS)))
+    return replace(cache, state=_with_due(cache.state, lambda at: jnp.where(_like(moved, at), at, MOST_ROWS)))
 
 
 def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
     """After a compression of the sequences that are due, of those that a token has entered."""
     after, before = recompress(method, _of_moved(cache, moved), ropes=config.ropes), iter(_dues(cache.state))
-    return replace(after, state=_with_due(after.state, lambda at: jnp.where(moved, at, next(before))))
+    return replace(after, state=_with_due(after.state, lambda at: jnp.where(_like(moved, at), at, next(before))))
+
+
+def _like(moved: Bool[Array, " B"], at: Int[Array, "B ..."]) -> Bool[Array, "B ..."]:
+    """For numbers of sequences, or of their heads."""
+    return moved.reshape(-1, *[1] * (at.ndim - 1))
 
 
 def _dues(state: tuple[tuple[State | None, ...], ...]) -> list[Array]:

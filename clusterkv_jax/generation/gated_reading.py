@@ -92,7 +92,7 @@ def gated_prefill(
     budgets = partial(budgets_after, config, method, plans)
     at_end = budgets(request, lengths)
     beside = rows_beside(method, reader)
-    reading = tuple(plan_reading(plan, reader, beside, gate.window, gate.chunk) for plan in plans)
+    reading = plan_reading(plans, reader, beside, gate.window, gate.chunk)
     start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
     first: Any = {"max_new_tokens": gate.chunk, "step_tokens": gate.chunk, "whole": gate.window}
     cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
@@ -128,8 +128,9 @@ def check_fills(config: ModelConfig, method: Method, request: Request, lengths: 
 def reading_bytes(config: ModelConfig, dtype: Any, method: Method, plans: Sequence[LayerPlan], gate: Gate) -> int:
     """Bytes of one sequence's cache while it is read: rows, window and chunk of all layers."""
     reader = while_reading(method, gate.window, gate.chunk)
-    held = [plan_reading(plan, reader, rows_beside(method, reader), gate.window, gate.chunk) for plan in plans]
-    slots = sum(group.capacity * len(group.heads) for plan in held for group in plan.groups)
+    held = plan_reading(plans, reader, rows_beside(method, reader), gate.window, gate.chunk)
+    in_pages = sum(plan.pool.count * plan.pool.slots for plan in held if plan.pool)
+    slots = in_pages + sum(group.capacity * len(group.heads) for plan in held if not plan.pool for group in plan.groups)
     return slots * row_bytes(config.head_dim, dtype, dtype, stored=method.cache_dtype)
 
 

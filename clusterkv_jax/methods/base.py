@@ -325,8 +325,9 @@ def append_with_scores(group: Any, state: Any, tokens: StepInputs, *, apart: boo
     if state is None or "scores" not in state:
         return append_tokens(group, tokens, apart=apart), state
     assert tokens.scores is not None
-    new = *_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2)
-    longer, scores = append_scored(group, state["scores"], *new, apart=apart)
+    held, new = (group, state["scores"]), (*_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2))
+    in_pages = isinstance(group, PagedHeads)
+    longer, scores = pages.append_scored(*held, *new) if in_pages else append_scored(*held, *new, apart=apart)
     return longer, state | {"scores": scores}
 
 

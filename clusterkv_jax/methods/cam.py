@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
-from clusterkv_jax.cache.layers import LayerCache, StepInputs, get_slots, take_rows
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
+from clusterkv_jax.cache.slots import get_slots
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored, dequantised
 from clusterkv_jax.methods.base import Compressed, Input, Rows, Schedule, State, append_tokens, one_by_one

@@ -1,7 +1,7 @@
 """How a layer is taken through a method: the same for all methods, so none overrides it.
 
     compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and the states of these
-    compress_heads   the same of heads with budgets of their own, before they stand in groups (`heads_as_batch`)
+    compress_heads   the same of heads with budgets of their own, before they stand in pages (`heads_as_batch`)
     step_layer       new tokens enter every group and attend
     due, recompress  one condition for all layers, and the way back to the budget of the sequences that are due
 
@@ -105,7 +105,11 @@ def compress_layer(
     if plan.by_head is not None:
         of_heads, shares = budgets_by_head(plan, budgets)
         heads = compress_heads(method, plan.by_head, plan.inputs, prompt, of_heads, shares[None], key)
-        return *heads_as_batch.grouped(method, plan, *heads), (None,) * len(plan.groups)
+        assert plan.pool is not None
+        first, slots = np.asarray(plan.pool.first, np.int32), plan.pool.slots
+        pages_of_heads = heads_as_batch.to_pages(method, plan.by_head, *heads, first, slots)
+        paged, state = heads_as_batch.cut(*pages_of_heads, plan.pool.count)
+        return replace(paged, head_slots=plan.pool.head_slots), state, (None,)
     whole = from_tokens(prompt.keys, prompt.values, prompt.lengths)
     parts: list[Compressed] = []
     for i, group in enumerate(plan.groups):
@@ -187,16 +191,18 @@ def compress_group(
     return replace(result, state=state)
 
 
-def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array, "B stages"]) -> State | None:
-    """What is remembered of a group, its budget while decoding and the rows at which it is due among it, or None."""
+def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array, "B *heads stages"]) -> State | None:
+    """What is remembered of a group, its budget while decoding and the rows at which it is due among it, or None; of
+    heads in pages for each of them.
+    """
     schedule = method.schedule
     if schedule.kind != "append":
-        state = {"budget": budgets[:, -1]} | state
+        state = {"budget": budgets[..., -1]} | state
     # What can never be due need not be compiled: the last token of the reserve has none behind it. A prompt may hold
     # more than its budget while decoding, by the slack of its method or as another stage leaves it.
     longest = plan.reserve + schedule.slack
-    if schedule.kind == "interval" and method.forgets and (budgets.shape[1] > 1 or longest > schedule.interval):
-        state = state | {"due": budgets[:, -1] + schedule.interval}
+    if schedule.kind == "interval" and method.forgets and (budgets.shape[-1] > 1 or longest > schedule.interval):
+        state = state | {"due": budgets[..., -1] + schedule.interval}
     return state or None
 
 
@@ -284,15 +290,18 @@ def _late(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Bool[Array
 
 
 def _room(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Int[Array, "B heads"]]:
-    """Rows that each head takes until it is due, of the layer's groups that can ever be; of pages all at once.
+    """Rows that each head takes until it is due, of the layer's groups that can ever be; of heads that share a budget
+    all at once.
 
     Every head is asked, though all hold equally many: the first one may be another device's.
     """
-    return {
-        i: group_state["due"][:, None] - (rows_held(group)[:, None] if isinstance(group, PagedHeads) else group.length)
-        for i, (group, group_state) in enumerate(zip(groups(layer), state, strict=True))
-        if group_state is not None and "due" in group_state
-    }
+    room = {}
+    for i, (group, group_state) in enumerate(zip(groups(layer), state, strict=True)):
+        if group_state is not None and "due" in group_state:
+            due = group_state["due"].reshape(len(group.length), -1)
+            shared = isinstance(group, PagedHeads) and group.head_slots is None
+            room[i] = due - (rows_held(group)[:, None] if shared else group.length)
+    return room
 
 
 @jax.named_scope("recompress")
@@ -310,13 +319,12 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
             continue
         number += 1
         late = _late(layer, state)
-        if by_heads and len(late) > 1:
+        if late and by_heads and isinstance(layer, PagedHeads):
 
             def alone(held, rope=rope):
                 return _recompress_alone(method, *held, cache.position, rope)
 
-            late_here = jnp.any(jnp.stack([*late.values()]))
-            earlier, (layer, state) = sequenced(earlier, late_here, alone, (layer, state))
+            earlier, (layer, state) = sequenced(earlier, late[0], alone, (layer, state))
         else:
             before = selection if "selection" in method.inputs(number) else None
             layer, state, here = _recompress_layer(method, layer, state, cache.position, rope, before)
@@ -347,13 +355,15 @@ def _recompress_layer(
 
 @partial(jax.jit, static_argnames=("method", "rope"))
 def _recompress_alone(
-    method: Method, layer: Layer, state: tuple[State | None, ...], position: Int[Array, " B"], rope: Rope | None
-) -> tuple[Layer, tuple[State | None, ...]]:
-    """Every head as a sequence of its own, of all groups that can ever be due."""
-    late = list(_late(layer, state))
-    heads = (*heads_as_batch.copies(layer, state, late), position)
+    method: Method, layer: PagedHeads, state: tuple[State | None, ...], position: Int[Array, " B"], rope: Rope | None
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """Every head as a sequence of its own."""
+    (group_state,) = state
+    assert group_state is not None
+    heads = (*heads_as_batch.copies(layer, group_state), position)
     done = heads_as_batch.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
-    return heads_as_batch.put_back(layer, state, late, *done)
+    layer, group_state = heads_as_batch.put_back(layer, *done)
+    return layer, (group_state,)
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
@@ -386,7 +396,9 @@ def placed(method: Method, layers: Any) -> Any:
     """Layers on the devices of the ambient mesh; their slots too, where the steps of method or window allow it."""
     kinds = LayerCache | PagedHeads | WindowCache
     return jax.tree.map(
-        lambda x: constrain_cache(x, apart=shards_slots(method, x)), layers, is_leaf=lambda x: isinstance(x, kinds)
+        lambda x: constrain_cache(x, apart=shards_slots(method, x), paged=isinstance(x, PagedHeads)),
+        layers,
+        is_leaf=lambda x: isinstance(x, kinds),
     )
 
 

@@ -7,6 +7,7 @@ does, and rows return to their budget as they do while decoding, with the window
 that of the text so far, so a share of it grows, and a number of rows does not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,13 +18,23 @@ from typing_extensions import override
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.cache.layers import HeadGroups, KVCache, Layer, State, WindowCache, groups, pad_slots, resize
+from clusterkv_jax.cache.layers import (
+    HeadGroups,
+    KVCache,
+    Layer,
+    PagedHeads,
+    State,
+    WindowCache,
+    groups,
+    pad_slots,
+    resize,
+)
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
 from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_groups
 from clusterkv_jax.methods.families.eviction import Eviction
-from clusterkv_jax.methods.heads_as_batch import OF_SLOTS
-from clusterkv_jax.methods.plan import aligned, rows_of_request
+from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
+from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.programs import jit
@@ -82,11 +93,16 @@ def rows_beside(method: Method, reader: Method) -> int:
 # --- on the host: slots and budgets ---
 
 
-def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chunk: int) -> LayerPlan:
-    """A layer's plan while it is read: slots for its budget at the end, for `beside` rows more, and a chunk."""
-    if plan.window is not None:
-        return plan
+def plan_reading(
+    plans: Sequence[LayerPlan], reader: Method, beside: int, window: int, chunk: int
+) -> tuple[LayerPlan, ...]:
+    """The layers' plans while they are read: slots for a budget at the end, for `beside` rows more, and a chunk."""
+    reading = [plan if plan.window else _longer(plan, reader, beside, window, chunk) for plan in plans]
+    sizes = few_sizes(sorted(plan.pool.count for plan in reading if plan.pool))
+    return tuple((plan.pool and replace(plan, pool=pool_of(plan.groups, sizes))) or plan for plan in reading)
 
+
+def _longer(plan: LayerPlan, reader: Method, beside: int, window: int, chunk: int) -> LayerPlan:
     def longer(group: GroupPlan) -> GroupPlan:
         rows = max(group.capacity, min(group.most_rows, MOST_ROWS) + beside + chunk, window)
         ways = slot_ways(len(group.heads)) if slots_shardable(reader) else 1
@@ -94,10 +110,11 @@ def plan_reading(plan: LayerPlan, reader: Method, beside: int, window: int, chun
 
     # With a reserve beyond its interval a group remembers from the start when it is due, as after each chunk.
     known: Any = {"fewest_rows": MOST_ROWS, "exact": False, "reserve": chunk + 1}
-    by_head = plan.by_head and replace(plan.by_head, capacity=aligned(window), **known)
+    groups = tuple(map(longer, plan.groups))
+    by_head, pool = plan.by_head and longer(plan.by_head), plan.pool and pool_of(groups, ())
     # Nothing is dropped of the first tokens, so layers need not wait for each other.
     inputs = reader.inputs(0) - {"layers"}
-    return replace(plan, groups=tuple(map(longer, plan.groups)), inputs=inputs, by_head=by_head)
+    return replace(plan, groups=groups, inputs=inputs, by_head=by_head, pool=pool)
 
 
 def budgets_after(
@@ -145,19 +162,39 @@ def back_to_budget(
     ropes: tuple[Rope | None, ...],
 ) -> KVCache:
     """Bring every sequence to these budgets, in the slots that there are; those that hold no more stay as they are."""
-    state = tuple(
-        tuple(
-            _with_budget(method, of_group, group, group_state, jnp.asarray(rows[:, i]), cache.position)
-            for i, (of_group, group, group_state) in enumerate(zip(plan.groups, groups(layer), states, strict=True))
-        )
-        for plan, layer, states, rows in zip(plans, cache.layers, cache.state, budgets, strict=True)
-    )
+    known = zip(plans, cache.layers, cache.state, map(jnp.asarray, budgets), strict=True)
+    state = tuple(_with_budgets(method, *of_layer, cache.position) for of_layer in known)
     return recompress(method, replace(cache, state=state), ropes)
 
 
+def _with_budgets(
+    method: Method,
+    plan: LayerPlan,
+    layer: Layer,
+    state: tuple[State | None, ...],
+    budgets: Int[Array, "B groups"],
+    position: Int[Array, " B"],
+) -> tuple[State | None, ...]:
+    if isinstance(layer, PagedHeads):
+        (group_state,), (by_head, shares) = state, budgets_by_head(plan, budgets)
+        assert plan.by_head is not None
+        of_heads = jnp.asarray(by_head)
+        now = remembered(method, plan.by_head, layer, group_state or {}, of_heads, shares, position)
+        return (now | {"budget": of_heads, "due": of_heads + 1},)
+    return tuple(
+        _with_budget(method, of_group, group, group_state, budgets[:, i], position)
+        for i, (of_group, group, group_state) in enumerate(zip(plan.groups, groups(layer), state, strict=True))
+    )
+
+
 def _with_budget(
-    method: Method, plan: GroupPlan, group: Any, state: State, budget: Int[Array, " B"], position: Int[Array, " B"]
-) -> State:
+    method: Method,
+    plan: GroupPlan,
+    group: Any,
+    state: State | None,
+    budget: Int[Array, " B"],
+    position: Int[Array, " B"],
+) -> State | None:
     if state is None:
         return None
     share = jnp.full(position.shape, plan.budget_share)
@@ -176,6 +213,13 @@ def settle(
     """A layer that is read and at its budget, in the slots that it has while decoding, with what is remembered then."""
     if isinstance(layer, WindowCache):
         return layer, state
+    if plan.pool is not None:
+        assert plan.by_head is not None
+        own = None if state[0] is None else _own(method, state[0])
+        layer, (group_state,) = repaged(layer, (own,), plan.pool)
+        of_heads = jnp.asarray(budgets_by_head(plan, budgets)[0])
+        group_state = None if own is None else scheduled(method, group_state or {}, plan.by_head, of_heads)
+        return placed(method, layer), placed_state(method, (group_state,))
     caches = [resize(group, of_group.capacity) for group, of_group in zip(groups(layer), plan.groups, strict=True)]
     kept = [
         _remembered(method, of_group, group_state, jnp.asarray(budgets[:, i]))
@@ -185,9 +229,16 @@ def settle(
     return placed(method, layer), placed_state(method, tuple(kept))
 
 
-def _remembered(method: Method, plan: GroupPlan, state: State, budgets: Int[Array, "B stages"]) -> State:
-    if state is None or method.schedule.kind == "append":
+def _remembered(method: Method, plan: GroupPlan, state: State | None, budgets: Int[Array, "B stages"]) -> State | None:
+    own = None if state is None else _own(method, state)
+    if own is None:
         return None
-    own = {name: x for name, x in state.items() if name not in ("budget", "due")}
     own = {name: pad_slots(x, plan.capacity) if name in OF_SLOTS else x for name, x in own.items()}
     return scheduled(method, own, plan, budgets)
+
+
+def _own(method: Method, state: State) -> State | None:
+    """What the method itself remembers; None where tokens are only appended from now on."""
+    if method.schedule.kind == "append":
+        return None
+    return {name: x for name, x in state.items() if name not in ("budget", "due")}

@@ -2,12 +2,12 @@
 
     budgets 5 1 2 of three heads, two sequences: a method is given six sequences of one head
 
-    groups       [2,1,6,D]  [2,1,2,D]  [2,1,3,D]      each head in slots of its own number
-    copies       [2,3,8,D]                            in equal slots, side by side
-    sequences    [6,1,8,D]                            as a method sees them, with the budgets [6]
+    pages        [2,P,S,D]     each head in slots of its own number (`pages`)
+    copies       [2,3,8,D]     in equal slots, side by side
+    sequences    [6,1,8,D]     as a method sees them, with the budgets [6]
 
-A program for each group would compile as many times as a model has heads. What is remembered of a head comes along.
-A generated token enters all groups at once.
+A program for each budget would compile as many times as a model has heads. What is remembered of a head comes along.
+On a GPU a generated token enters a layer's heads and attends to them in two launches.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
+from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import join_heads, with_mean, with_sinks
 from clusterkv_jax.cache.layers import (
     HeadGroups,
     LayerCache,
+    PagedHeads,
     State,
     StepInputs,
     group_heads,
@@ -31,18 +34,17 @@ from clusterkv_jax.cache.layers import (
     pad_slots,
     quantised,
     resize,
-    select_heads,
 )
-from clusterkv_jax.kernels.gpu import power_of_two
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
-from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.request import LayerPlan
+from clusterkv_jax.methods.base import Method, Rows
+from clusterkv_jax.methods.request import GroupPlan, PagePlan
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.sharding import on_one_device, over_heads, slot_ways
 
 OF_SLOTS = ("scores",)  # what is remembered of each row, beside it
 BYTES_AT_ONCE = 2**30  # of copies of heads, while decoding
+WHOLE = {"budget": MOST_ROWS, "due": MOST_ROWS}  # of heads that keep every row
 
 # What is remembered of each head of each sequence: [B,K] of numbers of a sequence, else [B,K,n,...].
 ByHead = dict[str, Shaped[Array, "B K ..."]]
@@ -64,45 +66,86 @@ def remembered_alone(state: ByHead) -> State:
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in state.items()}
 
 
-def grouped(
-    method: Method, plan: LayerPlan, cache: LayerCache, group_state: ByHead
-) -> tuple[HeadGroups, tuple[State | None, ...]]:
-    """A layer's heads after the prompt, in groups of equal budgets."""
-    caches, state = [], []
-    for group in plan.groups:
-        rows = resize(select_heads(cache, group.heads), group.capacity)
-        mine = {name: x[:, jnp.asarray(group.heads)] for name, x in group_state.items()}
-        caches.append(quantised(rows, method.cache_dtype, less_mean=not group.soft_capped))
-        state.append(None if group.keep_all else _of_group(mine, group.capacity) or None)
-    return HeadGroups(tuple(caches), plan.heads), tuple(state)
+def to_pages(
+    method: Method, plan: GroupPlan, cache: LayerCache, state: ByHead, first: Int[Array | np.ndarray, " K"], page: int
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """A layer's heads after the prompt, each from its `first` page on, in pages of `page` slots.
+
+    There are as many pages as all slots that the heads come in would take: the program is the same for all layers.
+    """
+    rows = quantised(cache, method.cache_dtype, less_mean=not plan.soft_capped)
+    most = cache.length.shape[1] * -(-cache.capacity // page)
+    layer = pages.from_heads(rows, jnp.broadcast_to(jnp.asarray(first), cache.length.shape), most, page)
+    return layer, (_of_layer(state, layer) or None,)
 
 
-def copies(layer: Any, state: Sequence[Any], which: Sequence[int]) -> tuple[LayerCache, ByHead]:
-    """The heads of these groups side by side, in equal slots."""
-    # Layers whose largest heads differ little have copies of the same size, and so one program.
-    slots = power_of_two(max(layer.groups[i].capacity for i in which))
-    parts = [(resize(layer.groups[i], slots), _of_heads(state[i], len(layer.heads[i]), slots)) for i in which]
-    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
+def cut(layer: PagedHeads, state: tuple[State | None, ...], count: int) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """The same in so many pages, with empty ones behind those there are."""
+    (group_state,) = state
+
+    def fit(x):
+        return pad_slots(x[:, None], count)[:, 0]
+
+    keys, values, degree, positions = jax.tree.map(fit, (layer.keys, layer.values, layer.degree, layer.positions))
+    layer = replace(layer, keys=keys, values=values, degree=degree, positions=positions)
+    return layer, (group_state and {name: fit(x) if name in OF_SLOTS else x for name, x in group_state.items()},)
 
 
-def put_back(
-    layer: Any, state: Sequence[Any], which: Sequence[int], cache: LayerCache, group_state: ByHead
-) -> tuple[HeadGroups, tuple[State | None, ...]]:
-    """The layer with what `copies` has become in these groups."""
-    held, states = list(layer.groups), list(state)
-    counts = [len(layer.heads[i]) for i in which]
-    for i, end, count in zip(which, np.cumsum(counts).tolist(), counts, strict=True):
-        mine, remembered = jax.tree.map(lambda x, part=slice(end - count, end): x[:, part], (cache, group_state))
-        states[i] = _of_group(remembered, held[i].capacity)
-        held[i] = resize(mine, held[i].capacity)
-    return replace(layer, groups=tuple(held)), tuple(states)
+def copies(layer: PagedHeads, state: State) -> tuple[LayerCache, ByHead]:
+    """The heads of a layer side by side, in equal slots."""
+    slots, heads = pages.most_slots(layer), layer.length.shape[1]
+    assert slots is not None
+
+    def of_heads(name: str, x: Array) -> Array:
+        if name in OF_SLOTS:
+            return pages.numbers_of_heads(x, layer, slots)[:, :, None]
+        return x if x.ndim == 2 else x.reshape(len(x), heads, -1, *x.shape[2:])
+
+    return pages.from_pages(layer, slots), {name: of_heads(name, x) for name, x in state.items()}
+
+
+def repaged(layer: Any, state: tuple[State | None, ...], pool: PagePlan) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """The same rows in the pages of another plan; the caller looks whether its heads have room for them.
+
+    Files from before there were pages have heads of equal budgets in arrays of their own.
+    """
+    cache, of_heads = copies(layer, state[0] or {}) if isinstance(layer, PagedHeads) else _side_by_side(layer, state)
+    first = jnp.broadcast_to(jnp.asarray(pool.first, jnp.int32), cache.length.shape)
+    after = replace(pages.from_heads(cache, first, pool.count, pool.slots), head_slots=pool.head_slots)
+    return after, (_of_layer(of_heads, after) or None,)
+
+
+def remembered(
+    method: Method,
+    plan: GroupPlan,
+    layer: PagedHeads,
+    state: State,
+    budgets: Int[Array, "B K"],
+    shares: Float[Array | np.ndarray, " K"],
+    position: Int[Array, " B"],
+) -> State:
+    """What a method remembers of heads whose budgets have changed."""
+    heads = layer.length.shape[1]
+    cache, before = copies(layer, state)
+    cache = jax.tree.map(partial(alone, kv_heads=heads), cache)
+    share = jnp.broadcast_to(jnp.asarray(shares), budgets.shape).reshape(-1)
+    known: Any = {"budget_share": share, "plan": plan}
+    rows = Rows(cache, budgets.reshape(-1), jnp.repeat(position, heads), remembered_alone(before), **known)
+    return state | _of_layer(together(cache, method.init_state(rows), heads)[1], layer)
+
+
+def put_back(layer: PagedHeads, cache: LayerCache, state: ByHead) -> tuple[PagedHeads, State]:
+    """The layer with what its `copies` have become."""
+    after = pages.from_heads(cache, layer.first, *layer.degree.shape[1:])
+    after = replace(after, key_mean=layer.key_mean, head_slots=layer.head_slots)
+    return after, _of_layer(state, after)
 
 
 def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], count: int) -> bool:
     """Whether it is one token, which enters every group by `append_and_attend`, all rows of a head on one device.
 
-    A layer without groups is one for a GPU alone, to which it saves the copy of what its heads hold. The kernel reads
-    degrees as they are stored.
+    Pages are one for a GPU alone, and so is a layer without groups, to which it saves the copy of what its heads hold.
+    The kernel reads degrees as they are stored.
     """
     plain = method.degree_power == 1 and (
         type(method).step is Method.step or all(group_state is None for group_state in state)
@@ -110,13 +153,14 @@ def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], cou
     if isinstance(layer, LayerCache):
         serves = traits().host_driven and slot_ways(layer.keys.shape[1]) == 1
     else:
-        serves = isinstance(layer, HeadGroups) and on_one_device()
+        in_pages = isinstance(layer, PagedHeads) and traits().host_driven
+        serves = (isinstance(layer, HeadGroups) or in_pages) and on_one_device()
     return serves and plain and count == 1
 
 
 def step(
     layer: Any, state: Sequence[State | None], tokens: StepInputs
-) -> tuple[Float[Array, "B 1 H D"], HeadGroups | LayerCache, tuple[State | None, ...]]:
+) -> tuple[Float[Array, "B 1 H D"], Any, tuple[State | None, ...]]:
     """`append_and_attend` of all groups at once: on a GPU in two launches, where one group would take three."""
     held, heads = groups(layer), group_heads(layer)
 
@@ -131,10 +175,14 @@ def step(
     scores = None if tokens.scores is None else of_heads(tokens.scores)
     buffers, lengths = of_groups(layer, state)
 
+    first = layer.first if isinstance(layer, PagedHeads) else None
+    largest = pages.most_slots(layer) if isinstance(layer, PagedHeads) else None
+
     def enter(q: Array, keys: Any, values: Any, positions: Array, real: Array, *others: Any) -> Any:
         mine = heads if isinstance(layer, HeadGroups) else (tuple(range(keys.shape[1])),)
         token = of_heads(q), keys, values, positions[:, 0], real[:, 0]
-        out, lse, *after = step_in_groups(*token, *others, heads=mine, soft_cap=tokens.soft_cap)
+        options: Any = {"first": first, "heads": mine, "largest": largest, "soft_cap": tokens.soft_cap}
+        out, lse, *after = step_in_groups(*token, *others, **options)
         return of_heads(out), of_heads(lse), *after
 
     # Positions and `real` are the same for all heads: they get a head axis of size 1, which no mesh splits.
@@ -157,10 +205,10 @@ def of_groups(layer: Any, state: Sequence[State | None]) -> tuple[tuple[Any, ...
 
 def put_in_groups(
     layer: Any, state: Sequence[State | None], buffers: Sequence[Any], lengths: Sequence[Array]
-) -> tuple[HeadGroups | LayerCache, tuple[State | None, ...]]:
+) -> tuple[Any, tuple[State | None, ...]]:
     """The layer and what is remembered of it, with arrays as `of_groups` gives them."""
     caches = tuple(
-        LayerCache(keys, values, degree, length, positions, group.key_mean)
+        replace(group, keys=keys, values=values, degree=degree, length=length, positions=positions)
         for group, (keys, values, degree, positions, _), length in zip(groups(layer), buffers, lengths, strict=True)
     )
     states = tuple(
@@ -183,22 +231,38 @@ def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_
     return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), jax.lax.map(function, turns))
 
 
-def _of_group(state: ByHead, capacity: int) -> State:
-    """What is remembered of heads, as of a group: a number of a sequence is the same for all of its heads."""
-    joined = {name: x[:, 0] if x.ndim == 2 else x.reshape(len(x), -1, *x.shape[3:]) for name, x in state.items()}
-    return _in_slots(joined, capacity)
+def _side_by_side(layer: LayerCache | HeadGroups, state: tuple[State | None, ...]) -> tuple[LayerCache, ByHead]:
+    """`copies` of heads in groups. Of what stays whole nothing is remembered: it is never due."""
+    held, order = groups(layer), np.argsort([head for heads in group_heads(layer) for head in heads])
+    slots = max(group.capacity for group in held)
+
+    def of_heads(group_state: State, group: LayerCache) -> ByHead:
+        each = {name: pad_slots(x, slots) if name in OF_SLOTS else x for name, x in group_state.items()}
+        shape = group.length.shape
+        return {
+            name: jnp.broadcast_to(x[:, None], shape) if x.ndim == 1 else x.reshape(*shape, -1, *x.shape[2:])
+            for name, x in each.items()
+        }
+
+    known = [of_heads(group_state or {}, group) for group_state, group in zip(state, held, strict=True)]
+    kinds = {name: x for group_state in known for name, x in group_state.items()}
+    parts = [
+        {
+            name: group_state.get(name, jnp.full((*group.length.shape, *x.shape[2:]), WHOLE.get(name, 0), x.dtype))
+            for name, x in kinds.items()
+        }
+        for group_state, group in zip(known, held, strict=True)
+    ]
+    caches = [resize(group, slots) for group in held]
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1)[:, order], *zip(caches, parts, strict=True))
 
 
-def _of_heads(state: State, heads: int, capacity: int) -> ByHead:
-    """What is remembered of a group of so many heads, as of each of them."""
+def _of_layer(state: ByHead, layer: PagedHeads) -> State:
+    """What is remembered of heads, as of the layer."""
 
-    def of_each(x: Array) -> Array:
-        if x.ndim == 1:
-            return jnp.broadcast_to(x[:, None], (len(x), heads))
-        return x.reshape(len(x), heads, -1, *x.shape[2:])
+    def joined(name: str, x: Array) -> Array:
+        if name in OF_SLOTS:
+            return pages.numbers_in_pages(x[:, :, 0], layer)
+        return x if x.ndim == 2 else x.reshape(len(x), -1, *x.shape[3:])
 
-    return {name: of_each(x) for name, x in _in_slots(state, capacity).items()}
-
-
-def _in_slots(state: State, capacity: int) -> State:
-    return {name: pad_slots(x, capacity) if name in OF_SLOTS else x for name, x in state.items()}
+    return {name: joined(name, x) for name, x in state.items()}

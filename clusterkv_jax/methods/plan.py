@@ -4,8 +4,9 @@ All of it is arithmetic on the host, in double precision where a budget is a rat
 """
 
 import contextlib
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -16,13 +17,15 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_shardable
-from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request, request_of_model
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, PagePlan, Request, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import concrete
 from clusterkv_jax.runtime.dispatch import traits
-from clusterkv_jax.runtime.sharding import ambient_mesh, slot_ways
+from clusterkv_jax.runtime.sharding import ambient_mesh, slot_ways, ways
 
 Plans = Callable[[int], LayerPlan]
+# Pages beyond those that rows need, so that layers have pools of few sizes: a share of all pages.
+MORE_PAGES = 0.05
 
 
 def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int) -> tuple[Request, Plans]:
@@ -49,7 +52,8 @@ def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Requ
     if number is None:
         assert config.window is not None
         return plan_window(config.window, request)
-    return plan_layer(method, number, replace(request, rope=config.ropes[layer]))
+    rope = config.ropes[layer]
+    return plan_layer(method, number, request if rope == request.rope else replace(request, rope=rope))
 
 
 def inputs_of_layer(config: ModelConfig, method: Method, layer: int) -> frozenset[str]:
@@ -104,36 +108,89 @@ def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
                 budget_share=1.0 if table is None else float(table[heads[0]]),
             )
         )
-    by_head = None
-    if len(groups) > 1 and is_by_head(method, request.num_layers):
-        by_head = plan_heads(method, request)
-    return LayerPlan(tuple(groups), method.inputs(layer), by_head=by_head)
+    unequal = len(groups) > 1 or (budget is not None and has_unequal_heads(budget))
+    whole = all(group.keep_all for group in groups)
+    if whole or not unequal or not is_by_head(method, request.num_layers):
+        return LayerPlan(tuple(groups), method.inputs(layer))
+    by_head, pool = plan_heads(method, request), pool_of(groups, _pool_sizes(method, request))
+    assert all(group.capacity <= by_head.capacity for group in groups)  # else rows would be lost on their way to pages
+    return LayerPlan(tuple(groups), method.inputs(layer), by_head=by_head, pool=pool)
+
+
+def pool_of(groups: Sequence[GroupPlan], sizes: Sequence[int]) -> PagePlan:
+    """Pages for all slots of these heads: as many as the first of these ascending sizes that suffices."""
+    of_head = {head: group.capacity for group in groups for head in group.heads}
+    first = head_pages([of_head[head] for head in sorted(of_head)])
+    count = next((size for size in sizes if size >= first[-1]), first[-1])
+    count += -count % ways("pages")
+    head_slots = tuple((group.heads, group.capacity) for group in groups)
+    return PagePlan(tuple(first[:-1]), count, traits().page_slots, head_slots)
 
 
 @lru_cache(maxsize=8)
 def plan_heads(method: Method, request: Request) -> GroupPlan:
     """The plan of any head of any layer, which is compressed as a sequence of its own. Made once for a request."""
     longest = int(np.max(request.lengths))
-
-    def budgets(new: int) -> Int[np.ndarray, "L 1 K stages"]:
-        known, layers = replace(request, max_new_tokens=new), range(request.num_layers)
-        return np.stack([stages(rows_of(method, np.asarray([longest]), layer, known)) for layer in layers])
-
-    most, fewest = budgets(request.reserve), budgets(0)
-    most_rows = min(int(most.max()), longest + request.reserve)
+    most, fewest = (_budgets_of_longest(method, request, new) for new in (request.reserve, 0))
+    everything = longest + request.reserve
+    most_rows = min(int(most.max()), everything)
     held = min(longest, int(most[..., 0].max()) + method.schedule.slack + method.schedule.rounding)
     held = max(held, min(request.whole, longest))
+    slots = min(int(_most_held(method.schedule, np.asarray(held), most[..., -1].max(), request)), everything)
     if request.whole:
-        most_rows = max(most_rows, min(request.whole, longest) + request.reserve)
+        whole = min(request.whole, longest) + request.reserve
+        most_rows, slots = max(most_rows, whole), max(slots, whole)
     return GroupPlan(
         (0,),
-        aligned(held),
+        aligned(slots, slot_ways(1)),
         most_rows=most_rows,
         fewest_rows=max(int(fewest[..., 0].min()), method.protected.fewest),
         reserve=request.reserve,
         step_tokens=request.step_tokens,
         rope=request.rope,
+        soft_capped=request.soft_capped,
     )
+
+
+def _budgets_of_longest(method: Method, request: Request, new: int) -> Int[np.ndarray, "L K stages"]:
+    """B of each head of each layer, of the longest prompt."""
+    known, longest = replace(request, max_new_tokens=new), np.max(request.lengths, keepdims=True)
+    return np.stack([stages(rows_of(method, longest, layer, known))[0] for layer in range(request.num_layers)])
+
+
+def head_pages(slots: Sequence[int]) -> list[int]:
+    """The first page of each head, which has so many slots; and what is behind all pages."""
+    return [0, *itertools.accumulate(-(-each // traits().page_slots) for each in slots)]
+
+
+@lru_cache(maxsize=8)
+def _pool_sizes(method: Method, request: Request) -> tuple[int, ...]:
+    """Pages that layers have, ascending: of few numbers, each of which is a program of its own, and in sum hardly more
+    than the rows of the longest prompt need.
+    """
+    most = _budgets_of_longest(method, request, request.reserve)
+    longest = np.max(request.lengths, keepdims=True)
+    slots = [[int(capacity(method, longest, rows[None], request)[0]) for rows in layer] for layer in most]
+    return few_sizes(sorted(head_pages(layer)[-1] for layer in slots))
+
+
+def few_sizes(inputs: Sequence[int], more: float = MORE_PAGES) -> tuple[int, ...]:
+    """The fewest sizes, ascending, that hold each of these ascending needs with at most this share more in sum."""
+    total, known = sum(inputs), {0: (0, ())}  # sizes of the first needs, by how many those are: what they take in sum
+    while (best := known.get(len(inputs))) is None or best[0] > (1 + more) * total:
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (taken, sizes) in known.items():
+            for end in range(start + 1, len(inputs) + 1):
+                option = taken + (end - start) * inputs[end - 1], (*sizes, inputs[end - 1])
+                longer[end] = min(option, longer.get(end, option))
+        known = longer
+    return best[1]
+
+
+def has_unequal_heads(budget: Budget) -> bool:
+    """Whether heads of some layer have different shares: then all layers go one way, and share its programs."""
+    shares = budget.shares
+    return isinstance(shares, tuple) and any(isinstance(layer, tuple) and len(set(layer)) > 1 for layer in shares)
 
 
 def _budget_of(method: Any) -> Budget | None:

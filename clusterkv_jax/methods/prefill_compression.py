@@ -1,7 +1,7 @@
 """What is left of layers that were read, as programs: the part of prefill that knows the method.
 
-Layers of equal plan share a program. Heads with budgets of their own have one for all layers, and a small one for each
-layer that puts them into groups.
+Layers of equal plan share a program. Heads with budgets of their own have two for all layers: one compresses them, one
+puts them into pages. A small one for each number of pages cuts off what a layer does not need.
 
 A GPU merges rows by many short launches, which take hardly longer for the rows of several layers. There a few layers
 in a row are compressed at once, as sequences of one batch. They are read into one workspace, where their rows are
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache.layers import Layer, LayerCache, State, from_real_tokens, resize
+from clusterkv_jax.cache.layers import Layer, LayerCache, PagedHeads, State, from_real_tokens, resize
 from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.place_rows import place_rows
 from clusterkv_jax.methods.base import Compressed, Method
@@ -32,7 +32,7 @@ from clusterkv_jax.methods.driver import (
     placed_state,
     stored,
 )
-from clusterkv_jax.methods.heads_as_batch import ByHead, grouped, together
+from clusterkv_jax.methods.heads_as_batch import ByHead, cut, to_pages, together
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
 from clusterkv_jax.models.config import ModelConfig
@@ -202,7 +202,7 @@ def _single(
         return layer, state, here if plan.selects and plan.window is None else selection
     budgets, shares = budgets_by_head(plan, read.budgets)
     heads = run(_compress_heads, method, plan.by_head, plan.inputs, read.prompt, budgets, shares, key, number)
-    return *run(_group_heads, method, plan, *heads), selection
+    return *_in_pages(run, method, plan, *heads), selection
 
 
 def _batched(
@@ -213,7 +213,20 @@ def _batched(
         return run(_compress_layers, method, plan.groups[0], tuple(one.budgets for one in read), workspace)
     budgets, shares = zip(*(budgets_by_head(one.plan, one.budgets) for one in read), strict=True)
     heads, workspace = run(_compress_heads_of_layers, method, plan.by_head, budgets, shares, workspace)
-    return [run(_group_heads, method, one.plan, *mine) for one, mine in zip(read, heads, strict=True)], workspace
+    return [_in_pages(run, method, one.plan, *mine) for one, mine in zip(read, heads, strict=True)], workspace
+
+
+def _in_pages(
+    run: Callable[..., Any], method: Method, plan: LayerPlan, heads: LayerCache, group_state: ByHead
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """By a program of all layers, and one that cuts off the pages that a layer does not have."""
+    pool = plan.pool
+    assert pool is not None
+    layer, state = run(
+        _page_heads, method, plan.by_head, pool.slots, heads, group_state, np.asarray(pool.first, np.int32)
+    )
+    layer, state = run(_cut_pages, method, pool.count, layer, state)
+    return replace(layer, head_slots=pool.head_slots), state
 
 
 def _program(plan: LayerPlan) -> Any:
@@ -286,11 +299,18 @@ def _compress_heads_of_layers(
     return parts, _used(workspace, result)
 
 
-@jit(static_argnames=("method", "plan"))
-def _group_heads(
-    method: Method, plan: LayerPlan, heads: LayerCache, group_state: ByHead
-) -> tuple[Layer, tuple[State | None, ...]]:
-    layer, state = grouped(method, plan, heads, group_state)
+@jit(static_argnames=("method", "plan", "page"))
+def _page_heads(
+    method: Method, plan: GroupPlan, page: int, heads: LayerCache, state: ByHead, first: Int[Array | np.ndarray, " K"]
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    return to_pages(method, plan, heads, state, first, page)
+
+
+@jit(static_argnames=("method", "count"))
+def _cut_pages(
+    method: Method, count: int, layer: PagedHeads, state: tuple[State | None, ...]
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    layer, state = cut(layer, state, count)
     return placed(method, layer), placed_state(method, state)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache.layers import HeadSlots
 from clusterkv_jax.kernels.quantised import CacheDtype
 from clusterkv_jax.kernels.quantised import row_bytes as stored_bytes
 from clusterkv_jax.models.config import ModelConfig, Rope
@@ -81,19 +82,37 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class PagePlan:
+    """Where the heads of a layer stand in pages.
+
+    Attributes:
+        first: the first page of each head.
+        count: pages of the layer.
+        slots: of a page.
+        head_slots: heads of equal budgets, and the slots that each of them asks for.
+    """
+
+    first: tuple[int, ...]
+    count: int
+    slots: int
+    head_slots: HeadSlots
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """The groups of one layer, and what its method must be shown of it; layers of equal plans share a program.
 
     A layer with a `window` has one group, which no method sees.
 
-    With `by_head` the heads of several groups are compressed in one program, each as a sequence of its own; the same
-    one for all layers of a request. Else a group has a program.
+    With `by_head` the heads of several groups are compressed in one program, each as a sequence of its own, and stand
+    in the pages of `pool`; it is the same for all layers of a request. Else a group has a program.
     """
 
     groups: tuple[GroupPlan, ...]
     inputs: frozenset[str] = frozenset()
     window: int | None = None
     by_head: GroupPlan | None = None
+    pool: PagePlan | None = None
 
     @property
     def selects(self) -> bool:

@@ -14,7 +14,8 @@ from typing_extensions import override
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.attention import attend_cache, with_sinks
-from clusterkv_jax.cache.layers import LayerCache, StepInputs, set_slot, take_rows
+from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
+from clusterkv_jax.cache.slots import set_slot
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.methods.base import Compressed, Rows, Schedule, State, StorageKind, one_by_one

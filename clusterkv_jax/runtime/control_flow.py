@@ -89,6 +89,33 @@ def sequenced(
     return _at_most_once(due & ~earlier, function, tree)
 
 
+def head_by_head(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to one head of one sequence after the other, in place: its temporaries are those of a head.
+
+    The tree holds arrays [B, K, ...], of which the function sees [1, 1, ...], and [B], of which it sees [1], the same
+    for each head of a row. It returns a tree of the same kind.
+    """
+    batch, heads = next(x.shape[:2] for x in jax.tree.leaves(tree) if x.ndim > 1)
+
+    def body(i, now):
+        row, head = i // heads, i % heads
+
+        def start(x: Array) -> tuple[Array, ...]:
+            return (row, head, *[jnp.int32(0)] * (x.ndim - 2))[: x.ndim]
+
+        def cut(original: Array, x: Array) -> Array:
+            # Every head of a row starts with the row's own number, not with what the head before it made of that.
+            x = original if x.ndim == 1 else x
+            return jax.lax.dynamic_slice(x, start(x), (1, 1, *x.shape[2:])[: x.ndim])
+
+        def put(x: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice(x, part, start(x))
+
+        return jax.tree.map(put, now, function(jax.tree.map(cut, tree, now)))
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(batch * heads), body, tree)
+
+
 def _at_most_once(due: Bool[Array, ""], function: Callable[[Any], Any], tree: Any) -> tuple[Bool[Array, ""], Any]:
     """False, and the tree."""
 

@@ -28,6 +28,8 @@ class Traits:
         merges_in_place: kernels merge rows where they lie, all heads at once.
         serial: sequences of a batch take turns, since together they take as long and need more of the caches.
         slot_tile: a cache has whole tiles of so many slots.
+        page_slots: of a page of heads whose slots are known, which takes half a page a head beside them. On a TPU
+            the lanes: numbers per row take no more memory there than they have.
         scratch: elements (f32) of one block of an intermediate result: 128 MiB, or what the last cache may hold.
     """
 
@@ -35,13 +37,14 @@ class Traits:
     merges_in_place: bool = False
     serial: bool = False
     slot_tile: int = 1
+    page_slots: int = 16
     scratch: int = 2**25
 
 
 TRAITS = {
     "cpu": Traits(serial=True, scratch=2**22),
     "gpu": Traits(host_driven=True, merges_in_place=True),
-    "tpu": Traits(slot_tile=16),
+    "tpu": Traits(slot_tile=16, page_slots=128),
 }
 
 

@@ -33,6 +33,11 @@ CACHE_AXES: dict[int, tuple[str | None, ...]] = {
     2: ("batch", "kv_heads"),  # length [B, K]
     1: ("batch",),  # state and position [B]
 }
+# Of heads that share pages [B, P, S, D], whose devices share them too.
+PAGE_AXES = {
+    rank: tuple({"kv_heads": "pages", "slots": None}.get(name or "", name) for name in axes) if rank > 2 else axes
+    for rank, axes in CACHE_AXES.items()
+}
 # The same with every head's slots on one device.
 HEAD_AXES = {rank: tuple(None if name == "slots" else name for name in axes) for rank, axes in CACHE_AXES.items()}
 
@@ -103,6 +108,7 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
     if name == "batch":
         return tuple(axis for axis in mesh.axis_names if axis not in (SEQUENCE, SLOTS, model))
     wanted = {"tokens": (SEQUENCE,), "kv_heads": (model, SEQUENCE), "slots": (SEQUENCE, SLOTS, model)}
+    wanted |= {"pages": (model, SEQUENCE, SLOTS)}
     wanted |= dict.fromkeys(TENSOR_PARALLEL, (model, SLOTS))
     return tuple(axis for axis in wanted.get(name or "", ()) if axis in mesh.axis_names)
 
@@ -254,9 +260,11 @@ def constrain_batch(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*partition(("batch",), x.shape[:1], mesh), *others))
 
 
-def constrain_cache(tree: Any, *, apart: bool = False) -> Any:
-    """Cache arrays placed by their rank: heads on their devices, and `apart` their slots too (see CACHE_AXES)."""
-    axes = CACHE_AXES if apart else HEAD_AXES
+def constrain_cache(tree: Any, *, apart: bool = False, paged: bool = False) -> Any:
+    """Cache arrays placed by their rank: heads on their devices, and `apart` their slots too (see CACHE_AXES); or the
+    pages that they share.
+    """
+    axes = PAGE_AXES if paged else CACHE_AXES if apart else HEAD_AXES
     return jax.tree.map(lambda x: constrain(x, *axes[x.ndim]), tree)
 
 

@@ -72,15 +72,18 @@ def _kernel(*refs, tile, rows):
     new, (new_positions, real, length), buffers = refs[:rows], refs[rows : rows + 3], refs[rows + 3 :]
     head, row = pl.program_id(0), pl.program_id(1)
     token = pl.program_id(2) * tile + arange(tile)
-    write(new, new_positions, real, length, buffers[len(buffers) // 2 :], row, head, head, token)
+    write(new, new_positions, real, length[row, head], buffers[len(buffers) // 2 :], row, head, head, token)
 
 
-def write(new, new_positions, real, length, buffers, row, head, source_head, token):
-    """These tokens of a sequence behind the rows of a head; the new rows are those of `source_head`."""
+def write(new, new_positions, real, length, buffers, row, head, source_head, token, first=0, slots=None):
+    """These tokens of a sequence behind the `length` rows of a head, all of whose slots are there or `slots` from the
+    `first` on; the new rows are those of `source_head`.
+    """
     stores, (degree, *positions) = buffers[: len(new)], buffers[len(new) :]
     inside = token < new[0].shape[2]
-    slot = length[row, head] + token
-    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < degree.shape[2])
+    slot, slots = length + token, degree.shape[2] if slots is None else slots
+    stored = inside & plgpu.load(real.at[row, token], mask=inside, other=False) & (slot >= 0) & (slot < slots)
+    slot += first
     # Read whether it is stored or not, so that the reads do not wait for each other.
     for source, buffer in zip(new, stores, strict=True):
         zero = jnp.zeros((), source.dtype)

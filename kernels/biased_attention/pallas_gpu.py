@@ -194,14 +194,15 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
 
 def attend_split(
     q, keys, values, degree, end, out, lse, split, head, of_q, first_row,
-    *, tile, block, span, kv_heads, stored, soft_cap,
+    *, tile, block, span, kv_heads, stored, soft_cap, begin=0, slots=None,
 ):  # fmt: skip
     """Attention of one tile of queries over the slots of one split; of an empty split nothing is written.
 
     `head` is where a KV head's rows are in the arrays, and `end` how many; `of_q` counts all KV heads of all sequences.
+    Its slots are all that are there, or so many from `begin` on.
     """
     first, width = split * span, q.shape[3]
-    last = jnp.minimum(jnp.minimum(end, degree.shape[-1]), first + span)
+    last = jnp.minimum(jnp.minimum(end, degree.shape[-1] if slots is None else slots), first + span)
 
     @pl.when(first < last)
     def _():
@@ -211,7 +212,8 @@ def attend_split(
 
         def read(i):
             slot = first + i * block + arange(block)
-            score, occupied = _scores(query, keys, degree, head, slot, slot < last, columns, stored, width, soft_cap)
+            inside, slot = slot < last, begin + slot
+            score, occupied = _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap)
             value, scale = _load_rows(values, stored, head, slot, columns, occupied, q.dtype == jnp.float32)
             return score, lambda weight: mix(weight, value, scale)
 

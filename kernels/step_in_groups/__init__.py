@@ -1,4 +1,6 @@
-"""A token enters the heads of several groups, whose slots differ in number, and attends to all of them."""
+"""A token enters the heads of several groups, whose slots differ in number, or of one whose heads share pages, and
+attends to all of them.
+"""
 
 from typing import Any
 
@@ -21,8 +23,10 @@ def step_in_groups(
     new_scores: Float[Array, "B K 1"] | None,
     buffers: tuple[Buffers, ...],
     lengths: tuple[Int[Array, "B _"], ...],
+    first: Int[Array, "B K"] | None = None,
     *,
     heads: tuple[tuple[int, ...], ...],
+    largest: int | None = None,
     soft_cap: float | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"], tuple[Buffers, ...], tuple[Int[Array, "B _"], ...]]:
@@ -34,7 +38,10 @@ def step_in_groups(
         new_scores: of the token, for groups whose buffers have scores.
         buffers: of each group keys, values, degree, positions, scores, [B,heads,slots,...]; the last two may be None.
         lengths: rows that each head of a group holds.
+        first: of one group of all heads whose buffers are pages [B,P,S,...]: the page that each head's slots begin
+            with; they end where those of the next head begin.
         heads: static; the KV heads of each group, every head in one of them.
+        largest: static; no head has more slots in pages than that, by default all.
         soft_cap: static, as in `biased_attention`.
 
     Returns:
@@ -45,5 +52,6 @@ def step_in_groups(
         ValueError: if the backend is unknown.
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
-    new = q, new_keys, new_values, new_positions, real, new_scores
-    return dispatch("step_in_groups", BACKENDS, backend, *new, buffers, lengths, heads=heads, soft_cap=soft_cap)
+    operands = q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first
+    options = {"heads": heads, "largest": largest, "soft_cap": soft_cap}
+    return dispatch("step_in_groups", BACKENDS, backend, *operands, **options)

@@ -5,12 +5,17 @@ import jax.numpy as jnp
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def step_in_groups(
-    q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, *, heads, soft_cap=None
+    q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first=None,
+    *, heads, largest=None, soft_cap=None,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`."""
+    if first is not None:
+        token = q, new_keys, new_values, new_positions, real, new_scores
+        return _step_in_pages(*token, buffers[0], lengths[0], first, largest, soft_cap)
     batch, _, query_heads, dim = q.shape
     kv_heads = sum(map(len, heads))
     by_kv_head = q.reshape(batch, 1, kv_heads, -1, dim)
@@ -34,3 +39,32 @@ def step_in_groups(
         lse = lse.at[:, :, index].set(part[1].reshape(batch, 1, len(mine), -1))
         after.append(group)
     return out.reshape(q.shape), lse.reshape(batch, 1, query_heads), tuple(after), longer
+
+
+def _step_in_pages(
+    q, new_keys, new_values, new_positions, real, new_scores, buffers, length, first, largest, soft_cap
+):  # fmt: skip
+    """The rows of each head are copied into slots of their own; the token's stand behind them here as there."""
+    batch, pages, page = buffers[2].shape
+    largest = pages * page if largest is None else largest
+    capacity = jnp.diff(first, axis=1, append=pages) * page
+    number = ordinals(largest, 3)
+    at = jnp.where(number < capacity[..., None], first[..., None] * page + number, pages * page)
+
+    def taken(x):
+        flat = x.reshape(batch, pages * page, *x.shape[3:])
+        return jax.vmap(lambda flat, at: jnp.take(flat, at, axis=0, mode="fill", fill_value=0))(flat, at)
+
+    def put(x, rows):
+        flat = x.reshape(batch, pages * page, *x.shape[3:])
+        return jax.vmap(lambda flat, rows, at: flat.at[at].set(rows, mode="drop"))(flat, rows, at).reshape(x.shape)
+
+    keys, values, degree, positions, scores = jax.tree.map(taken, buffers)
+    end = length + jnp.sum(real, axis=1, dtype=jnp.int32)[:, None]
+    # A head that is full stores nothing.
+    before = jnp.where(length < capacity, length, largest)
+    own = None if scores is None else new_scores
+    after = append_rows(keys, values, degree, positions, before, new_keys, new_values, new_positions, real, scores, own)
+    within = jnp.minimum(end, capacity)
+    out, lse = biased_attention(q, *after[:3], within, soft_cap=soft_cap, return_lse=True)
+    return out, lse, (jax.tree.map(put, buffers, after),), (end,)

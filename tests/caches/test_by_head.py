@@ -1,17 +1,19 @@
 """Heads of unequal budgets: compressed together, each as a sequence of its own, they are what each is alone."""
 
+import itertools
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache.layers import groups
-from clusterkv_jax.kernels.quantised import as_array
+from clusterkv_jax.cache.layers import StepInputs, group_heads, groups, pad_slots, resize
 from clusterkv_jax.methods import base, driver, heads_as_batch, prefill_compression
-from clusterkv_jax.methods.plan import plan_layer, rows_of_request
+from clusterkv_jax.methods.plan import few_sizes, plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.runtime import control_flow
 from clusterkv_jax.runtime.dispatch import TRAITS
@@ -49,14 +51,43 @@ def prompt(seed: int = 0) -> driver.Prompt:
     return driver.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
 
 
-def compressed(method, layer, together=True):
-    """A layer after its prompt, and what is remembered of its groups."""
+def planned(method, layer):
     whole = prompt(layer)
     request = request_of_tensors(whole.keys, whole.values, np.arange(1, PROMPT + 1), LAYERS, 64)
-    plan = plan_layer(method, layer, request)
+    return whole, plan_layer(method, layer, request), request
+
+
+def compressed(method, layer, together=True):
+    """A layer after its prompt, and what is remembered of its groups."""
+    whole, plan, request = planned(method, layer)
     budgets = rows_of_request(method, plan, LENGTHS, layer, request)
     plan = plan if together else replace(plan, by_head=None)
     return jax.jit(lambda key: driver.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(layer))
+
+
+def of_heads(layer, state):
+    """What each head of a layer holds in slots for a prompt and more, and what is remembered of it."""
+    slots, heads = 256, {}
+    for group, numbers, memory in zip(groups(layer), group_heads(layer), state, strict=True):
+        memory = memory or {}
+        if isinstance(group, ckv.PagedHeads):
+            held, memory = heads_as_batch.copies(replace(group, head_slots=((tuple(range(HEADS)), slots),)), memory)
+        else:
+            held, shape = resize(group, slots), (len(LENGTHS), len(numbers), -1)
+            in_slots = {name: pad_slots(x, slots) for name, x in memory.items() if name in heads_as_batch.OF_SLOTS}
+            memory = {
+                name: jnp.stack([x] * len(numbers), axis=1) if x.ndim == 1 else x.reshape(*shape, *x.shape[2:])
+                for name, x in (memory | in_slots).items()
+            }
+        for i, head in enumerate(numbers):
+            heads[head] = jax.tree.map(lambda x, i=i: x[:, i], (held, memory))
+    return [heads[head] for head in sorted(heads)]
+
+
+def same_heads(got, want):
+    """What stays whole is remembered by no group, and never due."""
+    for (held, memory), (rows, remembered) in zip(of_heads(*got), of_heads(*want), strict=True):
+        same((held, {name: memory[name] for name in remembered}), (rows, remembered))
 
 
 def same(got, want):
@@ -70,7 +101,24 @@ def same(got, want):
 def test_a_prompt_leaves_what_each_group_would_alone(name):
     """Rows, their numbers, and what is remembered: of sequences of unequal length, and of heads alike."""
     layer = 0 if name in ("centroids", "scores") else 1
-    same(compressed(METHODS[name], layer), compressed(METHODS[name], layer, together=False))
+    together, apart = (compressed(METHODS[name], layer, together=together) for together in (True, False))
+    (in_pages, _), (in_groups, _) = together, apart
+    assert isinstance(in_pages, ckv.PagedHeads)
+    assert not isinstance(in_groups, ckv.PagedHeads)
+    same_heads(together, apart)
+    assert in_pages.heads == group_heads(in_groups)
+    same(in_pages.groups, groups(in_groups))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_groups_become_pages(name):
+    """As the heads of older files do."""
+    _, plan, _ = planned(METHODS[name], 1)
+    together, apart = (compressed(METHODS[name], 1, together=together) for together in (True, False))
+    layer, state = heads_as_batch.repaged(*apart, plan.pool)
+    same(layer, together[0])
+    same_heads((layer, state), apart)
+    assert jax.tree.structure(state) == jax.tree.structure(together[1])
 
 
 def extended(method, monkeypatch, most_bytes=None, together=True):
@@ -79,16 +127,14 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
         if most_bytes is not None:
             turns = heads_as_batch.in_turns
             patch.setattr(heads_as_batch, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
-        if not together:
-            patch.setattr(driver, "is_by_head", lambda *_: False)
-        layer, state = compressed(method, 1)
+        layer, state = compressed(method, 1, together=together)
         cache = ckv.KVCache((layer,), (state,), jnp.asarray(LENGTHS))
         rng, rounds = np.random.default_rng(5), 0
 
         @jax.jit
         def step(cache, k, v, q, scores):
             real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
-            new = ckv.cache.layers.StepInputs(q, k, v, at, real, scores=scores)
+            new = StepInputs(q, k, v, at, real, scores=scores)
             attended, layer, state = driver.step_layer(method, cache.layers[0], cache.state[0], new)
             return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
 
@@ -111,8 +157,25 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
 )
 def test_decoding_leaves_what_each_group_would_alone(name, most_bytes, monkeypatch):
     """All sequences at once, and one after the other where copies of all would be too large."""
-    together = extended(METHODS[name], monkeypatch, most_bytes)
-    same(together, extended(METHODS[name], monkeypatch, together=False))
+    (got, together), (want, apart) = (
+        extended(METHODS[name], monkeypatch, most_bytes),
+        extended(METHODS[name], monkeypatch, together=False),
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # pages are combined
+    same_heads((together.layers[0], together.state[0]), (apart.layers[0], apart.state[0]))
+
+
+@pytest.mark.parametrize("name", ["orbit", "gravity", "scores"])
+def test_heads_in_pages_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
+    """Scores and codes enter with the rows."""
+    (want, apart), steps = extended(METHODS[name], monkeypatch), []
+    monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
+    step = heads_as_batch.step
+    monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
+    got, together = extended(METHODS[name], monkeypatch)
+    assert steps
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    same(together, apart)
 
 
 @pytest.mark.parametrize("name", ["centroids", "gravity", "scores"])
@@ -183,7 +246,7 @@ def test_all_layers_share_the_program_that_compresses():
             read = prefill_compression.ReadLayer(number, plan, whole, budgets)
             (layer_and_state,), *_ = prefill_compression.compress(run, method, [read], jax.random.key(0), None, None)
             same(layer_and_state, jax.jit(compress_layer_of(method, plan, whole, budgets, number))())
-    assert called == ["_compress_heads", "_group_heads"] * LAYERS
+    assert called == ["_compress_heads", "_page_heads", "_cut_pages"] * LAYERS
     assert compiled.programs >= 1
 
 
@@ -212,6 +275,20 @@ def test_heads_that_agree_or_take_turns_stay_in_groups(method):
 def test_heads_of_a_layer_have_slots_of_their_own():
     """However they were compressed: no head has the slots of the largest."""
     layer, _ = compressed(METHODS["centroids"], 1)
-    slots = [as_array(group.keys).shape[2] for group in groups(layer)]
+    slots = np.asarray(layer.capacity)[0].tolist()
     assert len(set(slots)) == HEADS
     assert max(slots) > 3 * min(slots) / 2
+
+
+@given(needs=st.lists(st.integers(1, 1000), min_size=1, max_size=30), more=st.sampled_from([0.0, 0.05, 0.3]))
+def test_pools_have_few_sizes_and_hardly_more_pages(needs, more):
+    needs = sorted(needs)
+    sizes = few_sizes(needs, more)
+    assert list(sizes) == sorted(set(sizes))
+    taken = [next(size for size in sizes if size >= need) for need in needs]
+    assert sum(taken) <= (1 + more) * sum(needs)
+    assert more or sizes == tuple(sorted(set(needs)))
+    # One size less would take more, whichever they were: of few needs all choices are tried.
+    for fewer in itertools.combinations(sorted(set(needs))[:-1], len(sizes) - 2) if 2 <= len(sizes) <= 3 else ():
+        chosen = (*fewer, needs[-1])
+        assert sum(min(size for size in chosen if size >= need) for need in needs) > (1 + more) * sum(needs)

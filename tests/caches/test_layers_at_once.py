@@ -75,7 +75,7 @@ def test_layers_at_once_are_what_each_is_alone(name, lengths, monkeypatch):
 def test_so_are_layers_whose_heads_have_budgets_of_their_own(name, monkeypatch):
     method = replace(TOGETHER[name], budget=UNEQUAL)
     got, called = prefill(method)
-    assert (called["_compress_heads_of_layers"], called["_group_heads"], called["_compress_heads"]) == (1, LAYERS, 0)
+    assert (called["_compress_heads_of_layers"], called["_page_heads"], called["_compress_heads"]) == (1, LAYERS, 0)
     monkeypatch.setattr(prefill_compression, "traits", lambda: TRAITS["cpu"])
     want, called = prefill(method)
     assert called["_compress_heads"] == LAYERS

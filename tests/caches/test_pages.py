@@ -152,6 +152,21 @@ def test_bytes_are_those_of_the_budget(mode):
             assert over == 0 if mode == "kvpress" else -1.5 * heads <= over <= heads / 2
 
 
+def test_heads_that_share_a_budget_are_a_group():
+    """Of two sequences that spread their rows over the heads in other ways."""
+    kv, tokens = read(METHOD, prompt(1, 200), prompt(2, 150), new=0), (200, 150)
+    for layer in kv.layers:
+        assert layer.heads == ((0, 1),)
+        (group,) = layer.groups
+        np.testing.assert_array_equal(group.length, layer.length)
+        assert np.sum(group.length, axis=1).tolist() == [200, 150]
+        np.testing.assert_array_equal(np.sum(group.degree == 1, axis=-1), group.length)
+        for b, i in np.ndindex(*group.length.shape):
+            positions = np.asarray(group.positions[b, i, : group.length[b, i]])
+            assert np.all(np.diff(positions) > 0)
+            assert positions[-1] == tokens[b] - 1
+
+
 def test_bytes_of_a_large_model():
     """Llama-3.1-8B, 32,768 tokens, a fifth kept."""
     request = Request(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)

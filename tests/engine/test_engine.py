@@ -194,8 +194,24 @@ def test_a_completed_method_reads_what_an_engine_writes(tmp_path):
     ckv.load_cache(file, model.config, completed)
 
 
-def test_a_cache_that_prefill_made_is_asked(tmp_path):
-    model, method, text = tiny(), ckv.SnapKV(ckv.Budget(ratio=0.5), window=4), prompt(3, 50)
+def test_heads_of_unequal_budgets_are_served_and_saved(tmp_path):
+    """They return to their budgets while decoding, each in its own pages, in a slot and from a file alike."""
+    shares = ((1.5, 0.5), (0.5, 1.5))
+    method, file = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=0.5, shares=shares)), tmp_path / "file"
+    served, texts, question = engine(method=method), [prompt(3, 50), prompt(4, 34)], prompt(904, 4)
+    asked = [served.add(text, question, max_new_tokens=12) for text in texts]
+    expected = [ckv.generate(tiny(), [x], questions=[question], method=method, max_new_tokens=12) for x in texts]
+    assert [handle.result().tokens for handle in asked] == [result.tokens for result in expected]
+    served.save(served.read(texts[0]), file)
+    loaded = ckv.load_cache(file, tiny().config, method)
+    assert all(isinstance(layer, ckv.PagedHeads) and layer.head_slots for layer in loaded.layers)
+    again = engine(method=method).add(file, question, max_new_tokens=12).result()
+    assert again.tokens == expected[0].tokens
+
+
+@pytest.mark.parametrize("shares", [None, ((1.5, 0.5), (0.5, 1.5))])
+def test_a_cache_that_prefill_made_is_asked(tmp_path, shares):
+    model, method, text = tiny(), ckv.SnapKV(ckv.Budget(ratio=0.5, shares=shares), window=4), prompt(3, 50)
     cache, _ = ckv.prefill(model.params, model.config, method, jnp.array([text]), jnp.array([50]), reserve=20)
     ckv.save_cache(tmp_path / "file", cache, model.config, method)
     question = prompt(904, 4)

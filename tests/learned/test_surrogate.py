@@ -205,8 +205,10 @@ def test_heads_below_the_mean_share_merge_everything():
     for layer in cache.layers:
         degrees = [np.asarray(group.degree)[0, 0, : int(group.length[0, 0])] for group in layer.groups]
         assert [len(x) for x in degrees] == [60, 20]
-        centroids = [layer_state[0] for layer_state in (x["centroids"] for x in cache.state[0])]
-        assert np.asarray(centroids).tolist() == [10, 14]  # a fifth of 54; all of 14
+        assert all(
+            np.sum(x > 1) <= merged for x, merged in zip(degrees, (10, 14), strict=True)
+        )  # a fifth of 54; all of 14
+        assert np.sum(degrees[0][2:-4] == 1) >= 44
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):

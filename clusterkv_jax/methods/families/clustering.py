@@ -11,12 +11,13 @@ from typing_extensions import override
 
 from clusterkv_jax import soft_matching
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache.layers import LayerCache, head_by_head
+from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, Schedule, State, recompress_every
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import Request, all_heads
+from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.sharding import over_heads

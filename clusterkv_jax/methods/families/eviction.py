@@ -21,7 +21,6 @@ from clusterkv_jax.cache.layers import (
     LayerCache,
     StepInputs,
     dequantised_rows,
-    head_by_head,
     mask_to_slots,
     take_rows,
     take_slots,
@@ -41,6 +40,7 @@ from clusterkv_jax.methods.base import (
     recompress_every,
     rows_held,
 )
+from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.scores import last_queries

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import Budget
-from clusterkv_jax.cache.layers import LayerCache, get_slot, set_slot
+from clusterkv_jax.cache.layers import LayerCache
+from clusterkv_jax.cache.slots import get_slot, set_slot
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count

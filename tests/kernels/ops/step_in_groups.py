@@ -145,6 +145,55 @@ def check_coded_step_of(name, implementation, examples):
     drawn(check, examples, st.integers(0, 2**16), st.sampled_from([1.0, 0.5]), held)
 
 
+def check_paged_step(implementation, *, examples=4):
+    """Heads in pages of 16 slots: what enters, and attention, are those of each head's slots alone."""
+    batch, group, page, pages, dim = 2, 2, 16, 8, 24
+    first = np.asarray([[0, 3, 4], [0, 1, 2]], np.int32)
+    run = compiled(partial(implementation, heads=((0, 1, 2),), largest=128))
+    begins, ends = first * page, np.append(first[:, 1:], [[pages]] * batch, axis=1) * page
+
+    def check(seed, share, held):
+        rng = np.random.default_rng(seed)
+
+        def draw(*shape):
+            return np.asarray(rng.normal(size=shape), np.float32)
+
+        q, new, score = draw(batch, 1, 3 * group, dim), [draw(batch, 3, 1, dim) for _ in (0, 1)], draw(batch, 3, 1)
+        length = np.minimum(np.asarray(held, np.int32)[:, None] * (1, 3, 7), ends - begins).astype(np.int32)
+        position, real = np.full((batch, 1), 777, np.int32), rng.random((batch, 1)) < share
+        number = np.arange(pages * page)
+        taken = np.any((number >= begins[..., None]) & (number < (begins + length)[..., None]), axis=1)
+        rows = [poisoned(draw(batch, pages * page, dim), ~taken) for _ in (0, 1)]
+        degree = np.where(taken, rng.integers(1, 9, taken.shape), 0).astype(np.float32)
+        flat = [*rows, degree, rng.integers(0, 99, taken.shape).astype(np.int32), draw(*taken.shape)]
+        given = tuple(x.reshape(batch, pages, page, *x.shape[2:]) for x in flat)
+        out, lse, (after,), (longer,) = run(q, *new, position, real, score, (given,), (length,), first)
+        np.testing.assert_array_equal(longer, length + real)
+        want = [x.copy() for x in flat]
+        for b, head in np.ndindex(*first.shape):
+            begin, end, count = begins[b, head], ends[b, head], length[b, head]
+            if real[b, 0] and begin + count < end:
+                row = new[0][b, head, 0], new[1][b, head, 0], 1, 777, score[b, head, 0]
+                for x, value in zip(want, row, strict=True):
+                    x[b, begin + count] = value
+            mine = [np.asarray(x[None, None, b, begin:end], np.float64) for x in want[:3]]
+            asked = np.asarray(q[b : b + 1, :, group * head : group * (head + 1)], np.float64)
+            part = attention_oracle(asked, *mine, np.asarray([[count + real[b, 0]]]))
+            near(out[b : b + 1, :, group * head : group * (head + 1)], part[0], tolerance(jnp.float32), axes=(1, 3))
+            near(lse[b : b + 1, :, group * head : group * (head + 1)], part[1], F32, axes=(1, 2))
+        for got, expected in zip(after, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(got).reshape(expected.shape), expected)
+
+    held = st.lists(st.integers(1, 20), min_size=batch, max_size=batch)
+    drawn(check, examples, st.integers(0, 2**16), st.sampled_from([1.0, 0.5]), held)
+
+
+def with_the_slots_of_the_next_head(*operands, **options):
+    """A head's pages begin one page late."""
+    *others, first = operands
+    return reference.step_in_groups(*others, first.at[:, 1:].add(1), **options)
+
+
 def with_heads_in_the_groups_order(*operands, heads, **options):
     """The first group takes the model's first heads."""
     counts = np.cumsum([0, *map(len, heads)]).tolist()
@@ -185,7 +234,7 @@ def with_one_scale(q, keys, values, *others, **options):
     return reference.step_in_groups(q, keys, values, *others, **options)
 
 
-CHECKS = [check_step, check_capped_step, check_coded_step]
+CHECKS = [check_step, check_capped_step, check_coded_step, check_paged_step]
 BROKEN = {
     check_step: [
         with_heads_in_the_groups_order,
@@ -195,6 +244,7 @@ BROKEN = {
     ],
     check_capped_step: [without_soft_cap],
     check_coded_step: [with_keys_for_values, with_one_scale],
+    check_paged_step: [with_the_slots_of_the_next_head],
 }
 
 
