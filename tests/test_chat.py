@@ -109,5 +109,5 @@ def test_a_system_stands_before_all_turns():
     assert (before, after) == ("<system>Be brief.<user>Wh", "o?<assistant> Ahab. <user>Where?<assistant>")
 
 
-def test_without_a_template_contents_stand_a_blank_line_apart():
-    assert cut_paragraphs(SAID, 1, 3) == ("Who?\n\n Ah", "ab. \n\nWhere?", "Who?\n\n Ahab. \n\nWhere?")
+def test_without_a_template_messages_stand_a_blank_line_apart_and_answers_where_they_were_written():
+    assert cut_paragraphs(SAID, 1, 3) == ("Who? Ah", "ab. \n\nWhere?", "Who? Ahab. \n\nWhere?")

@@ -1,4 +1,4 @@
-"""What an answer leaves: the cache of its slot, with the budget of a prompt as long as the conversation has become."""
+"""What an answer leaves: the cache of its sequence, with the budget of a prompt as long as the conversation has become."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from clusterkv_jax.cache.layers import KVCache, State, occupancy, take_sequences
+from clusterkv_jax.cache.layers import KVCache, State, occupancy
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import Layout
@@ -31,26 +31,22 @@ def left_behind(
     method: Method,
     layout: Layout,
     cache: KVCache,
-    slot: int,
     length: int,
     max_new_tokens: int,
     *,
     compact: bool = False,
 ) -> PrefillResult:
-    """A copy of the cache of one slot, which has seen `length` tokens; it goes on under the budget of so many.
+    """The cache of one sequence, which has seen `length` tokens, as it goes on under the budget of so many.
 
     What is beyond that budget goes when its method is due, as while decoding; with `compact` at once. Methods that
     only append, or replace a row by each token, keep the rows that they have.
     """
     if _is_ever_due(cache):
         budgets = _budgets(model, method, layout, length, max_new_tokens)
-        number, now = np.asarray(slot, np.int32), np.asarray(compact)
-        left = _with_budgets(model.config, method, cache, number, budgets, now)
-    else:
-        left = take_sequences(cache, jnp.asarray([slot]))
-    room = room_behind(left, layout.one, layout.limits.step_tokens)
+        cache = _with_budgets(model.config, method, cache, budgets, np.asarray(compact))
+    room = room_behind(cache, layout.one, layout.limits.step_tokens)
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
-    return PrefillResult(left, logits, (occupancy(left), occupancy(left, windows=True)), room)
+    return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
 
 
 def _is_ever_due(cache: KVCache) -> bool:
@@ -79,14 +75,12 @@ def _with_budgets(
     config: ModelConfig,
     method: Method,
     cache: KVCache,
-    slot: Int[Array | np.ndarray, ""],
     budgets: Budgets,
     now: Bool[Array | np.ndarray, ""],
 ) -> KVCache:
-    """A copy of one slot under other budgets, compressed where it is due by them, or holds more than them `now`."""
-    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), cache)
+    """A sequence under other budgets, compressed where it is due by them, or holds more than them `now`."""
     interval = method.schedule.interval
-    one = replace(one, state=_until(one.state, budgets, jnp.where(now, 0, interval)))
+    one = replace(cache, state=_until(cache.state, budgets, jnp.where(now, 0, interval)))
     late = due(method, one)
     assert late is not None
     one = cond_in_place(late, lambda cache: recompress(method, cache, ropes=config.ropes), one)

@@ -129,8 +129,7 @@ class EngineCore:
     def compact(self, context: Context) -> Context:
         """A context at its budget, at work."""
         cache, new = self.prefiller.held(context)[0].cache, context.max_new_tokens
-        sizes = 0, context.length, new
-        result = left_behind(self.model, self.method, self.layout, cache, *sizes, compact=True)
+        result = left_behind(self.model, self.method, self.layout, cache, context.length, new, compact=True)
         return self._new_context(context.tokens, context.seed, new, result)
 
     def stats(self) -> EngineStats:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from clusterkv_jax.cache.layers import KVCache
+from clusterkv_jax.cache.layers import KVCache, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import continuation, slot_programs
 from clusterkv_jax.engine.contexts import PrefillResult
@@ -85,8 +86,11 @@ class ModelRunner:
 
     def left_behind(self, slot: int, length: int, max_new_tokens: int) -> PrefillResult:
         """What the sequence in a slot, of so many tokens, leaves for those that go on from it."""
-        cache = self._slots.cache
-        return continuation.left_behind(self.model, self.method, self.layout, cache, slot, length, max_new_tokens)
+        if self.method.storage == "host":
+            cache = take_sequences(self._slots.cache, jnp.asarray([slot]))
+        else:
+            cache = slot_programs.extract(self.method, self._slots, np.asarray(slot, np.int32)).cache
+        return continuation.left_behind(self.model, self.method, self.layout, cache, length, max_new_tokens)
 
     def statistics(self, slot: int) -> KVCache:
         """What statistics look at, of one slot."""

@@ -77,14 +77,13 @@ def cut_messages(
 
 
 def cut_paragraphs(messages: Sequence[Mapping[str, Any]], number: int, letters: int) -> tuple[str, str, str]:
-    """The same for a model without a template: contents a blank line apart."""
+    """The same for a model without a template: contents a blank line apart, an answer where it was written."""
     text, place = "", 0
     for at, message in enumerate(messages):
         content = message["content"]
-        start = len(text) + (len(gap(text, content)) if text else 0)
-        text += gap(text, content) + content if text else content
-        if at == number:
-            place = start + letters
+        text += gap(text, content) if text and message["role"] != "assistant" else ""
+        place = len(text) + letters if at == number else place
+        text += content
     return text[:place], text[place:], text
 
 
