@@ -1,9 +1,8 @@
-"""What an answer leaves: the cache of its sequence, with the budget of a prompt as long as the conversation has become."""
+"""What an answer leaves: its cache, with the budget of a prompt as long as the conversation has become."""
 
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
