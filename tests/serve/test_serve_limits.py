@@ -203,7 +203,7 @@ def test_a_conversation_is_cut_before_the_last_user_s_turn():
     plain = of_conversation(byte_model(), Conversation(said, cut=(0, 3)))
     assert [model.tokenizer.decode(part) for part in (plain.shared, plain.rest)] == [
         "Who",
-        " are you?\n\nAnn.\n\nAnd who is he?",
+        " are you?Ann.\n\nAnd who is he?",
     ]
 
 
