@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ModelConfig, QueryScaling
 from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, is_one_after_rms, rows_of
-from clusterkv_jax.blocks.linear import linear
+from clusterkv_jax.blocks.linear import linear, linears
 from clusterkv_jax.blocks.norm import pre_norm
 from clusterkv_jax.blocks.qk_norm_rope import qk_norm_rope, turns_halves
 from clusterkv_jax.blocks.rope import cosines_and_sines
@@ -58,7 +58,7 @@ def _reference(
     layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
     weights, x = layer["attention"], pre_norm(layer, "attention", config, hidden)
-    q, k, v = (linear(x, weights[name], (2,), weights.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = linears(x, [weights[name] for name in "qkv"], (2,), [weights.get(f"{name}_bias") for name in "qkv"])
     q, k = qk_norm_rope(weights, config, q, k, positions)
     return q, k, v, None if surrogate is None else token_scores(surrogate, x)
 

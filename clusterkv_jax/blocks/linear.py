@@ -1,5 +1,6 @@
 """Products with weights, of which there is no other in the library."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,11 +32,31 @@ def linear(
     never whole in numbers; they know which of their dimensions are inputs.
     """
     if isinstance(weights, QuantisedWeights):
-        y = linear_of_codes(x, weights).astype(dtype or x.dtype)
+        y = linear_of_codes(x, weights)[0].astype(dtype or x.dtype)
     else:
         inputs = tuple(range(x.ndim - len(axes), x.ndim))
         precision = matmul_precision(x.dtype)
         y = jnp.tensordot(x, weights, (inputs, axes), precision=precision, preferred_element_type=dtype)
+    return _with_bias(y, bias)
+
+
+@jax.named_scope("linear")
+def linears(
+    x: Float[Array, "..."],
+    weights: Sequence[Float[Array, "..."] | QuantisedWeights],
+    axes: tuple[int, ...] = (0,),
+    biases: Sequence[Float[Array, "..."] | None] = (),
+) -> list[Float[Array, "..."]]:
+    """`linear` of x with each of these weights and its bias, if there are biases; with those in codes at once."""
+    biases = biases or [None] * len(weights)
+    coded = [own for own in weights if isinstance(own, QuantisedWeights)]
+    if len(coded) == len(weights):
+        products = [y.astype(x.dtype) for y in linear_of_codes(x, *coded)]
+        return [_with_bias(y, bias) for y, bias in zip(products, biases, strict=True)]
+    return [linear(x, own, axes, bias) for own, bias in zip(weights, biases, strict=True)]
+
+
+def _with_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
     return y if bias is None else y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
 from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, rows_of
-from clusterkv_jax.blocks.linear import linear
+from clusterkv_jax.blocks.linear import linears
 from clusterkv_jax.blocks.norm import pre_norm
 from clusterkv_jax.blocks.residual import add_output
 from clusterkv_jax.kernels.row_products import row_products
@@ -44,10 +44,9 @@ def hidden_units(weights: dict[str, Any], activation: str, x: Float[Array, "B T 
 
 def _reference(weights: dict[str, Any], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:
     act = ACTIVATIONS[activation]
-    up = linear(x, weights["up"], bias=weights.get("up_bias"))
-    if "gate" not in weights:
-        return act(up)
-    return act(linear(x, weights["gate"], bias=weights.get("gate_bias"))) * up
+    names = [name for name in ("up", "gate") if name in weights]
+    up, *gates = linears(x, [weights[name] for name in names], biases=[weights.get(f"{name}_bias") for name in names])
+    return act(gates[0]) * up if gates else act(up)
 
 
 def _few_tokens(weights: dict[str, Any], activation: str, x: Float[Array, "B T M"]) -> Float[Array, "B T F"]:

@@ -23,31 +23,39 @@ def partitions(weights: QuantisedWeights, mesh: Any) -> QuantisedWeights:
     return _placed(weights, *_shared(weights, mesh))
 
 
-def linear_of_codes(x: Float[Array, "*inputs"], weights: QuantisedWeights) -> Float[Array, "*outputs"]:
-    """x [*tokens, *inputs] times the weights of one matrix: [*tokens, *outputs], float32."""
-    tokens = x.shape[: x.ndim - len(weights.axes)]
-    outputs = [weights.shape[i] for i in weights.outputs]
-    rows, mesh = x.reshape(*tokens, -1), ambient_mesh()
+def linear_of_codes(x: Float[Array, "*inputs"], *weights: QuantisedWeights) -> list[Float[Array, "*outputs"]]:
+    """x [*tokens, *inputs] times each of these weights of one matrix: [*tokens, *outputs], float32."""
+    tokens, mesh = x.shape[: x.ndim - len(weights[0].axes)], ambient_mesh()
+    rows = x.reshape(*tokens, -1)
     if mesh is None or mesh.size == 1 or mesh.manual_axes:  # within a shard_map, codes are a device's own
-        return _product(rows, weights).reshape(*tokens, *outputs)
+        found = _products(rows, *weights)
+    else:
+        found = [_on_mesh(rows, own, mesh) for own in weights]
+    shapes = [[own.shape[i] for i in own.outputs] for own in weights]
+    return [y.reshape(*tokens, *outputs) for y, outputs in zip(found, shapes, strict=True)]
+
+
+def _on_mesh(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights, mesh: Any) -> Float[Array, "*outputs"]:
+    tokens = rows.shape[:-1]
     names = ("batch", "tokens")[: len(tokens)] + (None,) * (len(tokens) - 2)
     spread = partition(names, tokens, mesh)
     taken = jax.tree.leaves(tuple(spread))
     inner, outer = (tuple(axis for axis in axes if axis not in taken) for axes in _shared(weights, mesh))
 
     def local(rows: Array, weights: QuantisedWeights) -> Array:
-        y = _product(rows, weights)
+        (y,) = _products(rows, weights)
         return jax.lax.psum(y, inner) if inner else y
 
     specs = PartitionSpec(*spread, inner or None), _placed(weights, inner, outer)
     result = PartitionSpec(*spread, outer or None)
-    y = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False)(rows, weights)
-    return y.reshape(*tokens, *outputs)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False)(rows, weights)
 
 
-def _product(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights) -> Float[Array, "*tokens outputs"]:
-    flat = quantised_linear(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), weights)
-    return flat.reshape(*rows.shape[:-1], flat.shape[-1])
+def _products(
+    rows: Float[Array, "*tokens inputs"], *weights: QuantisedWeights
+) -> list[Float[Array, "*tokens outputs"]]:
+    flat = quantised_linear(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), *weights)
+    return [y.reshape(*rows.shape[:-1], y.shape[-1]) for y in flat]
 
 
 def _shared(weights: QuantisedWeights, mesh: Any) -> tuple[Axes, Axes]:

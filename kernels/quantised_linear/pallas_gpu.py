@@ -1,6 +1,6 @@
-"""Products of few rows with weights in codes on GPU.
+"""Products of few rows with weights in codes on GPU: one launch for all weights that rows are multiplied with.
 
-    grid (blocks of outputs, splits of the inputs)   a program: a split of the inputs of a block
+    grid (blocks of the outputs of all weights, splits of the inputs)   a program: a split of the inputs of a block
 
 Bytes: codes and scales, once. Bound: reads. What codes stand for is multiplied before any scale, exactly: a group's
 products are scaled in float32, so that an instruction scales 16 numbers of 128. The scales of a step are read while the
@@ -29,7 +29,7 @@ LEAST_PROGRAMS = 256  # fewer leave parts of multiprocessors without work
 MOST_SPLITS = 8
 
 
-def quantised_linear(x, weights, *, sizes=None, interpret=False):
+def quantised_linear(x, *weights, sizes=None, interpret=False):
     """See `clusterkv_jax.kernels.quantised_linear.quantised_linear`.
 
     `sizes` go before those of the kernel.
@@ -38,54 +38,85 @@ def quantised_linear(x, weights, *, sizes=None, interpret=False):
         raise LeftToXLA(f"The GPU kernel of quantised_linear takes up to {ROWS} rows, got {len(x)}.")
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"The GPU kernel of quantised_linear takes rows of bfloat16, got {x.dtype}.")
-    return _run((tuple(fitted(weights, dict(sizes or {})).items()), interpret), x, weights)
+    tiles, launch = fitted(weights, sizes or {})
+    return _run((tiles, tuple(launch.items()), interpret), x, weights)
 
 
 def fitted(weights, sizes):
-    """Sizes whose blocks divide these weights, and whose stages have room; `splits` of the inputs fill the device."""
+    """Outputs, rows and tiles of a step of each of these weights, whose blocks divide them; and what all share.
+
+    `splits` of the inputs fill the device, and `stages` of steps have room.
+    """
     sizes = SIZES | sizes
-    rows, outputs = weights.codes.shape
-    groups, packed = weights.scales.shape[0], weights.kind in PACKED
-    block = whole_block(sizes["block"], outputs)
-    depth = whole_block(sizes["depth"], rows) if groups == 1 else rows // groups  # a group's products have one scale
+    blocks = [_block(own, sizes) for own in weights]
+    programs = sum(own.codes.shape[1] // block for own, (block, _) in zip(weights, blocks, strict=True))
+    splits = sizes.get("splits", min(MOST_SPLITS, power_of_two(pl.cdiv(LEAST_PROGRAMS, programs))))
+    splits = min(whole_block(splits, len(own.codes) // depth) for own, (_, depth) in zip(weights, blocks, strict=True))
+    tiles, stages = [], sizes["stages"]
+    for own, (block, depth) in zip(weights, blocks, strict=True):
+        count = whole_block(max(1, sizes["step"] // depth), len(own.codes) // depth // splits)
+        tiles.append((block, depth, count))
+        halves = 2 if own.kind in PACKED else 1
+        stages = max(1, min(stages, shared_memory() // (count * depth * (block + 2 * ROWS * halves))))
+    warps = min(sizes["warps"], *(block // LEAST for block, _ in blocks))  # a warp has eight words at least
+    return tuple(tiles), {"splits": splits, "warps": warps, "stages": stages}
+
+
+def _block(weights, sizes):
+    """Outputs of a program, and rows of codes of a tile: those of a group, whose products have one scale."""
+    (rows, outputs), groups = weights.codes.shape, weights.scales.shape[0]
+    block, depth = whole_block(sizes["block"], outputs), rows // groups
+    depth = whole_block(sizes["depth"], rows) if groups == 1 else depth
     if min(block // 2, depth) < LEAST or depth & (depth - 1) or depth > MOST_DEPTH:
         raise NotImplementedError(
             f"The GPU kernel of quantised_linear takes outputs in blocks of {2 * LEAST} and groups of {LEAST} to "
             f"{MOST_DEPTH} rows of codes, a power of two, got {outputs} and {depth}."
         )
-    wanted = min(MOST_SPLITS, power_of_two(pl.cdiv(LEAST_PROGRAMS, outputs // block)))
-    splits = whole_block(sizes.get("splits", wanted), rows // depth)
-    tiles = whole_block(max(1, sizes["step"] // depth), rows // depth // splits)
-    room = shared_memory() // (tiles * depth * (block + 2 * ROWS * (2 if packed else 1)))
-    warps = min(sizes["warps"], block // LEAST)  # a warp has eight words at least
-    stages = max(1, min(sizes["stages"], room))
-    return {"block": block, "depth": depth, "tiles": tiles, "splits": splits, "warps": warps, "stages": stages}
+    return block, depth
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, x, weights):
-    sizes, interpret = dict(options[0]), options[1]
-    outputs = weights.codes.shape[1]
-    y = call(
-        partial(_kernel, kind=weights.kind, **{name: sizes[name] for name in ("block", "depth", "tiles", "splits")}),
-        jax.ShapeDtypeStruct((sizes["splits"], len(x), outputs), jnp.float32),
-        *(x, words(weights), weights.scales, weights.offsets),
-        grid=(outputs // sizes["block"], sizes["splits"]),
-        warps=sizes["warps"],
-        stages=sizes["stages"],
+    tiles, launch, interpret = options[0], dict(options[1]), options[2]
+    outputs, splits = [own.codes.shape[1] for own in weights], launch["splits"]
+    parts = call(
+        partial(_kernel, kinds=tuple(own.kind for own in weights), tiles=tiles, splits=splits),
+        [jax.ShapeDtypeStruct((splits, len(x), width), jnp.float32) for width in outputs],
+        *(x, [(words(own), own.scales, own.offsets) for own in weights]),
+        grid=(sum(width // block for width, (block, *_) in zip(outputs, tiles, strict=True)), splits),
+        warps=launch["warps"],
+        stages=launch["stages"],
         interpret=interpret,
     )
-    return jnp.sum(y, axis=0)
+    return [jnp.sum(part, axis=0) for part in parts]
 
 
 @_run.defjvp
 def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
-    return _run(options, *operands), jax.jvp(reference.quantised_linear, operands, tangents)[1]
+
+    def definition(x, weights):
+        return reference.quantised_linear(x, *weights)
+
+    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _kernel(x, codes, scales, offsets, out, *, kind, block, depth, tiles, splits):
-    word, split = arange(block // 2, pl.program_id(0) * (block // 2)), pl.program_id(1)
+def _kernel(x, weights, *outs, kinds, tiles, splits):
+    program, split = pl.program_id(0), pl.program_id(1)
+    for own, out, kind, sizes in zip(weights, outs, kinds, tiles, strict=True):
+        programs = out.shape[-1] // sizes[0]
+
+        @pl.when((program >= 0) & (program < programs))
+        def _(own=own, out=out, kind=kind, sizes=sizes, number=program):
+            _outputs(x, own, out, (number, split), kind, sizes, splits)
+
+        program -= programs
+
+
+def _outputs(x, weights, out, place, kind, sizes, splits):
+    """A split of the inputs of a block of one of the weights."""
+    (codes, scales, offsets), (block, depth, tiles), (number, split) = weights, sizes, place
+    word = arange(block // 2, number * (block // 2))
     count, grouped, packed = codes.shape[0] // depth // splits, scales.shape[0] > 1, kind in PACKED
     first, (row, there) = split * count, tile_of_rows(x)
     added = offsets is not None or kind in BIAS
@@ -111,29 +142,28 @@ def _kernel(x, codes, scales, offsets, out, *, kind, block, depth, tiles, splits
         ahead = of_groups(step + 1) if grouped else own
         for i in range(tiles):
             sums = products(first + step * tiles + i)
-            sums = _scaled(sums, *own[i], BIAS.get(kind)) if grouped else sums
+            sums = _scaled(sums, own[i], BIAS.get(kind)) if grouped else sums
             totals = [total + part for total, part in zip(totals, sums, strict=True)]
         return totals, ahead
 
     zeros = jnp.zeros((ROWS, block // 2), jnp.float32)
     sums = 3 if added and not grouped else 2
     totals, own = jax.lax.fori_loop(0, count // tiles, body, ([zeros] * sums, of_groups(0)))
-    totals = totals if grouped else _scaled(totals, *own[0], BIAS.get(kind))
+    totals = totals if grouped else _scaled(totals, own[0], BIAS.get(kind))
     for part, total in enumerate(totals):
         plgpu.store(out.at[split, row, 2 * word[None, :] + part], total, mask=there)
 
 
 def _pairs(scales, offsets, group, word):
     """Scales of even and of odd outputs, and their offsets or None, as they are stored."""
-    return [
-        [None if ref is None else plgpu.load(ref.at[group, 2 * word + i]) for i in (0, 1)] for ref in (scales, offsets)
-    ]
+    both = [2 * word, 2 * word + 1]
+    return [[None if ref is None else plgpu.load(ref.at[group, at]) for at in both] for ref in (scales, offsets)]
 
 
-def _scaled(sums, scales, offsets, bias):
+def _scaled(sums, own, bias):
     """Products of a group in numbers; the third one goes with what is added to each weight."""
     totals = []
-    for part, stored, offset in zip(sums[:2], scales, offsets, strict=True):
+    for part, stored, offset in zip(sums[:2], *own, strict=True):
         scale = _numbers(stored)[None, :]
         shift = None if offset is None else offset.astype(jnp.float32)[None, :]
         if bias is not None:

@@ -17,8 +17,12 @@ _FEW, _OF_FEW, _OF_MANY, _ON_ACCELERATORS = 16, 2**16, 2**20, 2**25
 _LANES = 128  # outputs at least
 
 
-def quantised_linear(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n outputs"]:
+def quantised_linear(x: Float[Array, "n inputs"], *weights: QuantisedWeights) -> list[Float[Array, "n outputs"]]:
     """See `clusterkv_jax.kernels.quantised_linear.quantised_linear`."""
+    return [_of_one(x, own) for own in weights]
+
+
+def _of_one(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n outputs"]:
     outputs = weights.codes.shape[-1]
     size = _ON_ACCELERATORS if platform() != "cpu" else _OF_FEW if x.shape[0] <= _FEW else _OF_MANY
     most = max(size // weights.inputs, _LANES)

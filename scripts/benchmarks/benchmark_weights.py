@@ -183,7 +183,7 @@ def line(case: Case, bandwidth: float) -> bool:
     try:
         run = case.program.result()
         x, weights, expected = operands(case.kind, case.inputs, case.outputs, case.rows)
-        y = run(x, weights)[0].astype(jnp.float32)
+        y = jax.tree.leaves(run(x, weights))[0].astype(jnp.float32)
         error = float(jnp.max(jnp.linalg.norm(y - expected, axis=1) / jnp.linalg.norm(expected, axis=1)))
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as problem:
         print(f"{start} refused: {str(problem).splitlines()[0][:60]} | | | |", flush=True)

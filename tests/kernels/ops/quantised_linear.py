@@ -77,7 +77,7 @@ def check_product(implementation, *, examples=2, shapes=SHAPES):
     for shape in shapes:
         for seed in range(examples):
             x, weights, numbers = operands(seed, *shape)
-            y = run(x, weights)
+            (y,) = run(x, weights)
             assert (y.dtype, y.shape) == (jnp.float32, (x.shape[0], numbers.shape[1]))
             near(y, np.asarray(x, np.float64) @ numbers, tolerance(x.dtype), axes=1)
 
@@ -102,12 +102,12 @@ def without_offsets(x, weights):
 
 
 def without_the_last_output(x, weights):
-    return reference.quantised_linear(x, weights).at[:, -1].set(0)
+    return [reference.quantised_linear(x, weights)[0].at[:, -1].set(0)]
 
 
 def even_outputs_for_odd_ones(x, weights):
-    y = reference.quantised_linear(x, weights)
-    return y.reshape(len(x), -1, 2)[:, :, ::-1].reshape(y.shape)
+    (y,) = reference.quantised_linear(x, weights)
+    return [y.reshape(len(x), -1, 2)[:, :, ::-1].reshape(y.shape)]
 
 
 def without_the_last_step(x, weights):
@@ -145,6 +145,17 @@ def test_rows_of_another_width_are_refused():
     x, weights, _ = operands(0, "int4", 1, 64, 2, 48, True, jnp.float32)
     with pytest.raises(ValueError, match=r"takes rows \[n, 64\]"):
         quantised_linear(x[:, :32], weights)
+
+
+def test_rows_are_multiplied_with_several_weights_in_a_launch():
+    """Of other kinds, groups and outputs."""
+    shapes = [("int4", 3, 192, 6, 96, True), ("int8", 3, 192, 1, 32, False), ("mxfp4", 3, 192, 6, 64, False)]
+    x, *_ = operands(0, *shapes[0], jnp.bfloat16)
+    drawn = [operands(seed, *shape, jnp.bfloat16)[1:] for seed, shape in enumerate(shapes)]
+    weights, expected = zip(*drawn, strict=True)
+    run = compiled(partial(pallas_gpu.quantised_linear, sizes=SMALL, interpret=True))
+    for y, numbers in zip(run(x, *weights), expected, strict=True):
+        near(y, np.asarray(x, np.float64) @ numbers, tolerance(x.dtype), axes=1)
 
 
 @pytest.mark.parametrize(
