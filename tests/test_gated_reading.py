@@ -14,6 +14,7 @@ from clusterkv_jax.cache.layers import HeadGroups, LayerCache, StepInputs, group
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.methods.gating import renumber
 from clusterkv_jax.runtime.programs import compilation
 from tests.support.tiny import VOCAB, prompt, sliding, taught, tiny, untied, with_sinks
 
@@ -150,6 +151,35 @@ def test_memory_does_not_grow_with_the_prompt():
     assert held == [(24, 16 + 16 - 4 + 8), (32, 36), (40, 36), (48, 36)]
 
 
+def short_of_positions(positions=100):
+    model = taught()
+    return replace(model, config=replace(model.config, max_positions=positions))
+
+
+def test_rows_that_are_renumbered_say_the_same_where_nothing_stood_between_them():
+    """Of a ring of latest rows all distances stay true."""
+    method, model = ckv.StreamingLLM(ckv.Budget(tokens=12), sinks=0), taught()
+    cache, _ = gated(method)
+    token = jnp.asarray([3, 5, 7])
+    moved = renumber(jax.tree.map(jnp.copy, cache), model.config.ropes)
+    assert np.asarray(moved.layers[0].positions)[0, 0, :12].tolist() == list(range(12))
+    assert moved.position.tolist() == [12, 12, 12]
+    one, other = (ckv.decode_step(model.params, model.config, method, x, token)[1] for x in (cache, moved))
+    np.testing.assert_allclose(one, other, atol=2e-3)
+
+
+@pytest.mark.parametrize("budget", [ckv.Budget(tokens=16), ckv.Budget(tokens=16, shares=((1.0, 2.0), (3.0, 0.7)))])
+def test_a_text_without_end_is_read_in_the_positions_of_the_model(budget):
+    method = kinds(budget)[0]
+    asked = {"method": method, "max_new_tokens": 6, "question": [5, 6, 7], "reading": "gated", "window": 16, "chunk": 8}
+    text = prompt(1, 700)
+    with pytest.raises(ValueError, match="exceed the model's 200 positions"):
+        ckv.generate(short_of_positions(200), [text], **asked)
+    read = ckv.generate(short_of_positions(200), [text], **asked, renumber=True)
+    assert len(read.tokens[0]) == 6
+    assert np.mean(read.stats.kept_rows) == pytest.approx(16, abs=1)
+
+
 @pytest.mark.parametrize("method", kinds(HALF)[::3], ids=name)
 def test_an_engine_reads_as_generate_does(method):
     how = {"method": method, "reading": "gated", "window": 16, "chunk": 8}
@@ -173,6 +203,8 @@ def test_an_engine_reads_as_generate_does(method):
         ({"method": ckv.KVzap(HALF, scope="layer")}, "KVzap needs later queries"),
         ({"method": kinds(ckv.Budget(tokens=48))[0]}, "keeps all of a prompt of 48 tokens with this budget"),
         ({"method": ckv.Full()}, "Full"),
+        ({"renumber": True, "reading": "whole"}, "renumber=True is for reading='gated'"),
+        ({"renumber": True, "max_new_tokens": 200}, "Rows, window and chunk of .* exceed the model's 256 positions"),
         ({"prefill_chunk": 8}, "prefill_chunk=8 is for reading='whole'"),
         ({"max_new_tokens": 300}, "exceed the model's 256 positions"),
     ],

@@ -20,6 +20,7 @@ from clusterkv_jax.cli.options import (
     CompilationCache,
     MinP,
     Reading,
+    Renumber,
     SamplingOf,
     Seed,
     Temperature,
@@ -111,6 +112,7 @@ def generate(
     reading: Reading = "whole",
     window: Window = 4096,
     chunk: Chunk = 2048,
+    renumber: Renumber = False,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     keep_short: Annotated[
         bool, _cache("--keep-short", help="Keep texts whole that are too short for their budget.")
@@ -127,6 +129,8 @@ def generate(
 ) -> None:
     """Continue a text, or answer questions about it, from a compressed cache."""
     with one_sentence_errors(debug):
+        if renumber and len(prompt_file) > 1:
+            raise ValueError(f"--renumber reads one text, got {len(prompt_file)}.")
         if (cache is None) == (not prompt_file):
             raise ValueError("One of --prompt-file and --cache is needed.")
         texts = [read_text(file) for file in prompt_file]
@@ -167,7 +171,7 @@ def generate(
         prompts, questions = asked(texts, question or [], text_options["chat"])
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
         sizes: Any = {"questions": questions, "max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
-        sizes |= {"reading": reading, "window": window, "chunk": chunk}
+        sizes |= {"reading": reading, "window": window, "chunk": chunk, "renumber": renumber}
         sizes |= {"sampling": drawing if sampling is None else network.sampling, **text_options}
         sizes |= {"stop": tuple(stop or ()), "stop_ids": tuple(stop_id or ())}
         check_prompts(network, prompts, dict(candidates), sizes, keep_short=keep_short)

@@ -38,6 +38,9 @@ CacheFolder = Annotated[
 _reading = partial(typer.Option, rich_help_panel="Cache")
 Reading = Annotated[str, _reading(help="'whole' compresses a text after it has been read, 'gated' while it is read.")]
 Window = Annotated[int, _reading(help="Gated, the newest tokens that stay until a text has been read.")]
+Renumber = Annotated[
+    bool, _reading("--renumber", help="Gated, renumber rows where the model's positions end: a text of any length.")
+]
 Chunk = Annotated[int, _reading(help="Gated, tokens that are read at once, at most --window.")]
 
 _drawing = partial(typer.Option, rich_help_panel="Sampling")

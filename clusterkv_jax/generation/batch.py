@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.checkpoints.loading import Model, check_model
+from clusterkv_jax.runtime.checks import check_flag
 from clusterkv_jax.runtime.errors import counted, is_count, is_one_of, shown
 from clusterkv_jax.runtime.sharding import SEQUENCE
 from clusterkv_jax.text.chat import Chat
@@ -20,13 +21,15 @@ QUESTION_STEP = 64
 
 @dataclass(frozen=True)
 class Gate:
-    """How a prompt is read that is compressed meanwhile: the newest tokens that stay, and tokens that are read at once.
+    """How a prompt is read that is compressed meanwhile: the newest tokens that stay, tokens that are read at once, and
+    whether rows get new positions where those of the model end.
 
     Raises ValueError for a window below the chunk.
     """
 
     window: int = 4096
     chunk: int = 2048
+    renumber: bool = False
 
     def __post_init__(self) -> None:
         if not is_count(self.chunk, 1):
@@ -37,11 +40,13 @@ class Gate:
             )
 
 
-def gate_of(reading: Any, window: Any, chunk: Any, prefill_chunk: int | None) -> Gate | None:
+def gate_of(reading: Any, window: Any, chunk: Any, prefill_chunk: int | None, *, renumber: Any = False) -> Gate | None:
     """What `generate` is told of reading; None where prompts are read whole. Raises ValueError for anything else."""
     if not is_one_of(reading, "whole", "gated"):
         raise ValueError(f"reading must be 'whole' or 'gated', got {shown(reading)}.")
-    gate = Gate(window, chunk)
+    gate = Gate(window, chunk, check_flag(renumber=renumber))
+    if reading == "whole" and renumber:
+        raise ValueError("renumber=True is for reading='gated': a prompt that is read whole needs its positions.")
     if reading == "gated" and prefill_chunk is not None:
         raise ValueError(f"prefill_chunk={prefill_chunk} is for reading='whole'; chunk={chunk} says how gated reads.")
     return gate if reading == "gated" else None
@@ -96,6 +101,7 @@ def make_batch(
     reading: str = "whole",
     window: int = Gate.window,
     chunk: int = Gate.chunk,
+    renumber: bool = False,
     streams: bool = False,
     endless: bool = False,
 ) -> Batch:
@@ -105,19 +111,21 @@ def make_batch(
     """
     check_model(model)
     around = as_chat(chat, system, chat_template_kwargs)
-    gate = gate_of(reading, window, chunk, prefill_chunk)
+    gate = gate_of(reading, window, chunk, prefill_chunk, renumber=renumber)
     texts, question_ids = encode_all(model, prompts, questions, chat=around, special_tokens=special_tokens)
     stops = make_stops(model.tokenizer, stop, stop_ids, model.config.vocab_size)
     if (stops.strings or streams) and model.tokenizer is None:
         raise ValueError(f"Model {model.name!r} has no tokenizer, so there is no text to stop at or to stream.")
-    _check(model, texts, question_ids, max_new_tokens, prefill_chunk, endless=endless)
+    renumbers = gate is not None and gate.renumber
+    _check(model, texts, question_ids, max_new_tokens, prefill_chunk, endless=endless, renumbers=renumbers)
     unique = list(dict.fromkeys(map(tuple, texts)))
+    longest = max(map(len, unique))
     longest_question = max(map(len, question_ids)) if question_ids else 0
     return Batch(
         texts,
         question_ids,
         unique,
-        width=_width(model, max(map(len, unique))),
+        width=max(_width(model, longest), longest),
         step_tokens=min(QUESTION_STEP, bucket(longest_question, 16)) if question_ids else 1,
         reserve=bucket(max_new_tokens + longest_question, 128),
         max_new_tokens=max_new_tokens,
@@ -157,6 +165,7 @@ def _check(
     prefill_chunk: int | None,
     *,
     endless: bool,
+    renumbers: bool,
 ) -> None:
     """Raise ValueError for what `generate` cannot do with these prompts and questions, as token ids."""
     config = model.config
@@ -179,7 +188,7 @@ def _check(
                 raise ValueError(f"{kind} {i} holds token id {wrong}; allowed are 0 to {config.vocab_size - 1}.")
     for i, text in enumerate(texts):
         question = len(questions[i]) if questions else 0
-        if len(text) + (0 if endless else question + max_new_tokens) > config.max_positions:
+        if not renumbers and len(text) + (0 if endless else question + max_new_tokens) > config.max_positions:
             raise ValueError(
                 f"Prompt {i} of {counted(len(text), 'token')}, its question of {question} and {max_new_tokens} new "
                 f"tokens exceed the model's {config.max_positions} positions."

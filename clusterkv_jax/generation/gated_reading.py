@@ -25,6 +25,7 @@ from clusterkv_jax.methods.gating import (
     budgets_after,
     budgets_so_far,
     plan_reading,
+    renumber,
     rows_beside,
     settle,
     while_reading,
@@ -65,6 +66,8 @@ def gated_prefill(
         tokens: ids on the host.
         lengths: on the host.
         gate: the newest tokens that stay as they are until the prompt has been read, and tokens that are read at once.
+            Where it renumbers, a prompt may have any length: rows get positions one behind the other whenever those of
+            the model end, and distances to older rows are no longer true.
         on_chunk: called with the tokens of the longest prompt that have been read and the cache, which the next chunk
             then takes over.
 
@@ -83,7 +86,7 @@ def gated_prefill(
     tokens, lengths, longest = tokens.astype(np.int32), known.astype(np.int32), int(known.max())
     if longest <= gate.window:
         return prefill(params, config, method, tokens, lengths, **sizes, plans=plans, key=key, call=call)
-    if longest > config.max_positions:
+    if longest > config.max_positions and not gate.renumber:
         raise ValueError(f"A prompt of {longest} tokens exceeds the model's {config.max_positions} positions.")
     check_ids(tokens, config.vocab_size, lengths)
     request, own = plans_of_width(config, method, params["embed"].dtype, tokens.shape[1], **sizes)
@@ -95,12 +98,20 @@ def gated_prefill(
     reading = plan_reading(plans, reader, beside, gate.window, gate.chunk)
     start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
     first: Any = {"max_new_tokens": gate.chunk, "step_tokens": gate.chunk, "whole": gate.window}
+    behind = sizes["reserve"]
+    if gate.renumber:
+        _check_renumbers(config, method, reading, gate.chunk + behind)
+    position = gate.window
     cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
     for begin in range(gate.window, longest, gate.chunk):
         if begin > gate.window:
             now = budgets(replace(request, whole=0), np.minimum(lengths, begin))
             rows = budgets_so_far(method, now, at_end, lengths, beside)
             cache = call(back_to_budget, reader, reading, cache, rows, config.ropes)
+        if position + gate.chunk + behind > config.max_positions:
+            cache = call(renumber, cache, config.ropes)
+            position = max(group.capacity for plan in reading for group in plan.groups)
+        position += gate.chunk
         counts = np.clip(lengths - begin, 0, gate.chunk)
         part = _chunk(tokens, begin, counts, gate.chunk)
         cache, latest = call(append_step_jit, params, config, reader, cache, part, counts)
@@ -113,6 +124,19 @@ def gated_prefill(
     for i, (plan, rows) in enumerate(zip(plans, at_end, strict=True)):
         layers[i], states[i] = call(settle, method, plan, layers[i], states[i], rows)
     return KVCache(tuple(layers), tuple(states), position), logits
+
+
+def _check_renumbers(config: ModelConfig, method: Method, reading: Sequence[LayerPlan], more: int) -> None:
+    """Raise ValueError for rows that cannot be moved, and for more of them than there are positions."""
+    rows = max(group.capacity for plan in reading for group in plan.groups)
+    if rows + more > config.max_positions:
+        raise ValueError(
+            f"Rows, window and chunk of {rows + more} tokens exceed the model's {config.max_positions} positions, "
+            "so that no renumbering helps; take fewer rows or a smaller window."
+        )
+    if config.sliding_layers or method.cache_dtype is not None:
+        what = "a model with sliding windows" if config.sliding_layers else f"cache_dtype={method.cache_dtype!r}"
+        raise ValueError(f"Rows are renumbered where keys can be turned, which they cannot with {what}.")
 
 
 def check_fills(config: ModelConfig, method: Method, request: Request, lengths: Int[np.ndarray, " B"]) -> None:

@@ -81,6 +81,7 @@ def generate(
     reading: str = "whole",
     window: int = Gate.window,
     chunk: int = Gate.chunk,
+    renumber: bool = False,
     prefill_chunk: int | None = None,
     keep_short: bool = False,
     on_text: OnText | None = None,
@@ -116,6 +117,8 @@ def generate(
             grow with its length; the method must not need later queries (docs/guides/gated-reading.md).
         window: gated, the newest tokens that stay until the prompt has been read; prompts of no more are read whole.
         chunk: gated, tokens that are read at once, at most `window`.
+        renumber: gated, give rows positions one behind the other whenever those of the model end: a prompt may then
+            have any length, and distances to older rows are no longer true.
         prefill_chunk: read the prompt this many tokens at a time within each layer, to bound memory.
         keep_short: keep prompts whole that are too short for their budget, which is an error otherwise.
         on_text: called as on_text(sequence, text) with each new piece of text.
@@ -154,6 +157,7 @@ def generate(
         reading=reading,
         window=window,
         chunk=chunk,
+        renumber=renumber,
         streams=on_text is not None,
         endless=is_endless(named, model.config.max_positions) and not keep_short,
     )

@@ -17,11 +17,13 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.blocks.config import Rope
+from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.layers import (
     HeadGroups,
     KVCache,
     Layer,
+    LayerCache,
     PagedHeads,
     State,
     WindowCache,
@@ -29,6 +31,7 @@ from clusterkv_jax.cache.layers import (
     pad_slots,
     resize,
 )
+from clusterkv_jax.cache.pages import numbers_in_pages
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
 from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_groups
@@ -200,6 +203,39 @@ def _with_budget(
     share = jnp.full(position.shape, plan.budget_share)
     rows = Rows(group, budget, position, state, budget_share=share, plan=plan)
     return state | method.init_state(rows) | {"budget": budget, "due": budget + 1}
+
+
+@jit(static_argnames=("ropes",), donate_argnames=("cache",))
+def renumber(cache: KVCache, ropes: tuple[Rope | None, ...]) -> KVCache:
+    """The rows of every head at positions one behind the other, as if nothing had stood between them.
+
+    The newest rows of all heads of a sequence stand at the same positions, and its next token behind them.
+    """
+    lengths = [group.length for layer in cache.layers for group in groups(layer)]
+    position = jnp.max(jnp.concatenate(lengths, axis=1), axis=1)
+    layers = []
+    for layer, rope in zip(cache.layers, ropes, strict=True):
+        parts = [_renumbered(group, position, rope) for group in groups(layer)]
+        layers.append(with_groups(layer, parts))
+    return replace(cache, layers=tuple(layers), position=position)
+
+
+def _renumbered(
+    group: LayerCache | PagedHeads, position: Int[Array, " B"], rope: Rope | None
+) -> LayerCache | PagedHeads:
+    assert group.positions is not None
+    batch, heads, slots, dim = group.keys.shape  # pages take the place of heads
+    first = (position[:, None] - group.length)[..., None]
+    if isinstance(group, PagedHeads):
+        there = numbers_in_pages(first + ordinals(heads * slots, 3), group)
+    else:
+        there = first + ordinals(slots, 3)
+    positions = jnp.where(group.degree > 0, there, group.positions)
+    if rope is None:
+        return replace(group, positions=positions)
+    alone = group.keys.reshape(batch * heads, slots, 1, dim)
+    keys = rotate(alone, (positions - group.positions).reshape(batch * heads, slots), rope)  # rotations add up
+    return replace(group, keys=keys.reshape(group.keys.shape), positions=positions)
 
 
 @jit(static_argnames=("method", "plan"))
