@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.models.decoder import forward
-from clusterkv_jax.runtime.sharding import on_mesh
+from clusterkv_jax.planning.abstract_request import parameters
+from clusterkv_jax.runtime.sharding import named_mesh, on_mesh
 from tests.support import gguf_writer
 from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, write
 from tests.support.quantised_files import FORMATS, mxfp4, quantised
@@ -148,3 +150,20 @@ def test_scales_that_are_not_finite_are_refused(tmp_path):
     folder = write(tmp_path / "coded", {**SMALL, "quantization_config": config}, coded)
     with pytest.raises(ValueError, match="holds nan"):
         ckv.load(folder, weights="stored")
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_plans_and_random_weights_are_in_the_codes_of_loaded_ones(tmp_path, weights):
+    source = random_tensors(FAMILIES["qwen3_moe"] | {"hidden_size": 64})
+    folder = write(tmp_path / "plain", FAMILIES["qwen3_moe"] | {"hidden_size": 64}, source)
+    model = ckv.load(folder, weights=weights)
+    drawn = random_params(model.config, jnp.float32, weights=weights)
+    plain = {**drawn, "layers": [{k: x for k, x in layer.items() if k != "surrogate"} for layer in drawn["layers"]]}
+    planned = parameters(model.config, named_mesh("model=1", jax.devices()[:1]), jnp.float32, weights=weights)
+
+    def shapes(tree):
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    assert shapes(plain) == shapes(planned) == shapes(model.params)
+    up = dequantised(drawn["layers"][0]["mlp"]["up"])
+    np.testing.assert_allclose(jnp.std(up), 64**-0.5, rtol=0.1)

@@ -57,6 +57,7 @@ class GridRequest:
         requests: that come and go in an engine, instead of batches; a cell's batch is then its slots, and prompts have
             from the least to the most of `lengths`.
         settings: methods as preset files describe them, which may change between two runs.
+        weights: how this library holds the weights, as `load` takes it.
     """
 
     model: str
@@ -70,6 +71,7 @@ class GridRequest:
     cache_dtypes: tuple[str | None, ...] = (None,)
     requests: int = 0
     settings: tuple[str, ...] = ()
+    weights: str | None = None
 
 
 def parse_tokens(text: str) -> int:

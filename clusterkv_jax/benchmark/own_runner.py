@@ -20,10 +20,12 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.grid import Cell, GridRequest
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, occupancy, take_sequences
+from clusterkv_jax.checkpoints.in_codes import code_shapes
 from clusterkv_jax.checkpoints.loading import Model, load
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.generation.generate import completed, generate, prefill_batch
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import due
 from clusterkv_jax.models.config import ModelConfig
@@ -64,14 +66,14 @@ def the_model(asked: GridRequest) -> Model:
     """
     mesh = None if asked.mesh is None else named_mesh(asked.mesh)
     if asked.model not in packaged_shapes():
-        model = load(asked.model, mesh=mesh)
+        model = load(asked.model, mesh=mesh, weights=asked.weights)
         return replace(model, config=replace(model.config, eos_ids=()))
     config = model_config(asked.model)
     positions = max(config.max_positions, max(asked.lengths) + asked.new_tokens)
     config = replace(config, eos_ids=(), max_positions=positions)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(config.dtype)
     check_host_memory(asked.model, config, dtype)
-    return Model(random_params(config, dtype, mesh), config, None, mesh, asked.model)
+    return Model(random_params(config, dtype, mesh, asked.weights), config, None, mesh, asked.model)
 
 
 def check_host_memory(name: str, config: ModelConfig, dtype: Any) -> None:
@@ -87,8 +89,11 @@ def check_host_memory(name: str, config: ModelConfig, dtype: Any) -> None:
         )
 
 
-def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Params:
-    """Random weights, and a surrogate of learned scores in each layer, born on their devices."""
+def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, weights: str | None = None) -> Params:
+    """Random weights, and a surrogate of learned scores in each layer, born on their devices.
+
+    Weights of layers are in codes where `weights` is "int8" or "int4".
+    """
     specs = abstract(config)
     fitted = None if mesh is None else fitted_mesh(mesh, config.num_kv_heads)
     if fitted is not None:
@@ -101,16 +106,33 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
         """Equal shapes share one."""
         return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)
 
-    def draw(spec: Any, sharding: Any) -> jax.Array:
+    def draw(path: Any, spec: Any, sharding: Any) -> Any:
+        shapes = code_shapes(spec, path[-1].key, weights, fitted)
+        if shapes is not None:
+            return random_codes(next(keys), shapes)
         init = jax.nn.initializers.ones if len(spec.shape) == 1 else _normal
         return generator(spec.shape, init, sharding)(next(keys))
 
-    params = jax.tree.map(draw, specs, shardings)
+    params = jax.tree.map_with_path(draw, specs, shardings)
     shape = config.hidden_size, config.num_kv_heads
     surrogate = {"weights": jax.random.normal(seed_key(1), shape), "bias": jnp.zeros(shape[1])}
     if fitted is not None:  # or each call of a program would copy it to the other devices
         surrogate = jax.device_put(surrogate, replicated(fitted))
     return params | {"layers": tuple({**layer, "surrogate": surrogate} for layer in params["layers"])}
+
+
+def random_codes(key: jax.Array, shapes: QuantisedWeights) -> QuantisedWeights:
+    """Random codes of the size of other random weights, as wide as these shapes and where they say."""
+    spread = 255 / 12**0.5 if shapes.kind == "int8" else 15 / 12**0.5
+    scale = shapes.inputs**-0.5 / spread
+
+    def draw(key: jax.Array) -> QuantisedWeights:
+        bits = jax.random.bits(key, shapes.codes.shape, jnp.uint8)
+        codes = jax.lax.bitcast_convert_type(bits, shapes.codes.dtype)
+        scales = jnp.full(shapes.scales.shape, scale, shapes.scales.dtype)
+        return replace(shapes, codes=codes, scales=scales, offsets=None if shapes.offsets is None else scales / 2)
+
+    return jax.jit(draw, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(key)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

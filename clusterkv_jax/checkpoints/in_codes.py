@@ -1,14 +1,17 @@
 """Which parameters of a checkpoint stay in codes, and their way onto the devices."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from clusterkv_jax.blocks.quantised_linear import partitions
-from clusterkv_jax.checkpoints.repack import Coded, is_finite, quantised, repacked
+from clusterkv_jax.checkpoints.repack import Coded, group_size, is_finite, quantised, repacked
 from clusterkv_jax.checkpoints.safetensors import CodedTensor, InFile, StackInFiles
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.models.parameters import TensorSpec, input_axes
@@ -41,6 +44,32 @@ def in_codes(parameter: Any, spec: TensorSpec, name: str, how: WeightsAs) -> Qua
         return None
     parts = _stored(parameter) if how == "stored" else _rounded(parameter, spec, axes, how)
     return None if parts is None else repacked(parts, spec, axes)
+
+
+def code_shapes(
+    spec: TensorSpec, name: str, weights: str | None, mesh: Mesh | AbstractMesh | None
+) -> QuantisedWeights | None:
+    """What a parameter rounded to "int8" or "int4" codes would be, in shapes with their places on a mesh.
+
+    None where it would not be in codes.
+    """
+    axes = input_axes(name, spec)
+    if axes is None or weights not in ("int8", "int4"):
+        return None
+    experts = spec.shape[: int(spec.axes[:1] == ("experts",))]
+    inputs = math.prod(spec.shape[i] for i in axes)
+    outputs = math.prod(spec.shape) // inputs // math.prod(experts)
+    size = inputs if weights == "int8" else group_size(inputs)
+    if size is None:
+        return None
+    packed = weights == "int4"
+    codes = jax.ShapeDtypeStruct((*experts, inputs // (1 + packed), outputs), jnp.uint8 if packed else jnp.int8)
+    scales = jax.ShapeDtypeStruct((*experts, inputs // size, outputs), jnp.float16 if packed else jnp.float32)
+    shapes = QuantisedWeights(codes, scales, scales if packed else None, weights, spec.shape, axes, spec.axes)
+    if mesh is None:
+        return shapes
+    places = jax.tree.map(partial(NamedSharding, mesh), partitions(shapes, mesh))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
 
 def on_devices(weights: QuantisedWeights, mesh: Mesh | None) -> QuantisedWeights:

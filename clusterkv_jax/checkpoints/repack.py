@@ -35,6 +35,11 @@ class Coded:
     offsets: Float[np.ndarray, "outputs groups"] | None = None
 
 
+def group_size(inputs: int) -> int | None:
+    """How many of so many inputs share a scale where a file does not say it; None where nothing divides them."""
+    return next((size for size in GROUPS if inputs % size == 0), None)
+
+
 def repacked(parts: Sequence[Coded], spec: TensorSpec, axes: tuple[int, ...]) -> QuantisedWeights:
     """A parameter of this spec, whose dimensions `axes` are inputs, on the host; each part is an expert's."""
     kind = parts[0].kind
@@ -59,7 +64,7 @@ def in_groups(coded: Coded) -> Coded | None:
         return None
     if coded.kind not in PACKED or (groups > 1 and inputs // groups % 2 == 0):
         return coded
-    size = next((size for size in GROUPS if inputs % size == 0), None)
+    size = group_size(inputs)
     if groups > 1 or size is None:
         return None
     scales, offsets = (
@@ -92,7 +97,7 @@ def quantised(numbers: Float[np.ndarray, "outputs inputs"], kind: Literal["int8"
         scales = np.abs(numbers).max(axis=1, keepdims=True) / 127
         codes = np.rint(numbers / np.where(scales > 0, scales, 1))
         return Coded(kind, np.clip(codes, -127, 127).astype(np.int8), scales)
-    size = next((size for size in GROUPS if numbers.shape[1] % size == 0), None)
+    size = group_size(numbers.shape[1])
     if size is None:
         return None
     groups = numbers.reshape(len(numbers), -1, size)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from clusterkv_jax.cli.options import (
+    Weights,
     budgets_option,
     cache_dtype_option,
     check_taken,
@@ -69,6 +71,7 @@ def benchmark(
             show_default=False,
         ),
     ] = 0,
+    weights: Weights = None,
     mesh: Annotated[
         str | None, _what(help="Devices that share the model, such as model=2.", show_default="one device")
     ] = None,
@@ -84,12 +87,15 @@ def benchmark(
     with one_sentence_errors(debug):
         from clusterkv_jax.benchmark import table
         from clusterkv_jax.benchmark.run import run
+        from clusterkv_jax.checkpoints.in_codes import weights_as
 
         if markdown is not None and output is None:
             raise ValueError(f"--markdown {markdown} needs --output, whose name says which table of the page it is.")
         asked = the_question(
             model, methods, budgets, lengths, batches, peers, repeats, new_tokens, mesh, split(cache_dtype), engine
         )
+        weights_as(weights, "cpu")
+        asked = replace(asked, weights=weights)
         with _progress(as_json) as on_step:
             results = run(asked, output, on_step)
         text = table.markdown(results.rows, results.about)

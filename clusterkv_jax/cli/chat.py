@@ -161,9 +161,15 @@ def _text(files: list[str]) -> str:
 
 
 def loaded(
-    model: str, method: str, ratio: float | None, tokens: int | None, cache_dtype: str | None, measured: str | None
+    model: str,
+    method: str,
+    ratio: float | None,
+    tokens: int | None,
+    cache_dtype: str | None,
+    measured: str | None,
+    weights: str | None = None,
 ) -> tuple[Any, Any]:
-    """The model, and the method with its budget."""
+    """The model, its weights held in this way, and the method with its budget."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
     from clusterkv_jax.checkpoints.loading import calibrated
@@ -177,5 +183,5 @@ def loaded(
     budgets = budgets_of(None, ratio, tokens)
     ((name, kept),) = chosen(names, budgets, read, cache_dtype, meant(model, names, read))
     check_calibrated(model, read, {name: kept})
-    network = ckv.load(model)
+    network = ckv.load(model, weights=weights)
     return network if read is None else calibrated(network, read), kept

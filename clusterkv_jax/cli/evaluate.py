@@ -25,6 +25,7 @@ from clusterkv_jax.cli.options import (
     NumProcesses,
     PeerTimeout,
     ProcessId,
+    Weights,
     budgets_option,
     cache_dtype_option,
     check_taken,
@@ -73,6 +74,7 @@ def evaluate(
     calibration: Annotated[str | None, typer.Option(help=f"{CALIBRATION} All methods get it.")] = None,
     batch_size: Annotated[int, typer.Option(help="Most examples answered together.", min=1)] = 16,
     dtype: Annotated[str | None, typer.Option(help="Type of the parameters.", show_default="as stored")] = None,
+    weights: Weights = None,
     published: Annotated[
         str | None, typer.Option(help="Tables of papers to print beside, between commas.", show_default="the model's")
     ] = None,
@@ -101,7 +103,7 @@ def evaluate(
         from clusterkv_jax.presets import check_calibrated, described, preset
 
         asked = {"query-aware": query_aware, "limit": limit, "seed": seed, "data": data, "books": books}
-        asked |= {"dtype": dtype, "cache": cache_dtype, "calibration": calibration}
+        asked |= {"dtype": dtype, "weights": weights, "cache": cache_dtype, "calibration": calibration}
         output = output or results_folder(suite, model, **asked)
         results = outputs.at(output)
         use_compilation_cache(compilation_cache, cache_folder)
@@ -122,7 +124,7 @@ def evaluate(
         if process == 0:
             stack.enter_context(results.opened())
         here = [replica for replica in everywhere if process in replica.processes]
-        network = here[0].load(model, dtype)
+        network = here[0].load(model, dtype, weights)
         network = network if measured is None else calibrated(network, measured)
         networks = [network, *(replica.copy(network) for replica in here[1:])]
         if network.tokenizer is None:

@@ -26,6 +26,7 @@ from clusterkv_jax.cli.options import (
     Temperature,
     TopK,
     TopP,
+    Weights,
     Window,
     budgets_option,
     cache_dtype_option,
@@ -105,6 +106,7 @@ def generate(
     seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this text; repeatable.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="End an answer with this token; repeatable.")] = None,
+    weights: Weights = None,
     max_positions: Annotated[
         int | None,
         typer.Option(help="Longest text with its answer; up to 4096, Phi-3.5 takes its short factors.", min=1),
@@ -165,7 +167,7 @@ def generate(
         candidates = chosen(names, asked_of, measured, cache_dtype, meant(model, names, measured))
         check_calibrated(model, measured, dict(candidates))
 
-        network = ckv.load(model, max_positions=max_positions)
+        network = ckv.load(model, max_positions=max_positions, weights=weights)
         network = network if measured is None else calibrated(network, measured)
         text_options = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
         prompts, questions = asked(texts, question or [], text_options["chat"])

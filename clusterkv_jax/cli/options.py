@@ -54,6 +54,12 @@ TopP = Annotated[float | None, _drawing(help="Draw from the likeliest tokens tha
 MinP = Annotated[float | None, _drawing(help="Drop tokens less likely than this share of the best.")]
 Seed = Annotated[int, _drawing(help="The same seed draws the same tokens.")]
 
+HELD = "How weights of layers are held: 'stored' (in the codes of files), 'dequantised', 'int8' or 'int4'."
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", help=HELD, show_default="stored on the CPU, else dequantised"),
+]
+
 MODEL = (
     "'demo', 'smollm2', a folder, a GGUF file, a gs:// address, or a hub id as owner/name, owner/name@revision (a "
     "branch, tag or commit) or owner/name:file.gguf."

@@ -50,6 +50,10 @@ def plan(
         str | None,
         typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="by heads and batch"),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Weights of layers in codes: int8 or int4.", show_default="numbers of the published type"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory over context, as .png (needs matplotlib).")] = None,
     time_limit: Annotated[float, typer.Option(help="Most seconds for compiling.", min=1)] = 1200,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -61,7 +65,9 @@ def plan(
         from clusterkv_jax.planning.process import ask
         from clusterkv_jax.planning.report import plan as plan_of
 
-        question = PlanRequest(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh)
+        if weights not in (None, "int8", "int4"):
+            raise ValueError(f"--weights must be int8 or int4, or be left out, got {weights!r}.")
+        question = PlanRequest(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh, weights=weights)
         chips = check(question)
         if plot is not None:
             from clusterkv_jax.cli import plan_picture

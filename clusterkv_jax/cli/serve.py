@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from clusterkv_jax.cli.chat import loaded
-from clusterkv_jax.cli.options import CALIBRATION, MODEL, Chunk, CompilationCache, Reading, Window, cache_dtype_option
+from clusterkv_jax.cli.options import (
+    CALIBRATION,
+    MODEL,
+    Chunk,
+    CompilationCache,
+    Reading,
+    Weights,
+    Window,
+    cache_dtype_option,
+)
 from clusterkv_jax.cli.terminal import one_sentence_errors, plain_console, use_compilation_cache
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -51,6 +60,7 @@ def serve(
     cache_tokens: Annotated[int | None, _cache(help="Or how many of each head, such as 1024.")] = None,
     cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
     calibration: Annotated[str | None, _cache(help=CALIBRATION)] = None,
+    weights: Weights = None,
     slots: Annotated[int, _room(help="Answers that are written together.")] = 8,
     max_tokens: Annotated[int, _room(help="Most tokens of a prompt with its answer.")] = 8192,
     reserve: Annotated[int, _room(help="Most tokens of a question and its answer, behind what is compressed.")] = 1024,
@@ -86,7 +96,7 @@ def serve(
         room |= {"context_folder": context_folder, "prefill_chunk": prefill_chunk}
         room |= {"reading": reading, "window": window, "chunk": chunk}
         with bound(host, port) as listener:
-            network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration)
+            network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration, weights)
             server = make_server(network, settings, method=kept, **room)
             console = plain_console(stderr=True, highlight=False, soft_wrap=True)
             with console.status("Compiling ..."):

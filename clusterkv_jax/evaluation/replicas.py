@@ -71,10 +71,10 @@ class Replica:
             return nullcontext()
         return jax.default_device(self.devices[0])
 
-    def load(self, name: str, dtype: Any = None) -> Model:
+    def load(self, name: str, dtype: Any = None, weights: str | None = None) -> Model:
         """The model on these devices."""
         with self.place():
-            return load(name, mesh=self.mesh, dtype=dtype)
+            return load(name, mesh=self.mesh, dtype=dtype, weights=weights)
 
     def copy(self, model: Model) -> Model:
         """A model that lies on other devices of this process, on these: it is read from the disk once."""

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.cache.layers import KVCache, LayerCache, WindowCache
+from clusterkv_jax.checkpoints.in_codes import code_shapes
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_reading import gated_prefill
@@ -37,14 +38,25 @@ def array(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def parameters(config: ModelConfig, mesh: Mesh | AbstractMesh, dtype: Any, *, learned: bool = False) -> Params:
-    """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`."""
+def parameters(
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    dtype: Any,
+    *,
+    learned: bool = False,
+    weights: str | None = None,
+) -> Params:
+    """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`.
+
+    Weights of layers are in codes where `weights` is "int8" or "int4".
+    """
     specs = abstract(config)
 
-    def place(spec, sharding):
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+    def place(path, spec, sharding):
+        coded = code_shapes(spec, path[-1].key, weights, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding) if coded is None else coded
 
-    params = jax.tree.map(place, specs, param_shardings(specs, mesh))
+    params = jax.tree.map_with_path(place, specs, param_shardings(specs, mesh))
     if not learned:
         return params
     shapes = {"weights": (config.hidden_size, config.num_kv_heads), "bias": (config.num_kv_heads,)}
@@ -101,15 +113,17 @@ class ProgramJob:
     context: int
     new_tokens: int
     gate: Gate | None = None
+    weights: str | None = None
 
     @cached_property
     def params(self) -> Params:
-        """Described parameters in the published type."""
+        """Described parameters in the published type, those of layers in codes where there are `weights`."""
         return self.params_on(self.mesh)
 
     def params_on(self, mesh: Mesh | AbstractMesh) -> Params:
         """The same on another mesh."""
-        return parameters(self.config, mesh, jnp.dtype(self.config.dtype), learned="scores" in self.method.inputs(0))
+        learned, dtype = "scores" in self.method.inputs(0), jnp.dtype(self.config.dtype)
+        return parameters(self.config, mesh, dtype, learned=learned, weights=self.weights)
 
     @property
     def cache(self) -> KVCache:

@@ -70,7 +70,8 @@ def compiled_measures(question: PlanRequest, progress: Progress = lambda doing: 
     sizes, text = choose_mesh(config, topology.count, question.batch, question.mesh)
     mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
     check_divides(abstract(config), mesh)
-    job = ProgramJob(config, requested_method(question), mesh, question.batch, question.context, question.new_tokens)
+    sizes_asked = question.batch, question.context, question.new_tokens
+    job = ProgramJob(config, requested_method(question), mesh, *sizes_asked, weights=question.weights)
     progress(f"tracing {question.context:,} tokens")
     _check(job)
     jobs = [job, replace(job, context=second_context(job))]

@@ -92,3 +92,4 @@ class PlanRequest:
     new_tokens: int
     topology: str
     mesh: str | None
+    weights: str | None = None
