@@ -67,7 +67,9 @@ def plan(
 
         if weights not in (None, "int8", "int4"):
             raise ValueError(f"--weights must be int8 or int4, or be left out, got {weights!r}.")
-        question = PlanRequest(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh, weights=weights)
+        question = PlanRequest(
+            model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh, weights=weights
+        )
         chips = check(question)
         if plot is not None:
             from clusterkv_jax.cli import plan_picture
