@@ -144,6 +144,21 @@ def test_tokens_are_the_same_through_kernels(family, tokens, mesh, monkeypatch):
     assert all((args[2] is not None) == plain for args in outputs)  # the hidden states are added on the way
 
 
+@pytest.mark.parametrize("family", ["smollm3", "ministral3", "cohere2", "glm4_moe", "llama4_text"])
+def test_a_token_of_an_unusual_layer_is_the_same_through_kernels(family, monkeypatch):
+    """Heads that are not turned, queries by their position, blocks side by side, an expert for every token."""
+    layer, config = one_layer(family)
+    hidden, positions = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size)), jnp.full((1, 1), 40)
+    expected = through(layer, config, hidden, positions)
+    take_gpu(monkeypatch, whole=True)
+    heads, outputs = (
+        counted(monkeypatch, (attention_in, "head_products")),
+        counted(monkeypatch, (residual, "row_products")),
+    )
+    assert_close(through(layer, config, hidden, positions), expected)
+    assert (len(heads), len(outputs)) == (1, 2)
+
+
 @pytest.mark.parametrize(("family", "routed"), [("qwen3", 0), ("qwen3_moe", 1)])
 def test_a_token_is_the_same_with_the_logits_of_a_router_from_its_norm(family, routed, monkeypatch):
     layer, config = one_layer(family)
@@ -182,7 +197,7 @@ def test_heads_that_a_kernel_cannot_turn_are_left_to_xla():
 
 def test_experts_that_a_kernel_cannot_take_are_left_to_xla():
     taken = {}
-    for name in ("qwen3_moe", "mixtral", "gpt_oss"):
+    for name in ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe"):
         layer, config = one_layer(name)
         layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer)
 
@@ -192,4 +207,5 @@ def test_experts_that_a_kernel_cannot_take_are_left_to_xla():
             )
 
         taken[name] = [served(partial(run, tokens)) for tokens in (1, 16, 17)]
-    assert taken == {"qwen3_moe": [True, True, False], "mixtral": [True, True, False], "gpt_oss": [False] * 3}
+    served_few = {name: [True, True, False] for name in ("qwen3_moe", "mixtral", "qwen2_moe")}
+    assert taken == served_few | {"gpt_oss": [False] * 3, "glm4_moe": [False] * 3}

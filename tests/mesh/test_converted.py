@@ -12,7 +12,7 @@ from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
-from tests.support.families import PUBLISHED
+from tests.support.families import COVERED, PUBLISHED
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -54,7 +54,9 @@ def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in PUBLISHED]
+)
 def test_families_compute_the_same_on_a_mesh(tmp_path, family):
     """Norms over all heads cross devices, and so do the parts of fused projections, and experts."""
     # Weights of a deviation of one would multiply what devices round.

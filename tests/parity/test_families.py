@@ -16,13 +16,14 @@ from clusterkv_jax.models.decoder import forward
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 import transformers  # noqa: E402  (transformers decides on import what it can do with torch)
 
-from tests.support.families import GRANITE, LLAMA3, PARITY, SAME_AS  # noqa: E402
+from tests.support.families import COVERED, GRANITE, LLAMA3, PARITY  # noqa: E402
 from tests.support.shared_data import shared  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 # transformers rotates shorter texts otherwise; we have one kind of rotation a model.
 _LONG_ONLY = {"phi4-mini": 33}
+_COVERED = [name for name, published in PARITY.items() if published["model_type"] in COVERED]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,12 @@ def _greedy(model: ckv.Model, tokens: np.ndarray, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [(name, length) for name in PARITY for length in (7, 600) if length >= _LONG_ONLY.get(name, 1)],
+    [
+        pytest.param(name, length, marks=pytest.mark.exhaustive if length == 7 and name in _COVERED else ())
+        for name in PARITY
+        for length in (7, 600)
+        if length >= _LONG_ONLY.get(name, 1)
+    ],
 )
 def test_logits(checkpoint, name, length):
     reference, folder = checkpoint(name)
@@ -100,12 +106,7 @@ def test_logits(checkpoint, name, length):
 
 
 @pytest.mark.parametrize(
-    "name",
-    # A cache of the decoder of another family is compared there.
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if PARITY[name]["model_type"] in SAME_AS else ())
-        for name in PARITY
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in _COVERED else ()) for name in PARITY]
 )
 def test_greedy_tokens(checkpoint, name):
     reference, folder = checkpoint(name)

@@ -15,7 +15,7 @@ from clusterkv_jax.generation.generate import prefill_batch
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.decoder import forward
-from tests.support.families import PUBLISHED
+from tests.support.families import COVERED, PUBLISHED
 from tests.support.methods import every_method, named
 from tests.support.tiny import VOCAB, calmed, prompt, random_params, untied, with_surrogate
 
@@ -30,6 +30,7 @@ METHODS = [
     ckv.InfiniGen(HALF, partial_ratio=0.5, dense_layers=0),
 ]
 NAMES = list(PUBLISHED)
+EACH = [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in NAMES]
 # Every other method meets one family in the ordinary run, and neighbours in this list different ones.
 CASES = [
     pytest.param(
@@ -59,7 +60,7 @@ def answers(name: str, method: Any, seeds: list[int]) -> ckv.Result:
     return ckv.generate(calmed(model_of(name), method), prompts, method=method, questions=questions, max_new_tokens=10)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_all_rows_are_the_model_without_a_cache(name):
     model, texts = model_of(name), [prompt(seed, length) for seed, length in enumerate(LENGTHS[:2])]
     result = ckv.generate(model, texts, method=ckv.Full(), max_new_tokens=10)
@@ -71,7 +72,7 @@ def test_all_rows_are_the_model_without_a_cache(name):
         np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_all_rows_are_those_read_bit_for_bit(name):
     model, texts, read = model_of(name), [prompt(seed, length) for seed, length in enumerate(LENGTHS[:2])], []
 
