@@ -34,7 +34,7 @@ from clusterkv_jax.planning.shapes import model_config
 GROUPS = {"int4": 128, "fp8": 128, "mxfp4": 32}  # inputs that share a scale; of int8 all do
 KINDS = ("int8", *GROUPS)
 BYTES, LEAST, MOST = 600e6, 4, 64  # of the weights of a program's launches, and launches
-PROGRAMS = range(128, 2049)  # of a launch, worth a try
+PROGRAMS = range(64, 4097)  # of a launch, worth a try
 # Timings, programs of each, one behind the other so that no launch waits for the host; relative errors of bfloat16.
 RUNS, PROGRAMS_AT_ONCE, ALLOWED = 3, 10, 5e-3
 Sizes = dict[str, int]
@@ -118,11 +118,11 @@ def compiling(
 def candidates(outputs: int) -> list[Sizes]:
     """Sizes worth a try."""
     blocks = [
-        {"block": block, "splits": splits, "warps": block // 16}
-        for block, splits in product((32, 64, 128), (1, 2, 4, 8))
-        if outputs // block * splits in PROGRAMS
+        {"block": block, "parts": parts, "warps": warps}
+        for block, parts, warps in product((32, 64, 128), (1, 4, 8, 16), (4, 8))
+        if 128 <= block * parts <= 512 and outputs // block in PROGRAMS
     ]
-    return [*blocks, {"step": 128}, {"step": 512}, {"stages": 2}, {"stages": 6}, {"warps": 2}, {"depth": 128}]
+    return [*blocks, {"splits": 2}, {"step": 1024}, {"stages": 2}, {"stages": 6}, {"depth": 128}]
 
 
 def program(kind: str, inputs: int, outputs: int, rows: int, launch: Callable[..., Any]) -> Any:
