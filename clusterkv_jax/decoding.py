@@ -27,7 +27,7 @@ from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overfl
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import Prompt, due, placed, recompress, step_layer, steps_until_due
+from clusterkv_jax.methods.driver import LayerPrompt, due, placed, recompress, step_layer, steps_until_due
 from clusterkv_jax.methods.plan import (
     check_prompts,
     inputs_of_layer,
@@ -188,9 +188,9 @@ def _read_and_repeat(
     lengths: Int[Any, " B"],
     on_layer: Callable[[int, Array], None] | None,
     call: Callable[..., Any],
-) -> tuple[list[Prompt], Float[Any, "B V"]]:
+) -> tuple[list[LayerPrompt], Float[Any, "B V"]]:
     """What every layer makes of the prompts, with scores after the model has repeated them; and the prompts' logits."""
-    read: list[Prompt] = []
+    read: list[LayerPrompt] = []
     for number, weights in enumerate(params["layers"]):
         hidden, prompt = call(_read_layer, weights, config.of_layer(number), frozenset(), chunk, hidden, lengths, None)
         read.append(prompt)
@@ -415,7 +415,7 @@ def _read_layer(
     hidden: Float[Array, "B N M"],
     lengths: Int[Array, " B"],
     workspace: Workspace | None,
-) -> tuple[Float[Array, "B N M"], Prompt | Workspace]:
+) -> tuple[Float[Array, "B N M"], LayerPrompt | Workspace]:
     """One layer over the whole prompt, and these parts of what it makes of it; or the workspace with them in its next
     place, rows beyond the lengths zeroed.
     """
@@ -428,5 +428,5 @@ def _read_layer(
     hidden, q, k, v, scores = prompt_forward.over_prompt(weights, config, chunk, hidden, surrogate)
     q, k, v, scores = constrain_cache((q if "queries" in parts else None, k, v, scores))
     if workspace is None:
-        return on_tokens(hidden), Prompt(q, k, v, lengths, entering, scores)
-    return hidden, put_into(workspace, Prompt(q, k, v, lengths, entering, scores))
+        return on_tokens(hidden), LayerPrompt(q, k, v, lengths, entering, scores)
+    return hidden, put_into(workspace, LayerPrompt(q, k, v, lengths, entering, scores))

@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.layers import HeadGroups, LayerCache, PagedHeads, from_tokens
 from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.methods.base import Method, Rows, head_rows
-from clusterkv_jax.methods.driver import Prompt, compress_layer
+from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_tensors
@@ -118,7 +118,7 @@ def compress(
         plan = replace(plan, inputs=kept.inputs(0))
     budgets = rows_of_request(kept, plan, counts, layer, request)
     key = jax.random.fold_in(own_key(key), layer)
-    prompt = Prompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
+    prompt = LayerPrompt(queries, keys, values, jnp.asarray(counts, jnp.int32), hidden, scores)
     cache, found = _compress(kept, prompt, budgets, plan, key, rows + max_new_tokens)
     arrays = {"queries": queries, "keys": keys, "values": values, "hidden": hidden, "scores": scores}
     refuse_unsound(found, numbers, arrays)
@@ -128,7 +128,7 @@ def compress(
 @jit(static_argnames=("method", "plan", "most"))
 def _compress(
     method: Method,
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array | np.ndarray, "B groups stages"],
     plan: LayerPlan,
     key: Array,

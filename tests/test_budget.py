@@ -8,7 +8,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.budget import MOST_ROWS, rows_for, share_table
 from clusterkv_jax.cache.layers import groups
 from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from tests.support.methods import SHAPE, LargeValues
 
 
@@ -69,7 +69,7 @@ def test_heads_with_smaller_shares_take_less_memory(method):
     assert isinstance(even, ckv.LayerCache)
     assert even.capacity == 24
     # The larger head keeps what it would keep with that budget of its own.
-    plan = plan_layer(uneven, 0, Request(np.asarray([96]), 2, 2))
+    plan = plan_layer(uneven, 0, RequestShape(np.asarray([96]), 2, 2))
     assert plan.capacities == (32, 16)
     alone = ckv.compress(method(ckv.Budget(tokens=32), **sizes), queries[:, 2:], keys[:, 1:], values[:, 1:])
     np.testing.assert_array_equal(groups(layer)[0].positions, alone.positions)

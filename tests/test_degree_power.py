@@ -9,7 +9,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.cache.layers import StepInputs, dequantised_rows
 from clusterkv_jax.methods import driver
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime.sharding import auto_mesh
 from tests.support.layers import compress
 
@@ -23,7 +23,7 @@ def clustered(degree_power, cache_dtype=None):
     method = ckv.CentroidKV(QUARTER, chunk=16, **options)
     rng = np.random.default_rng(0)
     tensors = [jnp.asarray(rng.standard_normal((2, HEADS, LENGTHS.max(), DIM)), jnp.float32) for _ in range(3)]
-    request = Request(LENGTHS, 1, HEADS, reserve=8)
+    request = RequestShape(LENGTHS, 1, HEADS, reserve=8)
     layer, state, _ = compress(method, tensors, LENGTHS, request)
     return method, layer, state
 

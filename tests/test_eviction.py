@@ -15,7 +15,7 @@ from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from tests.support.golden_files import golden
 from tests.support.layers import compress as compress_layer
 
@@ -105,7 +105,7 @@ def test_adakv_in_the_authors_counts():
 
 
 def layer_rows(method, tokens, layers):
-    request = Request(np.asarray([tokens]), layers, 2)
+    request = RequestShape(np.asarray([tokens]), layers, 2)
     return [int(method.budget_rows(np.asarray([tokens]), layer, request)[0, 0]) for layer in range(layers)]
 
 
@@ -202,7 +202,7 @@ def test_streamingllm_moves_its_keys_together():
 def steps(method: Method, q, k, v, prompt: int):
     """Compress the first `prompt` tokens and feed the others one by one: attention and layer after each step."""
     total = k.shape[2]
-    request = Request(np.asarray([prompt]), 1, k.shape[1], reserve=total - prompt)
+    request = RequestShape(np.asarray([prompt]), 1, k.shape[1], reserve=total - prompt)
     layer, state, _ = compress_layer(method, [x[:, :, :prompt] for x in (q, k, v)], np.asarray([prompt]), request)
     yield None, layer
     step = jax.jit(partial(step_layer, method))
@@ -351,7 +351,7 @@ def test_rerotated_sinks_stay_near_while_decoding():
     turned = [rotate(x, jnp.arange(40)[None], rope) for x in plain[:2]]
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (*turned, plain[2]))
     method = ckv.StreamingLLM(Budget(tokens=12), 4, rerotate=True)
-    request = Request(np.asarray([20]), 1, 1, reserve=20, rope=rope)
+    request = RequestShape(np.asarray([20]), 1, 1, reserve=20, rope=rope)
     layer, state, _ = compress_layer(method, (None, k[:, :, :20], v[:, :, :20]), np.asarray([20]), request)
     new = StepInputs(
         *(jnp.swapaxes(x[:, :, 20:], 1, 2) for x in (q, k, v)),
@@ -373,7 +373,7 @@ def test_rerotated_sinks_stay_near_while_decoding():
 
 def test_chunkkv_layers_that_reuse_compute_no_scores():
     method = ckv.ChunkKV(Budget(tokens=45), 8, 10, reuse_layers=2)
-    request = Request(np.asarray([107]), 4, 2)
+    request = RequestShape(np.asarray([107]), 4, 2)
     assert [plan_layer(method, layer, request).selects for layer in range(4)] == [True, False, True, False]
     rng = np.random.default_rng(4)
     first, second = ([jnp.asarray(rng.normal(size=(1, h, 107, 8)), jnp.float32) for h in (4, 2, 2)] for _ in range(2))

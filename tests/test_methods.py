@@ -14,7 +14,7 @@ from clusterkv_jax.cache.layers import append, group_heads, groups
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from tests.support.methods import SHAPE, every_method, fitted_method, named
 
 
@@ -197,7 +197,7 @@ def test_a_layer_may_be_all_outliers():
 
 
 def test_capacity_is_the_most_rows_there_can_be():
-    request = Request(np.arange(1, 101), 4, 2, max_new_tokens=50, reserve=50)
+    request = RequestShape(np.arange(1, 101), 4, 2, max_new_tokens=50, reserve=50)
     assert plan_layer(centroid(ratio=0.4), 0, request).capacities == (100 + 50,)  # never more than there are tokens
     assert plan_layer(dataclasses.replace(centroid(ratio=0.4), interval=8), 0, request).capacities == (40 + 8,)
     long = dataclasses.replace(request, reserve=500, max_new_tokens=500)

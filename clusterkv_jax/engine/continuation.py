@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from clusterkv_jax.cache.layers import KVCache, State, occupancy
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import PrefillResult
-from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import due, placed, placed_state, recompress
@@ -28,7 +28,7 @@ Budgets = tuple[Int[Array | np.ndarray, " groups"] | Int[Array | np.ndarray, "1 
 def left_behind(
     model: Model,
     method: Method,
-    layout: Layout,
+    layout: EngineLayout,
     cache: KVCache,
     length: int,
     max_new_tokens: int,
@@ -52,7 +52,7 @@ def _is_ever_due(cache: KVCache) -> bool:
     return any(memory is not None and "due" in memory for state in cache.state for memory in state)
 
 
-def _budgets(model: Model, method: Method, layout: Layout, length: int, max_new_tokens: int) -> Budgets:
+def _budgets(model: Model, method: Method, layout: EngineLayout, length: int, max_new_tokens: int) -> Budgets:
     """While decoding behind a prompt of so many tokens: of each group of heads, or of the heads of the pages."""
     limits, config = layout.limits, model.config
     counts = {"reserve": limits.reserve, "step_tokens": limits.step_tokens, "whole": limits.whole}

@@ -14,7 +14,7 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
 from clusterkv_jax.engine.continuation import left_behind
 from clusterkv_jax.engine.handle import Handle, OnOutput, State
-from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.logits import Logprobs, checked_mask
 from clusterkv_jax.engine.metrics import (
     Counters,
@@ -31,7 +31,7 @@ from clusterkv_jax.engine.runner import ModelRunner
 from clusterkv_jax.engine.scheduler import (
     Key,
     RunningSequence,
-    Schedule,
+    SchedulerState,
     enqueue,
     find,
     is_full,
@@ -72,7 +72,7 @@ class EngineCore:
         self,
         model: Model,
         method: Method,
-        layout: Layout,
+        layout: EngineLayout,
         contexts: ContextStore,
         *,
         entering: int,
@@ -84,7 +84,7 @@ class EngineCore:
             self.runner = ModelRunner(model, method, layout)
         self.prefiller = Prefiller(model, method, layout, contexts, self._pause)
         self.on_pause: Callable[[], None] = lambda: None
-        self.schedule = Schedule((), (None,) * layout.slots)
+        self.schedule = SchedulerState((), (None,) * layout.slots)
         self.handles: dict[Key, Handle] = {}
         self.listeners: list[deque[tuple[Handle, str]]] = []
         self._counters, self._compiling = Counters(), Compilation()

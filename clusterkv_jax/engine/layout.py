@@ -36,7 +36,7 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class EngineLayout:
     """The static side of an engine.
 
     Attributes:
@@ -89,7 +89,7 @@ def make_layout(
     prefill_tokens: int,
     keep_short: bool,
     gate: Gate | None = None,
-) -> Layout:
+) -> EngineLayout:
     """The layout of an engine with these arguments. Raises ValueError for what does not fit `device_bytes`."""
     config, params = model.config, model.params
     max_tokens = min(max_tokens, config.max_positions)
@@ -112,4 +112,4 @@ def make_layout(
         held = reading_bytes(config, params["embed"].dtype, method, plans, gate)
         memory = replace(memory, prompt=memory.prompt + held)
     check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
-    return Layout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, *reading)
+    return EngineLayout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, *reading)

@@ -9,7 +9,7 @@ from clusterkv_jax.cache.layers import KVCache, nbytes
 from clusterkv_jax.cache.sliding_window import window_bytes
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import Context
-from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.logits import Logprobs
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.scheduler import RunningSequence
@@ -73,7 +73,7 @@ def token_logprobs(request: Request, logprobs: Logprobs | None, slot: int, token
 
 
 def result_of(
-    model: Model, sequence: RunningSequence, layout: Layout, now: KVCache | None, end_s: float, compile_s: float
+    model: Model, sequence: RunningSequence, layout: EngineLayout, now: KVCache | None, end_s: float, compile_s: float
 ) -> Result:
     """What `generate` returns of a request, as far as it has come.
 

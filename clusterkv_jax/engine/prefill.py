@@ -16,7 +16,7 @@ from clusterkv_jax.cache.layers import Group, KVCache, occupancy
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
-from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.requests import (
     Request,
     answer_tokens,
@@ -48,7 +48,7 @@ class Prefiller:
         self,
         model: Model,
         method: Method,
-        layout: Layout,
+        layout: EngineLayout,
         store: ContextStore,
         pause: Callable[[Request | None], None],
     ) -> None:
@@ -148,7 +148,7 @@ class Prefiller:
 
 
 def prefill_batch(
-    model: Model, method: Method, layout: Layout, batch: Batch, seed: int, pause: Callable[[], None]
+    model: Model, method: Method, layout: EngineLayout, batch: Batch, seed: int, pause: Callable[[], None]
 ) -> PrefillResult:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it.
 
@@ -179,7 +179,7 @@ def is_file(prompt: Any) -> bool:
 
 
 def read_file(
-    path: Any, model: Model, method: Method, layout: Layout
+    path: Any, model: Model, method: Method, layout: EngineLayout
 ) -> tuple[int, str, PrefillResult, tuple[int, ...]]:
     """How many tokens a saved cache has read, its fingerprint, the cache, and the tokens where an answer has left it.
 

@@ -14,8 +14,7 @@ from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.plan import repeats
-from clusterkv_jax.methods.request import Request as SizeRequest
-from clusterkv_jax.methods.request import request_of_model
+from clusterkv_jax.methods.request import RequestShape, request_of_model
 from clusterkv_jax.runtime.errors import counted, shown
 from clusterkv_jax.runtime.prng import MOST_SEED
 from clusterkv_jax.sampling import Sampling, check_seed
@@ -203,7 +202,7 @@ def check_lengths(limits: Limits, prompt: int, batch: Batch) -> None:
         )
 
 
-def request_of_batch(model: Model, method: Method, batch: Batch) -> SizeRequest:
+def request_of_batch(model: Model, method: Method, batch: Batch) -> RequestShape:
     """The request that `generate` would make of it."""
     counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens", "whole")}
     lengths = np.arange(1, batch.width + 1)

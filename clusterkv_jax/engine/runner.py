@@ -10,7 +10,7 @@ from clusterkv_jax.cache.layers import KVCache, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine import continuation, slot_programs
 from clusterkv_jax.engine.contexts import PrefillResult
-from clusterkv_jax.engine.layout import Layout
+from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.logits import Logprobs
 from clusterkv_jax.engine.requests import Request
 from clusterkv_jax.engine.sampling import SamplingState
@@ -22,7 +22,7 @@ from clusterkv_jax.runtime.sharding import fetch
 class ModelRunner:
     """Runs the model for all slots. Which of them are in use it is told by each call."""
 
-    def __init__(self, model: Model, method: Method, layout: Layout) -> None:
+    def __init__(self, model: Model, method: Method, layout: EngineLayout) -> None:
         self.model, self.method, self.layout = model, method, layout
         self._slots = slot_programs.empty(layout.one, layout.logits, layout.slots, method)
         self._questions_compiled = False

@@ -59,7 +59,7 @@ class RunningSequence:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SchedulerState:
     """Requests that wait, the first of them first, and those in the slots."""
 
     waiting: tuple[Request, ...]
@@ -87,19 +87,19 @@ class Schedule:
         return tuple(slot for slot, sequence in enumerate(self.running) if sequence is None)
 
 
-def enqueue(schedule: Schedule, request: Request) -> Schedule:
+def enqueue(schedule: SchedulerState, request: Request) -> SchedulerState:
     """A request behind those that wait."""
     return replace(schedule, waiting=(*schedule.waiting, request))
 
 
-def is_full(schedule: Schedule, request: Request, most: int, most_bytes: int, ahead: int = 0) -> bool:
+def is_full(schedule: SchedulerState, request: Request, most: int, most_bytes: int, ahead: int = 0) -> bool:
     """Whether a request has no place behind those that wait and `ahead` others; the first one always has."""
     nbytes = sum(other.waiting_bytes for other in schedule.waiting) + request.waiting_bytes
     before = len(schedule.waiting) + ahead
     return before > 0 and (before + request.params.n > most or nbytes > most_bytes)
 
 
-def next_requests(schedule: Schedule, most: int) -> tuple[Request, ...]:
+def next_requests(schedule: SchedulerState, most: int) -> tuple[Request, ...]:
     """Who enters now, at most one for each free slot: one prompt that must be read, since that takes long, and those
     behind it that ask the same one or contexts. Nobody passes another.
     """
@@ -112,21 +112,21 @@ def next_requests(schedule: Schedule, most: int) -> tuple[Request, ...]:
     return tuple(group)
 
 
-def remove(schedule: Schedule, key: Key) -> Schedule:
+def remove(schedule: SchedulerState, key: Key) -> SchedulerState:
     """The schedule without this request, wherever it is."""
     waiting = tuple(request for request in schedule.waiting if request.key != key)
     leaves = [sequence is not None and sequence.request.key == key for sequence in schedule.running]
     running = tuple(None if left else sequence for left, sequence in zip(leaves, schedule.running, strict=True))
-    return Schedule(waiting, running)
+    return SchedulerState(waiting, running)
 
 
-def place(schedule: Schedule, slot: int, sequence: RunningSequence) -> Schedule:
+def place(schedule: SchedulerState, slot: int, sequence: RunningSequence) -> SchedulerState:
     """The schedule with this sequence in a slot; its request waits no more."""
     waiting = tuple(request for request in schedule.waiting if request.key != sequence.request.key)
-    return Schedule(waiting, (*schedule.running[:slot], sequence, *schedule.running[slot + 1 :]))
+    return SchedulerState(waiting, (*schedule.running[:slot], sequence, *schedule.running[slot + 1 :]))
 
 
-def find(schedule: Schedule, key: Key) -> tuple[int | None, RunningSequence]:
+def find(schedule: SchedulerState, key: Key) -> tuple[int | None, RunningSequence]:
     """The slot and sequence of a live request; None and an empty sequence while it waits."""
     for slot, sequence in enumerate(schedule.running):
         if sequence is not None and sequence.request.key == key:
@@ -146,7 +146,7 @@ def with_tokens(
     return replace(sequence, tokens=tokens, ended=ended, first_s=first_s, logprobs=(*sequence.logprobs, *logprobs))
 
 
-def most_steps(schedule: Schedule) -> int:
+def most_steps(schedule: SchedulerState) -> int:
     """Steps of the next call of the decode program: one where a grammar says what follows each token, few where
     somebody waits for each token.
     """

@@ -32,7 +32,7 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, steps_until_due, with_groups
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
-from clusterkv_jax.methods.request import LayerPlan, Request
+from clusterkv_jax.methods.request import LayerPlan, RequestShape
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.control_flow import cond_in_place, while_with_maintenance
@@ -56,12 +56,12 @@ class Slots:
     logits: Float[Array, "B V"]
 
 
-def slot_plans(config: ModelConfig, method: Method, request: Request) -> tuple[LayerPlan, ...]:
+def slot_plans(config: ModelConfig, method: Method, request: RequestShape) -> tuple[LayerPlan, ...]:
     """The plans of all layers, for prompts of every length that the request names."""
     return tuple(_plan(config, method, layer, request) for layer in range(config.num_layers))
 
 
-def _plan(config: ModelConfig, method: Method, number: int, request: Request) -> LayerPlan:
+def _plan(config: ModelConfig, method: Method, number: int, request: RequestShape) -> LayerPlan:
     """As for one request. Recall reads a short prompt whole, and its short answer: a step may recall as many rows."""
     plan, layer = plan_of_layer(config, method, number, request), config.global_number(number)
     if method.forgets or layer is None:

@@ -31,7 +31,7 @@ from clusterkv_jax.methods.gating import (
     while_reading,
 )
 from clusterkv_jax.methods.plan import check_prompts, plans_of_width
-from clusterkv_jax.methods.request import LayerPlan, Request, row_bytes
+from clusterkv_jax.methods.request import LayerPlan, RequestShape, row_bytes
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_ids, check_lengths
@@ -139,7 +139,7 @@ def _check_renumbers(config: ModelConfig, method: Method, reading: Sequence[Laye
         raise ValueError(f"Rows are renumbered where keys can be turned, which they cannot with {what}.")
 
 
-def check_fills(config: ModelConfig, method: Method, request: Request, lengths: Int[np.ndarray, " B"]) -> None:
+def check_fills(config: ModelConfig, method: Method, request: RequestShape, lengths: Int[np.ndarray, " B"]) -> None:
     """Raise ValueError where no head of any of these prompts ever has to drop a row."""
     numbers, longest = range(len(config.global_layers)), int(lengths.max())
     if all(np.all(method.budget_rows(lengths, number, request) >= lengths[:, None]) for number in numbers):

@@ -29,7 +29,7 @@ from clusterkv_jax.budget import Budget, rows_for, share_table
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
 from clusterkv_jax.cache.layers import Group, LayerCache, PagedHeads, State, StepInputs, append, append_scored, compact
-from clusterkv_jax.methods.request import GroupPlan, Request, all_heads
+from clusterkv_jax.methods.request import GroupPlan, RequestShape, all_heads
 from clusterkv_jax.methods.storage import Storage
 from clusterkv_jax.runtime.errors import counted
 from clusterkv_jax.runtime.sharding import over_heads
@@ -203,14 +203,14 @@ class Method(Storage):
 
     # --- on the host ---
 
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B of each prompt and KV head of a layer, i64 [lengths, K]; MOST_ROWS where nothing is ever compressed.
 
         Heads with equal columns stand together in one group of the layer's cache.
         """
         return head_rows(self.budget, lengths, layer, request, self.protected.fewest)
 
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """Raise ValueError, naming the numbers, if a prompt of one of these lengths has an impossible budget."""
         check_budgets(self, lengths, request, self.budget_rows)
 
@@ -242,7 +242,7 @@ class Method(Storage):
         return append_and_attend(group, state, tokens)
 
 
-def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request, fewest: int = 0) -> np.ndarray:
+def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: RequestShape, fewest: int = 0) -> np.ndarray:
     """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], none below `fewest` (see `Budget`)."""
     if budget.shares is None:
         first, of = [0], None
@@ -267,7 +267,7 @@ def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: Request,
 
 
 def check_budgets(
-    method: Method, lengths: np.ndarray, request: Request, budget_rows: Callable[..., np.ndarray]
+    method: Method, lengths: np.ndarray, request: RequestShape, budget_rows: Callable[..., np.ndarray]
 ) -> None:
     """Raise ValueError if a prompt that is or will be compressed has no room beside its protected rows, by these
     budgets: `budget_rows(lengths, layer, request)`.

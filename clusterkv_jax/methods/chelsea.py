@@ -9,7 +9,7 @@ from typing_extensions import override
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.methods.base import Schedule, head_rows, recompress_every
 from clusterkv_jax.methods.families.clustering import Clustering
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_number
 
 
@@ -59,7 +59,7 @@ class Chelsea(Clustering):
         return recompress_every(self.interval, slack=self.interval)
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """As for all methods; and every outlier head must exist."""
         for where in self.outlier_heads:
             if where[0] >= request.num_layers or where[1] >= request.num_kv_heads:
@@ -76,7 +76,7 @@ class Chelsea(Clustering):
         super().check(lengths, request)
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B' of each prompt: what the budget leaves for a head that is no outlier; those keep everything."""
         budget = replace(self.budget, base=self.budget.base or "prompt+new")
         rows = head_rows(budget, lengths, layer, request)

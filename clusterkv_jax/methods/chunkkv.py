@@ -14,7 +14,7 @@ from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Input, Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.methods.snapkv import snap_scores
 from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_one_of
 from clusterkv_jax.scores import as_ranked, chunk_sums, group_mean, window_scores
@@ -67,7 +67,7 @@ class ChunkKV(Windowed):
         return reuses | queries
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """As for all methods; kvpress needs rows before the window."""
         if self.mode == "kvpress":
             for n, b in zip(lengths, self.budget_rows(lengths, 0, request)[:, 0], strict=True):
@@ -78,7 +78,7 @@ class ChunkKV(Windowed):
         super().check(lengths, request)
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B of each prompt; in mode "kvpress" the rows of whole runs, of which a short last one may lack some."""
         rows = super().budget_rows(lengths, layer, request)
         if self.mode == "exact" or np.min(rows) >= MOST_ROWS:

@@ -29,7 +29,7 @@ from clusterkv_jax.methods.base import (
     recompress_every,
 )
 from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime import prng
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.host_memory import check_host_store
@@ -97,7 +97,7 @@ class ClusterKV(Recall):
         return recompress_every(self.interval)
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """As for all methods; a host store needs a platform that has one."""
         if self.store == "host":
             check_host_store()

@@ -23,7 +23,7 @@ from clusterkv_jax.methods.base import (
     compacted,
 )
 from clusterkv_jax.methods.full import Full
-from clusterkv_jax.methods.request import Request, all_heads
+from clusterkv_jax.methods.request import RequestShape, all_heads
 from clusterkv_jax.methods.streamingllm import moved_back
 from clusterkv_jax.runtime.errors import check_fields, counted
 
@@ -106,7 +106,7 @@ class Composed(Method):
         return replace(self, prefill=prefill.with_words(words, frame))
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B of each prompt and KV head after the prompt and while decoding, i64 [lengths, K, 2]."""
         both = [method.budget_rows(lengths, layer, request) for method in (self.prefill, self.decode)]
         if all(rows.strides[1] == 0 for rows in both):
@@ -114,7 +114,7 @@ class Composed(Method):
         return np.stack(both, axis=-1)
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """Both budgets must be possible, and no head's may be smaller while decoding."""
         self.prefill.check(lengths, replace(request, reserve=0))
         self.decode.check(lengths, request)

@@ -61,7 +61,7 @@ from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Prompt:
+class LayerPrompt:
     """What a layer makes of prompts of unequal length, padded on the right; `hidden` is what enters its attention,
     `scores` what each row is worth, `squares` are those of keys and values.
     """
@@ -78,7 +78,7 @@ class Prompt:
 @jax.named_scope("compress")
 def compress_layer(
     method: Method,
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array | np.ndarray, "B groups stages"],
     plan: LayerPlan,
     key: Array | None,
@@ -131,7 +131,7 @@ def compress_heads(
     method: Method,
     plan: GroupPlan,
     inputs: frozenset[str],
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array | np.ndarray, "B K stages"],
     shares: Float[Array | np.ndarray, "#B K"],
     key: Array | None,
@@ -152,18 +152,18 @@ def compress_heads(
     return heads_as_batch.together(resize(part.cache, plan.capacity), part.state, heads)
 
 
-def heads_alone(prompt: Prompt) -> Prompt:
+def heads_alone(prompt: LayerPrompt) -> LayerPrompt:
     """Every KV head as a sequence of its own."""
     heads = prompt.keys.shape[1]
     every = prompt.queries, prompt.keys, prompt.values, prompt.scores, prompt.squares
     queries, keys, values, scores, squares = jax.tree.map(partial(heads_as_batch.alone, kv_heads=heads), every)
-    return Prompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores, squares=squares)
+    return LayerPrompt(queries, keys, values, jnp.repeat(prompt.lengths, heads), scores=scores, squares=squares)
 
 
 def compress_group(
     method: Method,
     cache: Group,
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array, "B stages"],
     plan: GroupPlan,
     key: Array | None,
@@ -214,7 +214,7 @@ def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
     return quantised(resize(group, plan.capacity), **how)
 
 
-def _check_inputs(method: Method, prompt: Prompt, inputs: frozenset[str]) -> None:
+def _check_inputs(method: Method, prompt: LayerPrompt, inputs: frozenset[str]) -> None:
     """Raise ValueError for what the method needs of the layer and does not get."""
     name = type(method).__name__
     if "queries" in inputs and prompt.queries is None:

@@ -38,7 +38,7 @@ from clusterkv_jax.methods.driver import placed, placed_state, recompress, sched
 from clusterkv_jax.methods.families.eviction import Eviction
 from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
 from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request
-from clusterkv_jax.methods.request import GroupPlan, LayerPlan, Request
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, RequestShape
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import slot_ways
@@ -124,7 +124,7 @@ def budgets_after(
     config: ModelConfig,
     method: Method,
     plans: tuple[LayerPlan, ...],
-    request: Request,
+    request: RequestShape,
     seen: Int[np.ndarray, " B"],
 ) -> tuple[Int[np.ndarray, "B groups stages"], ...]:
     """Rows that each group of heads may hold of prompts of so many tokens, layer by layer."""

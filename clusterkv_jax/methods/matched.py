@@ -26,7 +26,7 @@ from clusterkv_jax.methods.base import (
     StorageKind,
     compacted,
 )
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.runtime.sharding import over_heads
 
@@ -79,11 +79,11 @@ class Matched(Method):
         return self.method.schedule
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         return self.method.budget_rows(lengths, layer, request)
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         self.method.check(lengths, request)
 
     @override

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_shardable
-from clusterkv_jax.methods.request import GroupPlan, LayerPlan, PagePlan, Request, request_of_model
+from clusterkv_jax.methods.request import GroupPlan, LayerPlan, PagePlan, RequestShape, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import concrete
 from clusterkv_jax.runtime.dispatch import traits
@@ -28,7 +28,9 @@ Plans = Callable[[int], LayerPlan]
 MORE_PAGES = 0.05
 
 
-def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int) -> tuple[Request, Plans]:
+def plans_of_width(
+    config: ModelConfig, method: Method, dtype: Any, width: int, **counts: int
+) -> tuple[RequestShape, Plans]:
     """The request of prompts of any length up to `width`, and the plan of each of the model's layers.
 
     They are made once for equal arguments: in a table of 32,768 lengths the plan of a layer takes milliseconds, for
@@ -40,13 +42,13 @@ def plans_of_width(config: ModelConfig, method: Method, dtype: Any, width: int, 
 @lru_cache(maxsize=16)
 def _plans_of_width(
     config: ModelConfig, method: Method, dtype: Any, width: int, counts: tuple[tuple[str, int], ...], where: Any
-) -> tuple[Request, Plans]:
+) -> tuple[RequestShape, Plans]:
     del where  # plans are of the devices that are compiled for
     request = request_of_model(config, dtype, np.arange(1, width + 1), method.cache_dtype, **dict(counts))
     return request, cache(lambda layer: plan_of_layer(config, method, layer, request))
 
 
-def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: Request) -> LayerPlan:
+def plan_of_layer(config: ModelConfig, method: Method, layer: int, request: RequestShape) -> LayerPlan:
     """The plan of a model's layer: the method's, or that of its window."""
     number = config.global_number(layer)
     if number is None:
@@ -67,7 +69,7 @@ def repeats(config: ModelConfig, method: Method) -> bool:
     return bool(config.global_layers) and "repetition" in method.inputs(0)
 
 
-def plan_window(window: int, request: Request) -> LayerPlan:
+def plan_window(window: int, request: RequestShape) -> LayerPlan:
     """Of a layer whose tokens see the last `window` alone; slots for fewer where a request is shorter."""
     heads = tuple(range(request.num_kv_heads))
     longest = int(np.max(request.lengths)) + request.reserve
@@ -75,7 +77,7 @@ def plan_window(window: int, request: Request) -> LayerPlan:
     return LayerPlan((GroupPlan(heads, slots, keep_all=True, reserve=request.reserve),), window=window)
 
 
-def plan_layer(method: Method, layer: int, request: Request) -> LayerPlan:
+def plan_layer(method: Method, layer: int, request: RequestShape) -> LayerPlan:
     """The groups of a layer that sees every token: heads of equal budgets stand together, the largest budget first.
 
     `layer` is its number among those. Nothing here depends on how many tokens will be generated but on the reserve for
@@ -128,7 +130,7 @@ def pool_of(groups: Sequence[GroupPlan], sizes: Sequence[int]) -> PagePlan:
 
 
 @lru_cache(maxsize=8)
-def plan_heads(method: Method, request: Request) -> GroupPlan:
+def plan_heads(method: Method, request: RequestShape) -> GroupPlan:
     """The plan of any head of any layer, which is compressed as a sequence of its own. Made once for a request."""
     longest = int(np.max(request.lengths))
     most, fewest = (_budgets_of_longest(method, request, new) for new in (request.reserve, 0))
@@ -152,7 +154,7 @@ def plan_heads(method: Method, request: Request) -> GroupPlan:
     )
 
 
-def _budgets_of_longest(method: Method, request: Request, new: int) -> Int[np.ndarray, "L K stages"]:
+def _budgets_of_longest(method: Method, request: RequestShape, new: int) -> Int[np.ndarray, "L K stages"]:
     """B of each head of each layer, of the longest prompt."""
     known, longest = replace(request, max_new_tokens=new), np.max(request.lengths, keepdims=True)
     return np.stack([stages(rows_of(method, longest, layer, known))[0] for layer in range(request.num_layers)])
@@ -164,7 +166,7 @@ def head_pages(slots: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=8)
-def _pool_sizes(method: Method, request: Request) -> tuple[int, ...]:
+def _pool_sizes(method: Method, request: RequestShape) -> tuple[int, ...]:
     """Pages that layers have, ascending: of few numbers, each of which is a program of its own, and in sum hardly more
     than the rows of the longest prompt need.
     """
@@ -199,7 +201,7 @@ def _budget_of(method: Any) -> Budget | None:
     return getattr(method, "budget", None) if inner is None else _budget_of(inner)
 
 
-def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
+def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: RequestShape) -> np.ndarray:
     """The most rows that a head comes to hold, by prompt length; `rows` are its budgets [lengths, stages]."""
     everything = lengths + request.reserve
     if not method.forgets:
@@ -210,7 +212,7 @@ def capacity(method: Method, lengths: np.ndarray, rows: np.ndarray, request: Req
     return np.minimum(_most_held(schedule, after, rows[:, -1], request), everything)
 
 
-def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request: Request) -> np.ndarray:
+def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request: RequestShape) -> np.ndarray:
     """The most rows of a head that holds `held` after the prompt, and returns to `rows` by this schedule."""
     appended = after + request.reserve
     if schedule.kind == "interval" and request.reserve:
@@ -224,7 +226,7 @@ def _most_held(schedule: Schedule, after: np.ndarray, rows: np.ndarray, request:
 
 
 def rows_of_request(
-    method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int | None, request: Request
+    method: Method, plan: LayerPlan, lengths: Int[Array | np.ndarray, " B"], layer: int | None, request: RequestShape
 ) -> Int[Array | np.ndarray, "B groups stages"]:
     """B of each prompt and group of the layer's heads, which the host computes where it knows the lengths.
 
@@ -245,7 +247,7 @@ def rows_of_request(
 def planned_layer(
     config: ModelConfig,
     method: Method,
-    request: Request,
+    request: RequestShape,
     lengths: Int[Array | np.ndarray, " B"],
     plans: Plans,
     layer: int,
@@ -268,7 +270,7 @@ def planned_layer(
     return replace(plan, groups=tuple(groups)), budgets
 
 
-def rows_of(method: Method, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+def rows_of(method: Method, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
     """`budget_rows`, which prompts that are kept whole never reach."""
     rows = method.budget_rows(lengths, layer, request)
     if not request.whole:
@@ -336,7 +338,7 @@ def _equal_heads(rows: np.ndarray) -> list[tuple[int, ...]]:
 # --- what cannot be ---
 
 
-def check_prompts(config: ModelConfig, method: Method, request: Request, lengths: np.ndarray) -> None:
+def check_prompts(config: ModelConfig, method: Method, request: RequestShape, lengths: np.ndarray) -> None:
     """Raise ValueError for prompts of these lengths that the method cannot read; none are those not known yet."""
     if config.global_layers:  # else there is nothing to compress
         method.check(lengths[lengths > request.whole], request)

@@ -23,7 +23,7 @@ from clusterkv_jax.kernels.gather_rows import gather_rows
 from clusterkv_jax.kernels.place_rows import place_rows
 from clusterkv_jax.methods.base import Compressed, Method
 from clusterkv_jax.methods.driver import (
-    Prompt,
+    LayerPrompt,
     compress_group,
     compress_heads,
     compress_layer,
@@ -54,7 +54,7 @@ class ReadLayer:
 
     number: int
     plan: LayerPlan
-    prompt: Prompt | None
+    prompt: LayerPrompt | None
     budgets: Int[Array | np.ndarray, "B groups stages"]
 
 
@@ -68,14 +68,14 @@ class Workspace:
         place: of the next layer that is read into it. The device counts: it would wait for a number from the host.
     """
 
-    rows: Prompt
+    rows: LayerPrompt
     place: Int[Array | np.ndarray, ""]
 
     def __len__(self) -> int:
         return len(self.rows.lengths)
 
 
-def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> Prompt:
+def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any, "B N M"]) -> LayerPrompt:
     """What a workspace holds of a layer with this configuration, which makes it of such hidden states."""
     batch, width, size = hidden.shape
 
@@ -84,7 +84,7 @@ def prompt_shapes(config: ModelConfig, parts: frozenset[str], hidden: Float[Any,
 
     rows = shape(config.num_kv_heads, width, config.head_dim)
     number = shape(config.num_kv_heads, width, dtype=jnp.float32)
-    return Prompt(
+    return LayerPrompt(
         queries=shape(config.num_heads, width, config.head_dim, part="queries"),
         keys=rows,
         values=rows,
@@ -105,7 +105,7 @@ def workspace_for(
     held: Workspace | None,
     plan: LayerPlan,
     following: LayerPlan | None,
-    prompt: Prompt,
+    prompt: LayerPrompt,
     layers: int,
 ) -> Workspace | None:
     """Room for as many layers as are compressed at once: what is held, or new. None where this one is compressed alone.
@@ -125,7 +125,7 @@ def workspace_for(
     return Workspace(jax.tree.unflatten(tree, rows), place)
 
 
-def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
+def put_into(workspace: Workspace, prompt: LayerPrompt) -> Workspace:
     """The workspace with a layer's prompt in its next place, rows beyond the lengths zeroed; for use in a jit."""
     held, place = workspace.rows, jnp.asarray(workspace.place)
     assert held.squares is not None
@@ -141,7 +141,7 @@ def put_into(workspace: Workspace, prompt: Prompt) -> Workspace:
         place_rows(old, squares, rows, prompt.lengths, place)
         for old, squares, rows in zip((held.keys, held.values), held.squares, (prompt.keys, prompt.values), strict=True)
     )
-    rows = Prompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
+    rows = LayerPrompt(queries, keys, values, lengths, hidden, scores, (of_keys, of_values))
     return Workspace(rows, (place + 1) % len(workspace))
 
 
@@ -151,7 +151,7 @@ def defers(read: Sequence[ReadLayer], workspace: Workspace | None, following: La
     return following is not None and len(read) < room and _program(read[0].plan) == _program(following)
 
 
-def layers_at_once(plan: LayerPlan, prompt: Prompt, layers: int) -> int:
+def layers_at_once(plan: LayerPlan, prompt: LayerPrompt, layers: int) -> int:
     """How many layers with prompts of these shapes are compressed at once on the device that is compiled for."""
     if not traits().host_driven or not on_one_device():
         return 1
@@ -238,7 +238,7 @@ def _program(plan: LayerPlan) -> Any:
 def _compress_layer(
     method: Method,
     plan: LayerPlan,
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array | np.ndarray, "B groups stages"],
     key: Key[Array, ""],
     number: Int[Array | np.ndarray, ""],
@@ -271,7 +271,7 @@ def _compress_heads(
     method: Method,
     plan: GroupPlan,
     inputs: frozenset[str],
-    prompt: Prompt,
+    prompt: LayerPrompt,
     budgets: Int[Array | np.ndarray, "B K stages"],
     shares: Float[Array | np.ndarray, " K"],
     key: Key[Array, ""],
@@ -322,12 +322,12 @@ def _empty(shapes: tuple[tuple[tuple[int, ...], str], ...], zeroed: bool) -> tup
 
 
 @jit()
-def _taken(workspace: Workspace, place: Int[Array | np.ndarray, ""]) -> Prompt:
+def _taken(workspace: Workspace, place: Int[Array | np.ndarray, ""]) -> LayerPrompt:
     """One layer of a workspace."""
     return jax.tree.map(lambda x: x[place], workspace.rows)
 
 
-def _as_sequences(rows: Prompt) -> Prompt:
+def _as_sequences(rows: LayerPrompt) -> LayerPrompt:
     """The sequences of one layer after those of another."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from clusterkv_jax.budget import rows_for
 from clusterkv_jax.methods.base import Protected, Rows
 from clusterkv_jax.methods.families.eviction import Windowed
-from clusterkv_jax.methods.request import Request, all_heads
+from clusterkv_jax.methods.request import RequestShape, all_heads
 from clusterkv_jax.methods.snapkv import check_pooling, snap_scores
 from clusterkv_jax.runtime.errors import check_fields, counted, is_number, is_one_of
 from clusterkv_jax.scores import Pooling
@@ -52,7 +52,7 @@ class PyramidKV(Windowed):
         return Protected(window=self.window, min_free=0)
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """As for all methods; and the mean budget must be more than the window."""
         for n, b in zip(lengths, self._mean_rows(lengths, request), strict=True):
             if b < n and b <= self.window:
@@ -63,7 +63,7 @@ class PyramidKV(Windowed):
         super().check(lengths, request)
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """What this layer keeps of each prompt, the same for all heads."""
         mean = self._mean_rows(lengths, request)
         schedule = _kvpress_rows if self.mode == "kvpress" else _factory_rows
@@ -71,7 +71,7 @@ class PyramidKV(Windowed):
         rows = np.where(mean >= lengths, mean, rows).astype(np.int64)
         return all_heads(rows, request.num_kv_heads)
 
-    def _mean_rows(self, lengths: np.ndarray, request: Request) -> np.ndarray:
+    def _mean_rows(self, lengths: np.ndarray, request: RequestShape) -> np.ndarray:
         """b of each prompt: a fraction of a row counts in the published schedule, where the budget is a ratio."""
         budget = self.budget
         whole = rows_for(budget, lengths, request.max_new_tokens, bytes_per_row=request.bytes_per_row)

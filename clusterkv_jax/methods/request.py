@@ -16,7 +16,7 @@ DEGREE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class RequestShape:
     """Everything that a plan may depend on; `request_of_model` and `request_of_tensors` make one.
 
     Attributes:
@@ -64,7 +64,7 @@ class GroupPlan:
         step_tokens: the most of them that are appended at once.
         rope: the model's rotations.
         share: the group's part of the budget in units of the mean over all layers and heads.
-        soft_capped: as in `Request`.
+        soft_capped: as in `RequestShape`.
         exact: whether every prompt is known to be the longest, with a budget of `most_rows`.
     """
 
@@ -138,7 +138,7 @@ def row_bytes(dim: int, *dtypes: Any, stored: CacheDtype | None = None) -> int:
 
 def request_of_model(
     config: ModelConfig, dtype: Any, lengths: np.ndarray, stored: CacheDtype | None = None, **counts: Any
-) -> Request:
+) -> RequestShape:
     """The request of prompts of these lengths to a model whose parameters have this type; rows may be `stored` in
     another.
 
@@ -146,7 +146,7 @@ def request_of_model(
     """
     row = row_bytes(config.head_dim, dtype, dtype, stored=stored)
     known: Any = {"row_bytes": row, "rope": config.rope, "soft_capped": config.soft_cap is not None}
-    return Request(lengths, len(config.global_layers), config.num_kv_heads, **known, **counts)
+    return RequestShape(lengths, len(config.global_layers), config.num_kv_heads, **known, **counts)
 
 
 def request_of_tensors(
@@ -157,11 +157,11 @@ def request_of_tensors(
     max_new_tokens: int,
     *,
     stored: CacheDtype | None = None,
-) -> Request:
+) -> RequestShape:
     """The request of bare keys and values [B,K,N,D]; their rotations are those of the default RoPE."""
     dim = keys.shape[-1]
     row = row_bytes(dim, keys.dtype, values.dtype, stored=stored)
-    return Request(
+    return RequestShape(
         lengths, num_layers, keys.shape[1], max_new_tokens, max_new_tokens, row_bytes=row, rope=Rope(1e4, dim)
     )
 

@@ -20,7 +20,7 @@ from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
 from clusterkv_jax.methods.base import Compressed, Rows, Schedule, State, StorageKind, one_by_one
 from clusterkv_jax.methods.families.streaming import Streaming
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime.errors import check_fields
 
 
@@ -50,7 +50,7 @@ class StreamingLLM(Streaming):
         return Schedule("ring")
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """As for all methods; keys can be moved only where there are rotations."""
         if self.rerotate and request.rope is None:
             raise ValueError("StreamingLLM with rerotate=True needs a model with rotary positions; this one has none.")

@@ -10,7 +10,9 @@ from clusterkv_jax.runtime.extras import library
 library("flax.nnx", "clusterkv_jax.nnx", "flax")
 
 # What follows imports flax, of which a sentence above says where it comes from.
-from clusterkv_jax.nnx.compressed import Compressed, compressed  # noqa: E402
+from clusterkv_jax.nnx.compressed import CompressedModel, compressed  # noqa: E402
 from clusterkv_jax.nnx.layouts import Layout  # noqa: E402
 
-__all__ = ["Compressed", "Layout", "compressed"]
+__all__ = ["Compressed", "CompressedModel", "Layout", "compressed"]
+
+Compressed = CompressedModel  # its earlier name

@@ -52,7 +52,7 @@ def compressed(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     calibration: str | os.PathLike[str] | None = None,
-) -> "Compressed":
+) -> "CompressedModel":
     """A Flax nnx model with a compressed cache; the model itself stays as it is, and its arrays are not copied.
 
     Args:
@@ -94,10 +94,10 @@ def compressed(
         found.check(config)
         kept = with_shares(found, settled(kept, found))
     surrogate = None if found is None else found.surrogate
-    return Compressed(model, kept, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
+    return CompressedModel(model, kept, config, tokenizer, None if mesh is None else auto_mesh(mesh), surrogate)
 
 
-class Compressed(nnx.Module):
+class CompressedModel(nnx.Module):
     """A Flax nnx model with a compressed cache, from `compressed`. It is a module: `nnx.jit` and `nnx.split` take it.
 
     It holds the model, not a copy: what trains the one changes what the other answers. Its cache is a pytree.

@@ -16,7 +16,7 @@ from clusterkv_jax.blocks.linear import TOKENS_AT_ONCE
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.methods import Full, Method
-from clusterkv_jax.methods.driver import Prompt
+from clusterkv_jax.methods.driver import LayerPrompt
 from clusterkv_jax.methods.prefill_compression import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
@@ -192,7 +192,7 @@ def needed(job: ProgramJob, call: ProgramCall, memory: Any) -> float:
     """What is in memory while a program of prefill runs, beside parameters and the caches of all layers."""
     needs = memory.temp_size_in_bytes + memory.output_size_in_bytes
     if _plan(call):  # what was read of the layer is there beside the hidden states, and the cache is counted already
-        read = next(x for x in call.args if isinstance(x, Prompt))
+        read = next(x for x in call.args if isinstance(x, LayerPrompt))
         return needs - chip_bytes(call.out[:2]) + chip_bytes(read) + chip_bytes(job.hidden)
     # Hidden states that are handed on in place are among the results; those that are only read are not.
     reads = any(getattr(x, "shape", None) == job.hidden.shape for x in call.args)

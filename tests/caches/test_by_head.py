@@ -40,7 +40,7 @@ METHODS = {
 }
 
 
-def prompt(seed: int = 0) -> driver.Prompt:
+def prompt(seed: int = 0) -> driver.LayerPrompt:
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -48,7 +48,7 @@ def prompt(seed: int = 0) -> driver.Prompt:
 
     batch, rows = len(LENGTHS), (HEADS, PROMPT, DIM)
     queries, keys, values = draw(batch, HEADS * GROUP, PROMPT, DIM), draw(batch, *rows), draw(batch, *rows)
-    return driver.Prompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
+    return driver.LayerPrompt(queries, keys, values, jnp.asarray(LENGTHS), scores=draw(batch, HEADS, PROMPT))
 
 
 def planned(method, layer):

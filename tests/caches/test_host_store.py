@@ -17,7 +17,7 @@ from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation import batching, responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods.families.recall import recalled_rows
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime import host_memory
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
@@ -142,7 +142,7 @@ def test_padding_never_reaches_the_store():
     rng = np.random.default_rng(0)
     queries, keys, values = (jnp.asarray(rng.normal(size=(2, h, 64, 8)), jnp.float32) for h in (4, 2, 2))
     real = (np.arange(64) < np.asarray([64, 37])[:, None])[:, None, :, None]
-    request = Request(np.arange(1, 65), 2, 2, max_new_tokens=16, reserve=16)
+    request = RequestShape(np.arange(1, 65), 2, 2, max_new_tokens=16, reserve=16)
     lengths = np.asarray([64, 37])
 
     def compressed(fill):
@@ -280,4 +280,4 @@ def test_where_there_is_no_host_store_one_sentence_says_so(monkeypatch, platform
         jax.set_mesh(auto_mesh(jax.make_mesh((mesh,), ("model",), devices=jax.devices()[:mesh]))),
         pytest.raises(ValueError, match=r'^store="host" must run on .*; take store="device" there\.$'),
     ):
-        HOST.check(np.asarray([48]), Request(np.asarray([48]), 2, 2, reserve=8))
+        HOST.check(np.asarray([48]), RequestShape(np.asarray([48]), 2, 2, reserve=8))

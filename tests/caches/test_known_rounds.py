@@ -32,7 +32,7 @@ def compressed(method, lengths):
     numbers = np.random.default_rng(0)
     keys, values = jnp.asarray(numbers.normal(size=(2, len(lengths), 2, ROWS, 8)), jnp.float32)
     scores = jnp.asarray(numbers.normal(size=keys.shape[:3]), jnp.float32)
-    whole = driver.Prompt(None, keys, values, jnp.asarray(lengths), scores=scores)
+    whole = driver.LayerPrompt(None, keys, values, jnp.asarray(lengths), scores=scores)
     request = request_of_tensors(keys, values, np.arange(1, ROWS + 1), 1, 64)
     plan = plan_layer(method, 0, request)
     budgets = rows_of_request(method, plan, np.asarray(lengths), 0, request)

@@ -10,7 +10,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax import soft_matching
 from clusterkv_jax.methods import prefill_compression
-from clusterkv_jax.methods.driver import Prompt
+from clusterkv_jax.methods.driver import LayerPrompt
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.runtime.dispatch import TRAITS
@@ -177,6 +177,6 @@ def test_as_many_layers_as_share_out_and_have_few_bytes(tokens, layers, expected
     def shape(*of):
         return jax.ShapeDtypeStruct((1, 8, tokens, *of), "bfloat16" if of else "float32")
 
-    read = Prompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
+    read = LayerPrompt(None, shape(128), shape(128), jax.ShapeDtypeStruct((1,), "int32"), scores=shape())
     request = request_of_tensors(read.keys, read.values, np.asarray([tokens]), layers, 128)
     assert prefill_compression.layers_at_once(plan_layer(ckv.OrbitKV(HALF), 0, request), read, layers) == expected

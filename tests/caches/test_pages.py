@@ -16,7 +16,7 @@ from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.plan import plan_layer
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from tests.support.tiny import VOCAB, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5
@@ -169,7 +169,7 @@ def test_heads_that_share_a_budget_are_a_group():
 
 def test_bytes_of_a_large_model():
     """Llama-3.1-8B, 32,768 tokens, a fifth kept."""
-    request = Request(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)
+    request = RequestShape(np.asarray([32768]), 32, 8, max_new_tokens=128, reserve=128, row_bytes=516)
     method = ckv.AdaKV(ckv.Budget(ratio=0.2))
     (capacity,) = plan_layer(method, 0, request).capacities
     prompt = jax.eval_shape(layers.from_tokens, *[jnp.zeros((1, 8, 32768, 1))] * 2, jnp.zeros(1, jnp.int32))

@@ -17,7 +17,7 @@ from clusterkv_jax.kmeans import cluster
 from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.infinigen import partial_columns, rows_within
 from clusterkv_jax.methods.quest import page_scores
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support.golden_files import golden, names
@@ -117,7 +117,7 @@ def test_quest_selects_what_a_step_attends_to(sizes):
     """The step is that of the last token, after a prompt of those before it."""
     method, tensors, rows = quest_at(*sizes)
     before = sizes[0] - 1
-    request = Request(np.asarray([before]), 1, 2, max_new_tokens=1, reserve=1)
+    request = RequestShape(np.asarray([before]), 1, 2, max_new_tokens=1, reserve=1)
     layer, state, _ = compress_layer(method, [x[:, :, :-1] for x in tensors], np.asarray([before]), request)
     by_token = (jnp.swapaxes(x[:, :, -1:], 1, 2) for x in tensors)
     new = StepInputs(*by_token, jnp.asarray([[before]]), jnp.ones((1, 1), bool))
@@ -326,7 +326,7 @@ def test_padding_never_reaches_an_index(method):
 
     def compressed(lengths, *arrays):
         tokens = arrays[1].shape[2]
-        request = Request(np.arange(1, tokens + 1), 4, 2, max_new_tokens=16, reserve=16)
+        request = RequestShape(np.arange(1, tokens + 1), 4, 2, max_new_tokens=16, reserve=16)
         return jax.jit(lambda *x: compress_layer(method, x, lengths, request, layer=3)[1][0])(*arrays)
 
     real = (np.arange(64) < np.asarray([64, 37])[:, None])[:, None, :, None]

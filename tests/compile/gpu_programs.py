@@ -50,7 +50,7 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights
-from clusterkv_jax.methods.driver import Prompt, compress_layer, with_groups
+from clusterkv_jax.methods.driver import LayerPrompt, compress_layer, with_groups
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.methods.prefill_compression import Workspace, _compress_layers, put_into
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
@@ -267,7 +267,7 @@ def prompts(array):
     """A layer of a prompt: projected with scores, put among others, and compressed alone or with them."""
     rows, length = array((BATCH, HEADS, PROMPT, DIM), BF16), array((BATCH,), I32)
     number = array((BATCH, HEADS, PROMPT), F32)
-    read = Prompt(None, rows, rows, length, scores=number, squares=(number, number))
+    read = LayerPrompt(None, rows, rows, length, scores=number, squares=(number, number))
     workspace = Workspace(jax.tree.map(lambda x: array((2, *x.shape), x.dtype), read), array((), I32))
 
     def first_layer(method):
@@ -279,7 +279,7 @@ def prompts(array):
         plan, budgets = first_layer(method)
 
         def run(k, v, lengths, key):
-            return compress_layer(method, Prompt(None, k, v, lengths), budgets, plan, key)
+            return compress_layer(method, LayerPrompt(None, k, v, lengths), budgets, plan, key)
 
         return run, (rows, rows, length, random_key(array)), ()
 

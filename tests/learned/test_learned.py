@@ -23,7 +23,7 @@ from clusterkv_jax.learned.leverage import leverage
 from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.families.eviction import best_of_layer
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.models.config import Rope
 from tests.support.golden_files import golden
 from tests.support.layers import compress as compress_layer
@@ -105,7 +105,7 @@ def test_decoded_queries_count_as_those_of_the_prompt():
     """Scores after decoding are those of one prompt of the same tokens."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, h, 40, 8)), jnp.float32) for h in (4, 2, 2))
-    request = Request(np.asarray([25]), 1, 2, reserve=15, rope=Rope(1e4, 8))
+    request = RequestShape(np.asarray([25]), 1, 2, reserve=15, rope=Rope(1e4, 8))
     method = ckv.ExpectedAttention(ckv.Budget(tokens=25), sinks=3, future=16, decode_interval=64)
     layer, state, _ = compress_layer(method, [x[:, :, :25] for x in (q, k, v)], np.asarray([25]), request)
     step = jax.jit(functools.partial(step_layer, method))

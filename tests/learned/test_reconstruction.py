@@ -65,7 +65,7 @@ def test_reconstruction_does_not_depend_on_blocks_of_queries():
     tokens = jnp.asarray([prompt(1, 53)])
     whole = score(tokens)
     with (
-        mock.patch.object(repeated_attention, "traits", lambda: Traits(serial=True, scratch=16 * 4 * 108)),
+        mock.patch.object(repeated_attention, "traits", return_value=Traits(serial=True, scratch=16 * 4 * 108)),
         mock.patch.object(programs, "_kept", OrderedDict()),
     ):
         blocks = score(tokens)

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import Prompt, compress_layer
+from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request
-from clusterkv_jax.methods.request import Request
+from clusterkv_jax.methods.request import RequestShape
 
 
-def compress(method: Method, tensors: Any, lengths: Any, request: Request, layer: int = 0, selection: Any = None):
+def compress(method: Method, tensors: Any, lengths: Any, request: RequestShape, layer: int = 0, selection: Any = None):
     """A layer's cache, the memory of its groups and what they selected, from (queries, keys, values)."""
     plan = plan_layer(method, layer, request)
     budgets = rows_of_request(method, plan, lengths, layer, request)
-    prompt = Prompt(*tensors, lengths=jnp.asarray(lengths))
+    prompt = LayerPrompt(*tensors, lengths=jnp.asarray(lengths))
     return compress_layer(method, prompt, budgets, plan, jax.random.key(1), selection)

@@ -16,7 +16,7 @@ from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
 from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, Schedule, State, recompress_every
 from clusterkv_jax.methods.families.merging import Merging
-from clusterkv_jax.methods.request import Request, all_heads
+from clusterkv_jax.methods.request import RequestShape, all_heads
 from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
@@ -74,7 +74,7 @@ class Clustering(Merging):
         return recompress_every(self.interval)
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B of each prompt; without any merging (all ratios 0) more than there can be."""
         if not any(self.ratios):
             return all_heads(np.full(len(lengths), MOST_ROWS, np.int64), request.num_kv_heads)

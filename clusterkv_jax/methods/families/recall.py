@@ -35,7 +35,7 @@ from clusterkv_jax.methods.base import (
     head_rows,
     one_by_one,
 )
-from clusterkv_jax.methods.request import Request, all_heads
+from clusterkv_jax.methods.request import RequestShape, all_heads
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.runtime.sharding import fetch, over_heads
 
@@ -119,7 +119,7 @@ class Recall(Method):
     # --- what is common ---
 
     @override
-    def budget_rows(self, lengths: np.ndarray, layer: int, request: Request) -> np.ndarray:
+    def budget_rows(self, lengths: np.ndarray, layer: int, request: RequestShape) -> np.ndarray:
         """B of each prompt; everything in dense layers, and where the budget covers all that may occur."""
         rows = super().budget_rows(lengths, layer, request)
         possible = np.asarray(request.lengths)
@@ -129,7 +129,7 @@ class Recall(Method):
         return all_heads(everything, request.num_kv_heads) if covered or self.is_dense(layer) else rows
 
     @override
-    def check(self, lengths: np.ndarray, request: Request) -> None:
+    def check(self, lengths: np.ndarray, request: RequestShape) -> None:
         """The budget must be possible, whether a layer uses it or is dense."""
         check_budgets(self, lengths, request, partial(head_rows, self.budget))
 
