@@ -109,7 +109,7 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, wei
     def draw(path: Any, spec: Any, sharding: Any) -> Any:
         shapes = code_shapes(spec, path[-1].key, weights, fitted)
         if shapes is not None:
-            return random_codes(next(keys), shapes)
+            return codes_generator(shapes)(next(keys))
         init = jax.nn.initializers.ones if len(spec.shape) == 1 else _normal
         return generator(spec.shape, init, sharding)(next(keys))
 
@@ -121,8 +121,9 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, wei
     return params | {"layers": tuple({**layer, "surrogate": surrogate} for layer in params["layers"])}
 
 
-def random_codes(key: jax.Array, shapes: QuantisedWeights) -> QuantisedWeights:
-    """Random codes of the size of other random weights, as wide as these shapes and where they say."""
+@cache
+def codes_generator(shapes: QuantisedWeights) -> Callable[[jax.Array], QuantisedWeights]:
+    """Of a key, random codes of the size of other random weights, as wide as these shapes and where they say."""
     spread = 255 / 12**0.5 if shapes.kind == "int8" else 15 / 12**0.5
     scale = shapes.inputs**-0.5 / spread
 
@@ -132,7 +133,7 @@ def random_codes(key: jax.Array, shapes: QuantisedWeights) -> QuantisedWeights:
         scales = jnp.full(shapes.scales.shape, scale, shapes.scales.dtype)
         return replace(shapes, codes=codes, scales=scales, offsets=None if shapes.offsets is None else scales / 2)
 
-    return jax.jit(draw, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))(key)
+    return jax.jit(draw, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

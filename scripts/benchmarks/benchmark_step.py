@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/benchmark_step.py                                          Llama-3.1-8B, 32k tokens
     python scripts/benchmarks/benchmark_step.py --model qwen3-30b-a3b --tokens 16384 --batch 1 --batch 16 --profile
+    python scripts/benchmarks/benchmark_step.py --method centroidkv --weights int4                       in codes
 
 Weights are random. The prompt is read once for each method; a batch has copies of its cache and other last tokens. A
 step reads all weights and the cache; of experts it reads those that are chosen, by chance as many as even routing
@@ -48,11 +49,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="of a run")
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", choices=["int8", "int4"], help="weights of layers in codes [as numbers]")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
     config = replace(model_config(options.model), eos_ids=())
-    params, bandwidth = random_params(config, jnp.dtype(options.dtype)), read_bandwidth()
-    print(f"{environment()}, {options.model}, {options.tokens} tokens, {bandwidth / 1e12:.2f} TB/s read\n")
+    params = random_params(config, jnp.dtype(options.dtype), weights=options.weights)
+    held, bandwidth = options.weights or options.dtype, read_bandwidth()
+    print(f"{environment()}, {options.model}, {held}, {options.tokens} tokens, {bandwidth / 1e12:.2f} TB/s read\n")
     print("| method | batch | reading | step | floor | |\n|---|---|---|---|---|---|", flush=True)
     for name in options.method or ["full", "centroidkv"]:
         budget = ckv.Budget(ratio=options.ratio, shares=shares(config, options.spread))
