@@ -18,8 +18,8 @@ BUDGET = ckv.Budget(tokens=64)
     ("choice", "expected"),
     [
         ("orbitkv", ckv.OrbitKV(BUDGET, sinks=2, interval=32)),
-        ("kvzap", ckv.KVzap(BUDGET, sinks=2, recent=32, decode_interval=32)),
-        (None, ckv.KVzap(BUDGET, sinks=2, recent=32, decode_interval=32)),
+        ("kvzap", ckv.KVzap(BUDGET, sinks=2, max_recent=32, decode_interval=32)),
+        (None, ckv.KVzap(BUDGET, sinks=2, max_recent=32, decode_interval=32)),
     ],
 )
 def test_auto_becomes_what_the_calibration_chose(choice, expected):
@@ -33,8 +33,8 @@ def test_auto_becomes_what_the_calibration_chose(choice, expected):
 def test_what_is_asked_of_auto_stays():
     model = ckv.load("demo")
     model = replace(model, calibration=replace(model.calibration, auto="kvzap"))
-    assert presets.completed(model, ckv.Auto(BUDGET, recent=20)).recent == 20
-    assert presets.completed(model, ckv.Auto(ckv.Budget(tokens=20))).recent == 15
+    exact = presets.completed(model, ckv.Auto(BUDGET, recent=20))
+    assert (exact.recent, exact.max_recent) == (20, 0)
     whole = presets.completed(model, ckv.Composed(ckv.Auto(BUDGET), ckv.Full()))
     assert type(whole.prefill) is ckv.KVzap
 
@@ -62,7 +62,7 @@ def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
     taken = {ratio: presets.completed(model, ckv.Auto(ckv.Budget(ratio=ratio))) for ratio in ratios}
     assert [type(method) for method in taken.values()] == [ckv.OrbitKV] * 3 + [ckv.KVzap] * 2
     assert [taken[ratio].degree_power for ratio in (0.9, 0.3, 0.18)] == [1.0, 0.5, 0.5]
-    assert (taken[0.9].recent, taken[0.3].recent, taken[0.1].recent) == (8, 32, 32)
+    assert [taken[ratio].max_recent for ratio in (0.9, 0.3, 0.1)] == [0, 32, 32]
     calibration.write(tmp_path / "mine.safetensors", model.calibration)
     assert calibration.read(tmp_path / "mine.safetensors").auto == choices
     with pytest.raises(ValueError, match="bytes"):
@@ -90,7 +90,7 @@ def test_choices_rest_on_losses_of_continuing_and_repeating():
     calls = []
     chosen = with_choice(model, measured, [ids[:440]], (1 / 4, 1 / 100), progress=lambda *now: calls.append(now))
     assert isinstance(chosen.auto, tuple)
-    (at,) = chosen.auto  # a hundredth of it holds no 32 recent rows
+    (at,) = chosen.auto  # a hundredth of it holds no 8 recent rows
     assert at.ratio == 1 / 4
     assert at.choice == min(at.continuing, key=lambda name: at.continuing[name] + at.repeating[name])
     assert len(set(at.continuing.values())) == len(set(at.repeating.values())) == 3

@@ -9,8 +9,9 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
 
-# Recent rows where the others are dropped, or count less: on a pretrained model 32 lose less of plain text than 8.
-RECENT = 32
+# Most recent rows where the others are dropped, or count less. On a pretrained model 32 lose less of plain text than 8,
+# but not where that is a large part of the budget.
+MAX_RECENT = 32
 # Exponent of the degree where centroids of many unlike rows must not outweigh what is looked up.
 TEMPERED = 0.5
 
@@ -21,7 +22,8 @@ class Auto(OrbitKV):
 
     `presets.completed` puts the method in its place that was measured to lose least with such a budget, as `generate`
     and engines do: OrbitKV with these fields, the same with a `degree_power` of at most 0.5, or KVzap, which has no
-    `merged`. The last two have 32 recent rows unless `recent` says another number. Without a calibration it is OrbitKV.
+    `merged`. The last two have a `max_recent` of 32 unless `recent` says another number. Without a calibration it is
+    OrbitKV.
     """
 
     def chosen(self, choice: AutoChoice | None) -> Method:
@@ -29,18 +31,11 @@ class Auto(OrbitKV):
         mine = {field.name: getattr(self, field.name) for field in fields(OrbitKV)}
         if choice == "orbitkv":
             return OrbitKV(**mine)
+        most = MAX_RECENT if self.recent == OrbitKV.recent else self.max_recent
         if choice == "orbitkv-half":
-            tempered = {"recent": self._recent(), "degree_power": min(self.degree_power, TEMPERED)}
-            return OrbitKV(**mine | tempered)
-        shared = {name: mine[name] for name in ("budget", "sinks", "cache_dtype")}
-        return KVzap(**shared, recent=self._recent(), decode_interval=self.interval)
-
-    def _recent(self) -> int:
-        """Recent rows of the others: more than OrbitKV's, if nothing else was said and a budget of tokens has room."""
-        if self.recent != OrbitKV.recent:
-            return self.recent
-        room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.min_free
-        return max(self.recent, min(RECENT, room))
+            return OrbitKV(**mine | {"max_recent": most, "degree_power": min(self.degree_power, TEMPERED)})
+        shared = {name: mine[name] for name in ("budget", "sinks", "recent", "cache_dtype")}
+        return KVzap(**shared, max_recent=most, decode_interval=self.interval)
 
 
 def settled(method: Any, calibration: Calibration) -> Any:

@@ -5,10 +5,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.methods.base import Input
-from clusterkv_jax.methods.families.scored import Scored
+from clusterkv_jax.methods.families.scored import Scored, recent_rows, scores_with_recent
+from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,30 @@ class KVzap(Scored):
     """Keep the first `sinks` rows, the last `recent`, and those between them of the highest predicted scores.
 
     The model needs a surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured with it.
+    Where an eighth of a head's budget is more than `recent`, so many rows stay at the end, but at most `max_recent`.
+    Where an eighth of a head's budget is more than `recent`, so many rows stay at the end, but at most `max_recent`.
     `scope` and `decode_interval` are as in `KeyDiff`; with scope "layer" tokens are appended while decoding.
     """
 
     sinks: int = 4
     recent: int = 8
+    max_recent: int = 0
+    max_recent: int = 0
     scope: Literal["head", "layer"] = "head"
     decode_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, ("max_recent", is_count(self.max_recent), "a whole number of at least 0"))
 
     @override
     def inputs(self, layer: int) -> frozenset[Input]:
         return frozenset({"scores"})
+
+    @override
+    def choose(
+        self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
+    ) -> Bool[Array, "B #K C"]:
+        """As every eviction does, with the rows that `max_recent` adds above all others."""
+        recent = recent_rows(budget, self.recent, self.max_recent)
+        return super().choose(scores_with_recent(scores, length, recent), length, budget, capacity)

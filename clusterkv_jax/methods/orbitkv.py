@@ -33,7 +33,7 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
 from clusterkv_jax.methods.families.merging import Merging
-from clusterkv_jax.methods.families.scored import scores_of, take_scores
+from clusterkv_jax.methods.families.scored import recent_rows, scores_of, scores_with_recent, take_scores
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
@@ -53,7 +53,8 @@ class OrbitKV(Merging):
 
     Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
     with it. The same happens again every `interval` generated tokens; a centroid then is one of the others: its score
-    is -inf, since a row's degree may be fitted (`Matched`).
+    is -inf, since a row's degree may be fitted (`Matched`). Where an eighth of a head's budget is more than `recent`,
+    so many rows stay at the end, but at most `max_recent`.
     """
 
     budget: Budget
@@ -61,6 +62,7 @@ class OrbitKV(Merging):
     recent: int = 8
     merged: float = 0.15
     interval: int = 128
+    max_recent: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +71,7 @@ class OrbitKV(Merging):
             ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("sinks", is_count(self.sinks), "a whole number of at least 0"),
             ("recent", is_count(self.recent), "a whole number of at least 0"),
+            ("max_recent", is_count(self.max_recent), "a whole number of at least 0"),
             ("merged", is_number(self.merged) and 0 <= self.merged <= 1, "between 0 and 1"),
             ("interval", is_count(self.interval, 1), "a whole number of at least 1"),
         )
@@ -146,7 +149,8 @@ class OrbitKV(Merging):
         free = unprotected(scores, cache.length, self.protected)
         count = budget - centroids - self.sinks - self.recent
         single = scores != -jnp.inf
-        best = top_rows(jnp.where(free & single, jnp.fmax(scores, LEAST), -jnp.inf), count)
+        scores = scores_with_recent(jnp.fmax(scores, LEAST), cache.length, self._recent(budget))
+        best = top_rows(jnp.where(free & single, scores, -jnp.inf), count)
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 
@@ -156,16 +160,20 @@ class OrbitKV(Merging):
         They are all free rows in heads that mix what they read; heads that look single rows up are those with at least
         the mean share.
         """
-        free = budget - self.sinks - self.recent
+        free = budget - self.sinks - self._recent(budget)
         part = share_of(self.merged, free, most_rows)
         return jnp.maximum(1, jnp.where(share >= 1, part, free))
+
+    def _recent(self, budget: Int[Array, " B"]) -> Int[Array, " B"]:
+        return recent_rows(budget, self.recent, self.max_recent)
 
     def _expected(self, rows: int, plan: GroupPlan) -> tuple[int, ...]:
         """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""
         budget = plan.fewest_rows
         if not traits().host_driven or budget >= rows:
             return ()
-        centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
+        free = budget - self.sinks - max(self.recent, min(budget // 8, self.max_recent))
+        centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * free))
         # Heads of other shares merge everything, into all that is free.
         slowest, largest = (rows - budget + centroids, centroids), (rows, plan.most_rows)
         return soft_matching.rows_by_round(slowest, largest, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)

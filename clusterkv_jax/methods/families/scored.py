@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.cache.layers import mask_to_slots
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, State
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.runtime.errors import check_fields, is_count
@@ -73,6 +74,19 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
         return rows.state["scores"]
     assert rows.scores is not None
     return rows.scores
+
+
+def recent_rows(budget: Int[Array, " B"], recent: int, most: int) -> Int[Array, " B"]:
+    """Rows of the end that stay: an eighth of the budget, at most `most`, and never less than `recent`."""
+    return jnp.maximum(recent, jnp.minimum(budget // 8, most))
+
+
+def scores_with_recent(
+    scores: Float[Array, "B #K C"], length: Int[Array, "B K"], recent: Int[Array, " B"]
+) -> Float[Array, "B K C"]:
+    """The scores, with infinity for the last `recent` rows."""
+    slot = ordinals(scores.shape[2], 3)
+    return jnp.where(slot >= length[..., None] - recent[:, None, None], jnp.inf, scores)
 
 
 def take_scores(scores: Float[Array, "B K C"], slots: Int[Array, "B K slots"]) -> Float[Array, "B K slots"]:
