@@ -68,7 +68,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         def mean(name: str, scale: float = 1, mine: list[dict[str, Any]] = mine) -> float:
             return scale * float(np.mean([each[name] for each in mine]))
 
-        numbers = f"{mean('score'):.1f}", f"{mean('read'):.0f}", f"{mean('ttft_s', 1e3):.0f}", f"{mean('rows'):.0f}"
+        worth = f"{mean('score', 100):.1f}", f"{mean('read'):.0f}"
+        numbers = *worth, f"{mean('ttft_s', 1e3):.0f}", f"{mean('rows'):.0f}"
         shown.add_row(key[0], key[1], str(key[2]), *numbers, f"{mean('nbytes', 1e-6):.1f}", str(len(mine)))
     return shown
 
