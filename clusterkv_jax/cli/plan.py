@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clusterkv_jax.cli.options import Chunk, Reading, Window
 from clusterkv_jax.cli.terminal import can_draw, one_sentence_errors, plain_console
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -46,6 +47,9 @@ def plan(
     cache_ratio: Annotated[float | None, typer.Option(help="Share of the cache that is kept, such as 0.2.")] = None,
     batch: Annotated[int, _size(help="Prompts read together.", min=1)] = 1,
     max_new_tokens: Annotated[int, _size(help="Tokens that may follow.", min=1)] = 512,
+    reading: Reading = "whole",
+    window: Window = 4096,
+    chunk: Chunk = 2048,
     mesh: Annotated[
         str | None,
         typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="by heads and batch"),
@@ -61,15 +65,15 @@ def plan(
 ) -> None:
     """Say whether a model and its cache fit a topology: memory, limits, collectives and the least time of a token."""
     with one_sentence_errors(debug):
+        from clusterkv_jax.generation.batch import gate_of
         from clusterkv_jax.planning.plan_types import PlanRequest
         from clusterkv_jax.planning.process import ask
         from clusterkv_jax.planning.report import plan as plan_of
 
         if weights not in (None, "int8", "int4"):
             raise ValueError(f"--weights must be int8 or int4, or be left out, got {weights!r}.")
-        question = PlanRequest(
-            model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh, weights=weights
-        )
+        how: Any = {"weights": weights, "gate": gate_of(reading, window, chunk, None)}
+        question = PlanRequest(model, method, cache_ratio, context, batch, max_new_tokens, topology, mesh, **how)
         chips = check(question)
         if plot is not None:
             from clusterkv_jax.cli import plan_picture
@@ -80,7 +84,7 @@ def plan(
         with _progress(as_json) as progress:
             measures = ask(question, time_limit, progress)
             if plot is not None:
-                whole = replace(question, method="full", ratio=None)
+                whole = replace(question, method="full", ratio=None, gate=None)
                 both = {"full": ask(whole, time_limit, progress), method: measures}
                 plan_picture.draw(both, chips, plot)
         found = plan_of(question, measures, chips) | {"seconds": round(time.monotonic() - start, 1)}

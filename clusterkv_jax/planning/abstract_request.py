@@ -184,7 +184,13 @@ class ProgramJob:
         numbers = whole(key.shape, key.dtype), whole((), jnp.int32), whole((), jnp.int32)
         fixed: Any = {"sampling": Sampling(), "eos_ids": self.config.eos_ids, "steps": SEGMENT}
         with jax.set_mesh(self.mesh):
-            return vars(decode_loop)["lower"](params, self.config, self.method, state, *numbers, **fixed)
+            return vars(decode_loop)["lower"](params, self._first(layers), self.method, state, *numbers, **fixed)
+
+    def _first(self, layers: int) -> ModelConfig:
+        """The configuration of a model of the first layers."""
+        names = ("sliding_layers", "unrotated_layers")
+        kinds = {name: tuple(layer for layer in getattr(self.config, name) if layer < layers) for name in names}
+        return replace(self.config, num_layers=layers, **kinds)
 
     def _described(self, x: Any) -> Any:
         known = not hasattr(x, "shape") or isinstance(x, jax.ShapeDtypeStruct)

@@ -5,7 +5,7 @@ of the CPU; what a CPU's program allocates says nothing about a GPU's, so tempor
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from clusterkv_jax.blocks.linear import TOKENS_AT_ONCE
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, groups
+from clusterkv_jax.decoding import append_step_jit
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.driver import LayerPrompt
+from clusterkv_jax.methods.gating import back_to_budget
 from clusterkv_jax.methods.prefill_compression import layers_in_a_row, most_at_once, prompt_shapes
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models.config import ModelConfig
@@ -70,12 +72,13 @@ def compiled_measures(question: PlanRequest, progress: Progress = lambda doing: 
     sizes, text = choose_mesh(config, topology.count, question.batch, question.mesh)
     mesh = fitted_mesh(named_mesh(text, devices_of(topology)), config.num_kv_heads)
     check_divides(abstract(config), mesh)
+    asked: Any = {"weights": question.weights, "gate": question.gate}
     sizes_asked = question.batch, question.context, question.new_tokens
-    job = ProgramJob(config, requested_method(question), mesh, *sizes_asked, weights=question.weights)
+    job = ProgramJob(config, requested_method(question), mesh, *sizes_asked, **asked)
     progress(f"tracing {question.context:,} tokens")
     _check(job)
     jobs = [job, replace(job, context=second_context(job))]
-    full = replace(job, method=Full())
+    full = replace(job, method=Full(), gate=None)
     ratios = {} if question.ratio is None else {question.ratio * share: share for share in (1.0, 0.5)}
     prefill, decode = (_for_tpu if topology.chip.platform == "tpu" else _for_gpu)(job, topology, progress)
     weights, cache = decode.pop("weights"), decode.pop("cache")
@@ -175,6 +178,8 @@ def prefill_temporaries(job: ProgramJob) -> tuple[float, float]:
     smallest.
     """
     distinct = list({id(call): call for call in job.calls}.values())
+    if job.reading_bytes:
+        return gated_temporaries(job, distinct)
     layers = [call for call in distinct if _plan(call)]
     others = [call for call in distinct if not _plan(call)]
     ends = [pick(layers, key=lambda call: chip_bytes(call.out[0])) for pick in (max, min)]
@@ -186,6 +191,19 @@ def prefill_temporaries(job: ProgramJob) -> tuple[float, float]:
         programs = len(layers) / len(chosen) if call in chosen else 1
         code += programs * memory.generated_code_size_in_bytes
     return max(needs), code
+
+
+def gated_temporaries(job: ProgramJob, calls: Sequence[ProgramCall]) -> tuple[float, float]:
+    """The same with a gate, by the programs of a chunk."""
+    of_chunk = [call for call in calls if call.program in (append_step_jit, back_to_budget)]
+    memories = [call.lowered.compile().memory_analysis() for call in of_chunk]
+    code = sum(memory.generated_code_size_in_bytes for memory in memories)
+    return beyond_cache(job) + max(memory.temp_size_in_bytes for memory in memories), code
+
+
+def beyond_cache(job: ProgramJob) -> float:
+    """Bytes that the caches have while a gate reads, beyond those that they become."""
+    return max(0, job.reading_bytes - chip_bytes(job.cache))
 
 
 def needed(job: ProgramJob, call: ProgramCall, memory: Any) -> float:
@@ -276,7 +294,7 @@ def _for_gpu(job: ProgramJob, topology: Topology, progress: Progress) -> tuple[l
     steps = [per_step(job.decode(count).compile().as_text(), job.mesh.size) for count in layers]
     logits = job.batch / _batch_ways(job.mesh, job.batch) * job.config.vocab_size * 4
     jobs = job, replace(job, context=second_context(job))
-    return [Sample(at.context, chip_bytes(at.hidden) + estimated(at)) for at in jobs], {
+    return [Sample(at.context, chip_bytes(at.hidden) + estimated(at) + beyond_cache(at)) for at in jobs], {
         "compiled_layers": (),
         # The logits, and the cache of a layer that is compressed.
         "decode": logits + max(map(chip_bytes, job.cache.layers)),

@@ -4,6 +4,7 @@ processes.
 
 from dataclasses import dataclass
 
+from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.planning.collectives import Collective
 
 
@@ -93,3 +94,4 @@ class PlanRequest:
     topology: str
     mesh: str | None
     weights: str | None = None
+    gate: Gate | None = None
