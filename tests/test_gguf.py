@@ -16,7 +16,7 @@ import pytest
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.rope import cosines_and_sines
 from clusterkv_jax.checkpoints import gguf as gguf_files
-from clusterkv_jax.checkpoints import loading
+from clusterkv_jax.checkpoints import host_copy
 from clusterkv_jax.checkpoints.loading import CheckpointError
 from clusterkv_jax.models.gguf import MODEL_TYPES
 from tests.fuzz import rules
@@ -117,7 +117,7 @@ def test_tables_are_dequantised_in_parts(tmp_path, monkeypatch):
         return read(tensor, rows, columns)
 
     monkeypatch.setattr(gguf_files.GgufTensor, "read", counted)
-    monkeypatch.setattr(loading, "_PART", 5 * WIDE["hidden_size"])
+    monkeypatch.setattr(host_copy, "_PART", 5 * WIDE["hidden_size"])
     found = ckv.load(file)
     assert checkpoint_files.same(found.params, wanted.params)
     assert sizes.count(5 * WIDE["hidden_size"]) >= WIDE["vocab_size"] // 5

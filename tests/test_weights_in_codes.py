@@ -14,7 +14,7 @@ from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.planning.abstract_request import parameters
 from clusterkv_jax.runtime.sharding import named_mesh, on_mesh
 from tests.support import gguf_writer
-from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, write
+from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, same, write
 from tests.support.quantised_files import FORMATS, mxfp4, quantised
 
 SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
@@ -167,3 +167,22 @@ def test_plans_and_random_weights_are_in_the_codes_of_loaded_ones(tmp_path, weig
     assert shapes(plain) == shapes(planned) == shapes(model.params)
     up = dequantised(drawn["layers"][0]["mlp"]["up"])
     np.testing.assert_allclose(jnp.std(up), 64**-0.5, rtol=0.1)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_is_converted_keeps_codes(tmp_path, weights):
+    pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
+    from clusterkv_jax.checkpoints.convert import convert
+
+    folder = write(tmp_path / "plain", SMALL, tensors())
+    assert convert(folder, tmp_path / "codes", weights=weights)
+    assert not convert(folder, tmp_path / "codes", weights=weights)
+    with pytest.raises(ValueError, match="holds another model, or another type"):
+        convert(folder, tmp_path / "codes")
+    found, wanted = ckv.load(tmp_path / "codes", weights="stored"), ckv.load(folder, weights=weights)
+    assert same(found.params, wanted.params)
+    assert found.config.weights == wanted.config.weights
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    assert same(jax.device_get(ckv.load(tmp_path / "codes", mesh=mesh).params), jax.device_get(wanted.params))
+    numbers = ckv.load(tmp_path / "codes", weights="dequantised").params["layers"][0]["mlp"]["up"]
+    np.testing.assert_array_equal(numbers, dequantised(wanted.params["layers"][0]["mlp"]["up"]))

@@ -23,17 +23,20 @@ import numpy as np
 from msgspec import Struct, to_builtins
 
 from clusterkv_jax.checkpoints.expert_stacks import Stack
+from clusterkv_jax.checkpoints.host_copy import host_copy
+from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, weights_as
 from clusterkv_jax.checkpoints.loading import (
     DTYPES,
     Checkpoint,
     checked_dtype,
-    host_copy,
     open_checkpoint,
     parameter_name,
     stored_type,
 )
 from clusterkv_jax.checkpoints.model_dir import files_beside, nearby
 from clusterkv_jax.checkpoints.orbax import (
+    CODES,
+    KINDS,
     MANIFEST,
     WEIGHTS,
     Fingerprints,
@@ -46,6 +49,7 @@ from clusterkv_jax.checkpoints.orbax import (
     write_manifest,
 )
 from clusterkv_jax.checkpoints.safetensors import InFile, StackInFiles
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.models.parameters import TensorSpec, abstract
 from clusterkv_jax.runtime.extras import library
 from clusterkv_jax.runtime.sharding import TENSOR_PARALLEL
@@ -70,11 +74,24 @@ class _Parameter:
     name: str
     source: InFile | StackInFiles
     spec: TensorSpec
+    kind: np.dtype
+    weights: str | None
 
     @property
     def axis(self) -> int | None:
         """The axis that a mesh splits."""
         return next((i for i, name in enumerate(self.spec.axes) if name in _SPLIT), None)
+
+    @property
+    def codes(self) -> QuantisedWeights | None:
+        """The shapes of its codes, if it is written in codes."""
+        return code_shapes(self.spec, self.name.rpartition(".")[2], self.weights, None)
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        shapes = jax.tree.leaves(self.codes) or [self.spec]
+        return sum(math.prod(x.shape) * getattr(x, "dtype", self.kind).itemsize for x in shapes)
 
 
 class _Origin(Struct):
@@ -82,6 +99,7 @@ class _Origin(Struct):
 
     dtype: str
     fingerprints: Fingerprints
+    weights: str | None = None
 
 
 def convert(
@@ -89,6 +107,7 @@ def convert(
     target: str | os.PathLike[str],
     *,
     dtype: Any = None,
+    weights: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
     """Write a model as a folder that `load` reads onto any mesh, each process its own part of it.
@@ -98,6 +117,7 @@ def convert(
         target: a folder or gs:// address that does not exist. It appears when it is whole; a call that was killed goes
             on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
+        weights: "int8" or "int4" rounds the weights of layers to codes, as `load` does; None writes numbers.
         progress: called with the bytes that are saved and those of the model.
 
     Returns:
@@ -113,12 +133,14 @@ def convert(
     made = goal if isinstance(goal, Path) else working_folder(goal) / "model"
     if goal == made and not goal.parent.is_dir():
         raise ValueError(f"The folder {goal.parent} does not exist; make it before a model is written there.")
+    if weights not in (None, "int8", "int4"):
+        raise ValueError(f"weights must be 'int8', 'int4' or None, got {weights!r}.")
     checkpoint = open_checkpoint(source)
     if checkpoint.manifest is not None:
         raise ValueError(f"{checkpoint.folder} is converted already.")
     kind = stored_type(checkpoint.dtype) if dtype is None else checked_dtype(dtype)
     fingerprints = {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES}
-    origin = _Origin(kind.name, Fingerprints(**fingerprints))
+    origin = _Origin(kind.name, Fingerprints(**fingerprints), weights)
     work = made.with_name(f".{made.name}.started")
     if there(goal) and not there(goal / _ORIGIN):
         _check_whole(goal, origin)
@@ -131,7 +153,7 @@ def convert(
         if made.exists():  # only its copy is missing
             _check_whole(made, origin)
         else:
-            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind), kind, progress)
+            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind, weights), progress)
             _finish(partial_saves, work, made, checkpoint, Manifest(origin.fingerprints, {}, tensors))
         if goal != made:
             _copy(made, goal, work / _ORIGIN)
@@ -148,9 +170,11 @@ def _check_whole(target: AnyPath, origin: _Origin) -> None:
     if not target.is_dir() or not is_converted(target):
         raise ValueError(f"{target} exists; a model is written to a free place.")
     manifest = read_manifest(target)
-    found = {tensor.dtype for tensor in manifest.tensors.values()}
-    if manifest.fingerprints != origin.fingerprints or found != {origin.dtype}:
-        raise ValueError(f"{target} holds another model, or another type than {origin.dtype}; choose another name.")
+    codes = next((tensor.dtype for name, tensor in manifest.tensors.items() if name.endswith(CODES)), None)
+    found = _Origin(manifest.tensors["embed"].dtype, manifest.fingerprints, KINDS[codes] if codes else None)
+    if found != origin:
+        kind = origin.dtype if origin.weights is None else f"{origin.dtype} with weights in {origin.weights}"
+        raise ValueError(f"{target} holds another model, or another type than {kind}; choose another name.")
 
 
 def _begin(work: Path, origin: _Origin) -> None:
@@ -164,26 +188,26 @@ def _begin(work: Path, origin: _Origin) -> None:
 # --- parts ---
 
 
-def _parts(checkpoint: Checkpoint, kind: np.dtype) -> list[list[_Parameter]]:
+def _parts(checkpoint: Checkpoint, kind: np.dtype, weights: str | None) -> list[list[_Parameter]]:
     """All parameters in their order, as many together as make up a part."""
     leaves = jax.tree.leaves_with_path(abstract(checkpoint.config))
     sources = jax.tree.leaves(checkpoint.parameters)
     parts: list[list[_Parameter]] = [[]]
     size = 0
     for (path, spec), source in zip(leaves, sources, strict=True):
-        more = math.prod(spec.shape) * kind.itemsize
-        if parts[-1] and size + more > PART:
+        parameter = _Parameter(parameter_name(path), source, spec, kind, weights)
+        if parts[-1] and size + parameter.size > PART:
             parts.append([])
             size = 0
-        parts[-1].append(_Parameter(parameter_name(path), source, spec))
-        size += more
+        parts[-1].append(parameter)
+        size += parameter.size
     return parts
 
 
 def _save_parts(
-    orbax: Any, work: Path, parts: list[list[_Parameter]], kind: np.dtype, progress: Callable[[int, int], None]
+    orbax: Any, work: Path, parts: list[list[_Parameter]], progress: Callable[[int, int], None]
 ) -> dict[str, Tensor]:
-    sizes = [kind.itemsize * sum(math.prod(each.spec.shape) for each in part) for part in parts]
+    sizes = [sum(each.size for each in part) for part in parts]
     folders = [work / f"{number:05d}" for number in range(len(parts))]
     _make_room(work, dict(zip(folders, sizes, strict=True)))
     tensors: dict[str, Tensor] = {}
@@ -192,7 +216,7 @@ def _save_parts(
         file = folder / _DONE
         if not file.is_file():
             folder.mkdir()
-            _save_part(orbax, folder, part, kind)
+            _save_part(orbax, folder, part)
             _give_back()
         tensors |= checked(from_json(read_text(file, most=16 * MIB), str(file)), dict[str, Tensor], str(file))
     progress(sum(sizes), sum(sizes))
@@ -209,9 +233,10 @@ def _make_room(work: Path, sizes: dict[Path, int]) -> None:
         raise OSError(f"{work} needs room for {need / 1e9:.3g} GB, and the disk has {free / 1e9:.3g} GB left.")
 
 
-def _save_part(orbax: Any, folder: Path, part: list[_Parameter], kind: np.dtype) -> None:
-    arrays = {each.name: _array(each, kind) for each in part}
-    digests = {each.name: to_builtins(describe(arrays[each.name], each.axis)) for each in part}
+def _save_part(orbax: Any, folder: Path, part: list[_Parameter]) -> None:
+    found = {name: pair for each in part for name, pair in _arrays(each).items()}
+    arrays = {name: array for name, (array, _) in found.items()}
+    digests = {name: to_builtins(describe(array, axis)) for name, (array, axis) in found.items()}
     with naming(folder), _settings(orbax):
         orbax.partial.save((folder / WEIGHTS).absolute(), arrays)  # it takes no other path
     write_whole(folder / _DONE, json.dumps(digests))
@@ -222,6 +247,18 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _arrays(parameter: _Parameter) -> dict[str, tuple[np.ndarray, int | None]]:
+    """What is saved of a parameter by name, and the axis of each that a mesh splits."""
+    if parameter.codes is None or parameter.weights is None:
+        return {parameter.name: (_array(parameter, parameter.kind), parameter.axis)}
+    held = weights_as(parameter.weights, "cpu")
+    coded = in_codes(parameter.source, parameter.spec, parameter.name.rpartition(".")[2], held)
+    assert coded is not None
+    axis = coded.codes.ndim - (2 if parameter.axis in coded.axes else 1)
+    parts = {"codes": coded.codes, "scales": coded.scales, "offsets": coded.offsets}
+    return {f"{parameter.name}.{part}": (x, axis) for part, x in parts.items() if x is not None}
 
 
 def _array(parameter: _Parameter, kind: np.dtype) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from clusterkv_jax.blocks.quantised_linear import partitions
+from clusterkv_jax.checkpoints.orbax import CodesInOrbax
 from clusterkv_jax.checkpoints.repack import Coded, group_size, is_finite, quantised, repacked
 from clusterkv_jax.checkpoints.safetensors import CodedTensor, InFile, StackInFiles
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
@@ -42,6 +43,8 @@ def in_codes(parameter: Any, spec: TensorSpec, name: str, how: WeightsAs) -> Qua
     axes = input_axes(name, spec)
     if axes is None or how == "dequantised":
         return None
+    if isinstance(parameter, CodesInOrbax):
+        return parameter.read() if how in ("stored", parameter.arrays.kind) else None
     parts = _stored(parameter) if how == "stored" else _rounded(parameter, spec, axes, how)
     return None if parts is None else repacked(parts, spec, axes)
 

@@ -6,7 +6,6 @@ number is read, and every number is looked at on its way.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,11 +21,20 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
-from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.gguf import Gguf, read_gguf
-from clusterkv_jax.checkpoints.in_codes import in_codes, on_devices, weights_as
+from clusterkv_jax.checkpoints.host_copy import host_copy
+from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, on_devices, weights_as
 from clusterkv_jax.checkpoints.model_dir import locate, nearby, tokenizer_in
-from clusterkv_jax.checkpoints.orbax import InOrbax, Manifest, index_cache, is_converted, read_manifest
+from clusterkv_jax.checkpoints.orbax import (
+    CODES,
+    KINDS,
+    CodesInOrbax,
+    InOrbax,
+    Manifest,
+    index_cache,
+    is_converted,
+    read_manifest,
+)
 from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
 from clusterkv_jax.checkpoints.safetensors import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.kernels.weight_codes import dequantised, is_coded
@@ -40,7 +48,7 @@ from clusterkv_jax.runtime.errors import shown
 from clusterkv_jax.runtime.sharding import auto_mesh, check_divides, fitted_mesh, param_shardings, replicated
 from clusterkv_jax.sampling import Sampling
 from clusterkv_jax.storage.compilation_cache import keep_programs
-from clusterkv_jax.storage.digests import CHUNK, all_finite, few, fingerprint, whole
+from clusterkv_jax.storage.digests import few, fingerprint, whole
 from clusterkv_jax.storage.files import replacing, write_whole
 from clusterkv_jax.storage.hub import CALIBRATION
 from clusterkv_jax.storage.schema import AnyPath, checked
@@ -61,8 +69,6 @@ from clusterkv_jax.text.gguf_tokenizer import gguf_tokenizer
 
 GENERATION = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-# Numbers dequantised at once.
-_PART = 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,15 +346,22 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
     tensors = manifest.tensors
     config = replace(config, tie_embeddings="lm_head" not in tensors)
-    specs = {parameter_name(path): spec for path, spec in jax.tree.leaves_with_path(abstract(config))}
-    account(folder, {n: x.shape for n, x in tensors.items()}, {n: spec.shape for n, spec in specs.items()})
 
+    def shapes(path: tuple[Any, ...], spec: TensorSpec) -> Any:
+        codes = tensors.get(f"{parameter_name(path)}{CODES}")
+        coded = None if codes is None else code_shapes(spec, path[-1].key, KINDS.get(codes.dtype), None)
+        return spec if coded is None else coded
+
+    expected = jax.tree.map_with_path(shapes, abstract(config))
+    named = {parameter_name(path): spec.shape for path, spec in jax.tree.leaves_with_path(expected)}
+    account(folder, {n: x.shape for n, x in tensors.items()}, named)
     index = index_cache()
 
     def place(path: tuple[Any, ...], _: Any) -> InOrbax:
         return InOrbax(folder, parameter_name(path), tensors[parameter_name(path)], index)
 
-    parameters = jax.tree.map_with_path(place, abstract(config))
+    found = jax.tree.map_with_path(place, expected)
+    parameters = jax.tree.map(lambda x: CodesInOrbax(x) if is_coded(x) else x, found, is_leaf=is_coded)
     return Checkpoint(folder, config, parameters, tensors["embed"].dtype, manifest)
 
 
@@ -402,7 +415,10 @@ def stored_type(name: str) -> np.dtype:
 
 
 def _put(
-    copy: Callable[..., np.ndarray], parameter: InFile | StackInFiles | InOrbax, spec: TensorSpec, sharding: Any
+    copy: Callable[..., np.ndarray],
+    parameter: InFile | StackInFiles | InOrbax | CodesInOrbax,
+    spec: TensorSpec,
+    sharding: Any,
 ) -> jax.Array:
     view, where = parameter.view(), parameter.where
     if sharding is None:
@@ -412,44 +428,3 @@ def _put(
         array = jax.make_array_from_callback(spec.shape, sharding, lambda index: copy(view[index or ()], where=where))
     # Transfers run behind the program's back and hold their host copies: without waiting, many would pile up.
     return array.block_until_ready()
-
-
-def host_copy(view: np.ndarray | Stack | Dequantised, dtype: np.dtype, platform: str, where: str) -> np.ndarray:
-    """What is handed to the device: the file's order is kept where the transfer transposes (faster than numpy would).
-
-    The CPU backend adopts a buffer that is aligned and in order, so the parameter itself is the only copy there.
-    Raises CheckpointError that names `where` for a number that is not finite, as stored or as `dtype`.
-    """
-    if isinstance(view, np.ndarray):
-        copy = np.empty_like(view, dtype, subok=False) if platform != "cpu" else _aligned(view.shape, dtype)
-        _fill(copy, view, where)
-        return copy
-    copy = _aligned(view.shape, dtype)
-    if isinstance(view, Dequantised):  # a table of the whole vocabulary in float32 would be the most memory there is
-        step = max(1, _PART // copy[0].size)
-        for i in range(0, len(copy), step):
-            _fill(copy[i : i + step], view.read((slice(i, i + step), *whole(copy.shape[1:]))), where)
-        return copy
-    for target, (part, place) in zip(copy, view, strict=True):
-        _fill(target, part, place)
-    return copy
-
-
-def _fill(copy: np.ndarray, view: np.ndarray, where: str) -> None:
-    order = np.argsort(copy.strides, kind="stable")[::-1]
-    source, target = view.transpose(order), copy.transpose(order)
-    rows = max(1, CHUNK // max(1, target[0].size))
-    # Numbers are looked at while they are in the core's cache: memory is read once.
-    for i in range(0, len(target), rows):
-        with np.errstate(over="ignore", invalid="ignore"):
-            target[i : i + rows] = source[i : i + rows]
-        if not all_finite(target[i : i + rows]):
-            wrong = source[i : i + rows][~np.isfinite(target[i : i + rows])].flat[0]
-            raise CheckpointError(f"{where} holds {wrong}; allowed: numbers that are finite as {copy.dtype.name}.")
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size, alignment = math.prod(shape) * dtype.itemsize, 64
-    buffer = np.empty(size + alignment, np.uint8)
-    start = -buffer.ctypes.data % alignment
-    return buffer[start : start + size].view(dtype).reshape(shape)

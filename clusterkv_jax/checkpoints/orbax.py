@@ -15,19 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.runtime.extras import library
-from clusterkv_jax.storage.digests import digest
+from clusterkv_jax.storage.digests import digest, whole
 from clusterkv_jax.storage.files import write_whole
 from clusterkv_jax.storage.schema import MIB, AnyPath, checked, shown
 from clusterkv_jax.storage.weight_files import CheckpointError, naming, read_json
 
 MANIFEST, WEIGHTS, FORMAT = "manifest.json", "weights", "clusterkv_jax weights 1"
 # So many devices can share a parameter before two of them read the same piece; fewer where a piece gets small.
+# What the codes of a parameter are called after it, and what their type says of them.
+CODES, KINDS = ".codes", {"int8": "int8", "uint8": "int4"}
 _MOST_PIECES, _LEAST_PIECE = 64, MIB // 4
 _READ = 4 * MIB
 
@@ -35,7 +39,7 @@ _READ = 4 * MIB
 class Tensor(Struct, frozen=True):
     """A parameter of a converted model, and the digests of equal pieces of it along `axis`."""
 
-    dtype: Annotated[str, Meta(pattern="^(float32|bfloat16|float16)$")]
+    dtype: Annotated[str, Meta(pattern="^(float32|bfloat16|float16|int8|uint8)$")]
     shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1)]
     axis: Annotated[int, Meta(ge=0)]
     digests: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -163,6 +167,26 @@ class InOrbax:
                 f"{list(self.about.shape)}."
             )
         return Pieces(self.where, self.about, array)
+
+
+@dataclass(frozen=True)
+class CodesInOrbax:
+    """A parameter in codes: each array of them in a converted folder, in the place that it has in `arrays`."""
+
+    arrays: QuantisedWeights
+
+    @property
+    def where(self) -> str:
+        """The name and place of its codes in a sentence."""
+        return self.arrays.codes.where
+
+    def read(self) -> QuantisedWeights:
+        """The codes, on the host."""
+        return jax.tree.map(lambda x: x.view()[whole(x.about.shape)], self.arrays)
+
+    def view(self) -> np.ndarray:
+        """The numbers that they stand for."""
+        return np.asarray(dequantised(jax.tree.map(jnp.asarray, self.read())))
 
 
 @dataclass(frozen=True)

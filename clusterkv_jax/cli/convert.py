@@ -20,6 +20,10 @@ The model passes through memory in parts of half a gigabyte. One for a bucket
 is made on this machine first, and takes its size on the disk. Killed, the
 same command goes on where it was; the folder gets its name when it is whole.
 Weights in fp8, int8 or int4 are written as the numbers that they stand for.
+With [bold]--weights int4[/bold] those of layers are rounded to codes, a quarter of the bytes:
+
+  clusterkv convert meta-llama/Llama-3.1-8B ./llama-int4 --weights int4
+
 Needs the extra pods: pip install 'clusterkv-jax\\[pods]'.
 """
 
@@ -34,6 +38,9 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="that of the token embeddings")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Round weights of layers to int8 or int4.", show_default="numbers")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Write a Hugging Face model as an Orbax checkpoint with checksums, tensor by tensor."""
@@ -45,7 +52,11 @@ def convert(
         jax.config.update("jax_platforms", "cpu")  # accelerators are left to whoever computes
         with progress_bar(100, "percent") as on_percent:
             wrote = convert.convert(
-                source, target, dtype=dtype, progress=lambda done, total: on_percent(100 * done // total)
+                source,
+                target,
+                dtype=dtype,
+                weights=weights,
+                progress=lambda done, total: on_percent(100 * done // total),
             )
         text = f"Written to {target}" if wrote else f"{target} is whole already; nothing was done."
         plain_console().print(text, highlight=False, soft_wrap=True)
