@@ -89,7 +89,7 @@ def chat(
     """Talk about texts in the terminal. They are read once; all that is said goes into their compressed cache."""
     with one_sentence_errors(debug):
         _check(file or [], load, _named(context))
-        text = None if load else _text(file or [])
+        text = "" if load else _text(file or [])
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.sampling import check_seed

@@ -135,7 +135,7 @@ class Conversation:
         settled = completed(model, named) if self._chat is None else completed(model, named, self._chat)
         self.max_tokens, self.max_new_tokens = min(max_tokens, model.config.max_positions), max_new_tokens
         self.seed, self.sampling = int(seed), sampling or Sampling()
-        sizes = {"slots": 1, "max_tokens": max_tokens, "reserve": max_new_tokens + ROOM}
+        sizes: Any = {"slots": 1, "max_tokens": max_tokens, "reserve": max_new_tokens + ROOM}
         self._engine = Engine(model, method=settled, keep_short=True, **sizes)
         self.model, self.method = model, self._engine.method
         self._state = _State()

@@ -76,7 +76,7 @@ class Prefiller:
         if is_file(text):
             length, mark, result, tokens = read_file(text, self.model, self.method, self.layout)
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
-            known = {"answered": bool(tokens)}
+            known: Any = {"answered": bool(tokens)}
             context = Context(number, tokens, length, Path(text), mark, seed, new, self._contexts, **known)
         else:
             in_chat = None if chat is None else partial(self._in_chat, text, chat=chat, **texts)

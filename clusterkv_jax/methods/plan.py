@@ -138,8 +138,8 @@ def plan_heads(method: Method, request: RequestShape) -> GroupPlan:
     most_rows = min(int(most.max()), everything)
     held = min(longest, int(most[..., 0].max()) + method.schedule.slack + method.schedule.rounding)
     held = max(held, min(request.whole, longest))
-    later = np.asarray(most[..., -1].max())
-    slots = min(int(_most_held(method.schedule, np.asarray(held), later, request)), everything)
+    later = np.asarray([most[..., -1].max()])
+    slots = min(int(_most_held(method.schedule, np.asarray([held]), later, request)[0]), everything)
     if request.whole:
         whole = min(request.whole, longest) + request.reserve
         most_rows, slots = max(most_rows, whole), max(slots, whole)

@@ -41,7 +41,7 @@ async def _compacted(server: Server, messages: Sequence[Message], conversation: 
     most_tokens(server, len(prompt.tokens), None)
     text, cached = await prefixes.whole(server, prompt)
     item, count = await compaction_item(server, text, messages)
-    usage = {"input_tokens": count, "output_tokens": 0, "total_tokens": count}
+    usage: dict[str, Any] = {"input_tokens": count, "output_tokens": 0, "total_tokens": count}
     usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": count - cached}
     usage["output_tokens_details"] = {"reasoning_tokens": 0}
     number, now = f"resp_{secrets.token_hex(12)}", int(time.time())

@@ -42,7 +42,7 @@ class ContextManagement(Struct):
 class ResponsesRequest(CompactRequest, kw_only=True):
     """What a client sends."""
 
-    input: str | Items
+    input: str | Items  # pyright: ignore[reportGeneralTypeIssues]  (here it must be there)
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
