@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.host_store import commit, place
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
@@ -39,7 +40,6 @@ from clusterkv_jax.cache.layers import (
 )
 from clusterkv_jax.kernels.quantised import CODES, SCALE_BYTES, Quantised, kind, row_bytes
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.methods.registry import METHODS
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.errors import out_of_memory_explained

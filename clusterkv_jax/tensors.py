@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget
-from clusterkv_jax.cache.layers import HeadGroups, LayerCache, PagedHeads, from_tokens
-from clusterkv_jax.cache.pages import from_pages
+from clusterkv_jax.cache.kinds import side_by_side
+from clusterkv_jax.cache.layers import HeadGroups, LayerCache, from_tokens
 from clusterkv_jax.methods.base import Method, Rows, head_rows
 from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
@@ -141,7 +141,7 @@ def _compress(
     arrays = {"queries": prompt.queries, "keys": prompt.keys, "values": prompt.values, "hidden": hidden}
     arrays |= {"scores": scores}
     found = {name: sound(x, prompt.lengths, largest(name)) for name, x in arrays.items() if x is not None}
-    return from_pages(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer, found
+    return side_by_side(layer, most), found
 
 
 def _check_hidden(hidden: Any, batch: int, tokens: int) -> None:

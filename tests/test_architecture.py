@@ -143,6 +143,33 @@ def test_blocks_and_kernels_alone_choose_by_the_platform():
     assert not asking  # the others know `Traits`
 
 
+def kinds_of_caches_asked(file):
+    """How often a file asks which kind of cache it has."""
+    kinds = {"LayerCache", "HeadGroups", "PagedHeads", "WindowCache", "Layer", "Group"}
+    tree = ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
+    calls = [node for node in tree if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"]
+    return sum(bool(kinds & {leaf.id for leaf in ast.walk(call) if isinstance(leaf, ast.Name)}) for call in calls)
+
+
+# What each may still ask: no number grows, since what differs between kinds is a function of `cache.kinds`.
+ASK_FOR_KINDS = {
+    "engine/prefill.py": 1,
+    "engine/room.py": 3,
+    "methods/driver.py": 6,
+    "methods/families/eviction.py": 2,
+    "methods/gating.py": 4,
+    "methods/heads_as_batch.py": 8,
+    "planning/abstract_request.py": 1,
+    "saving.py": 6,
+    "training/objective.py": 2,
+}
+
+
+def test_the_room_of_caches_alone_asks_for_their_kinds():
+    asked = {file: kinds_of_caches_asked(file) for file in files() if not file.startswith("cache/")}
+    assert {file: count for file, count in asked.items() if count} == ASK_FOR_KINDS
+
+
 def test_linear_alone_multiplies_with_weights():
     with_weights = [file for file in files() if file.startswith(("blocks/", "models/", "training/"))]
     found = {file for file in with_weights if products(file)}

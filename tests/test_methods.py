@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import append, group_heads, groups
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import RequestShape
 from tests.support.methods import SHAPE, every_method, fitted_method, named

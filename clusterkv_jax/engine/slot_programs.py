@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.host_store import commit, place
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import KVCache, State, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import append_step, prefill
@@ -29,7 +30,7 @@ from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, steps_until_due, with_groups
+from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, steps_until_due
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.request import LayerPlan, RequestShape

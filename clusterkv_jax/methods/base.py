@@ -17,7 +17,7 @@ The order in which the members are called is in `driver`, which no method overri
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
 from clusterkv_jax.budget import Budget, rows_for, share_table
-from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
-from clusterkv_jax.cache.layers import Group, LayerCache, PagedHeads, State, StepInputs, append, append_scored, compact
+from clusterkv_jax.cache.kinds import AnyGroup, append, append_scored
+from clusterkv_jax.cache.layers import Group, LayerCache, State, StepInputs, compact
 from clusterkv_jax.methods.request import GroupPlan, RequestShape, all_heads
 from clusterkv_jax.methods.storage import Storage
 from clusterkv_jax.runtime.errors import counted
@@ -46,8 +46,6 @@ StorageKind = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 Input = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
 
 EARLIER_NAMES = {"holds": "storage", "needs": "inputs", "remember": "init_state"}
-
-AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
 
 @dataclass(frozen=True)
@@ -288,13 +286,6 @@ def check_budgets(
             )
 
 
-def rows_held(group: Group) -> Int[Array, " B"]:
-    """Rows per head, as they count against the budget: all heads hold equally many, those in pages on the average."""
-    if isinstance(group, PagedHeads):
-        return jnp.sum(group.length, axis=1) // group.length.shape[1]
-    return group.length[:, 0]
-
-
 # --- how tokens enter ---
 
 
@@ -316,8 +307,7 @@ def append_and_attend(
 
 def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -> AnyGroup:
     """The new tokens behind the rows there are; `apart` for methods whose steps do nothing else with a cache."""
-    new = _new_rows(tokens)
-    return pages.append(group, *new) if isinstance(group, PagedHeads) else append(group, *new, apart=apart)
+    return append(group, *_new_rows(tokens), apart=apart)
 
 
 def append_with_scores(group: Any, state: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
@@ -325,9 +315,8 @@ def append_with_scores(group: Any, state: Any, tokens: StepInputs, *, apart: boo
     if state is None or "scores" not in state:
         return append_tokens(group, tokens, apart=apart), state
     assert tokens.scores is not None
-    held, new = (group, state["scores"]), (*_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2))
-    in_pages = isinstance(group, PagedHeads)
-    longer, scores = pages.append_scored(*held, *new) if in_pages else append_scored(*held, *new, apart=apart)
+    new = *_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2)
+    longer, scores = append_scored(group, state["scores"], *new, apart=apart)
     return longer, state | {"scores": scores}
 
 

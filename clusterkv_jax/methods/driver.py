@@ -9,7 +9,6 @@ A group's state is None where its tokens are only ever appended. Otherwise it is
 method with a schedule `budget`, B of each sequence, and `due`, the rows at which the group is compressed again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.blocks.config import Rope
-from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import MOST_QUERIES, join_heads, query_heads
 from clusterkv_jax.cache.chunk_attention import attend_chunk
+from clusterkv_jax.cache.kinds import is_compressible, rows_held, store, with_groups
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
@@ -36,7 +35,6 @@ from clusterkv_jax.cache.layers import (
     from_tokens,
     group_heads,
     groups,
-    quantised,
     resize,
     select_heads,
 )
@@ -50,7 +48,6 @@ from clusterkv_jax.methods.base import (
     append_with_scores,
     compacted,
     is_by_head,
-    rows_held,
     slots_shardable,
 )
 from clusterkv_jax.methods.plan import budgets_by_head
@@ -208,10 +205,7 @@ def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array,
 
 def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
     """A group in the slots and the type that the method stores it in."""
-    how: Any = {"name": method.cache_dtype, "less_mean": not plan.soft_capped}
-    if isinstance(group, PagedHeads):
-        return pages.quantised(group, **how)
-    return quantised(resize(group, plan.capacity), **how)
+    return store(group, plan.capacity, method.cache_dtype, less_mean=not plan.soft_capped)
 
 
 def _check_inputs(method: Method, prompt: LayerPrompt, inputs: frozenset[str]) -> None:
@@ -230,7 +224,7 @@ def step_layer(
     method: Method, layer: Layer, state: tuple[State | None, ...], tokens: StepInputs
 ) -> tuple[Float[Array, "B T H D"], Layer, tuple[State | None, ...]]:
     """New tokens enter every group of the layer and attend to it."""
-    if isinstance(layer, WindowCache):
+    if not is_compressible(layer):
         return *step_window(layer, tokens), state
     tokens = replace(tokens, degree_power=float(method.degree_power))
     if heads_as_batch.can_fuse_step(method, layer, state, tokens.q.shape[1]):
@@ -239,13 +233,13 @@ def step_layer(
         return _step_chunk(method, layer, state, tokens)
     parts = []
     for group, heads, group_state in zip(groups(layer), group_heads(layer), state, strict=True):
-        mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
+        mine = tokens if len(state) == 1 else _of_heads(tokens, heads)
         if group_state is None:
             parts.append(append_and_attend(group, None, mine, apart=slots_shardable(method)))
         else:
             parts.append(method.step(group, group_state, mine))
     attended, longer, states = zip(*parts, strict=True)
-    out = join_heads(attended, layer.heads) if isinstance(layer, HeadGroups) else attended[0]
+    out = attended[0] if len(state) == 1 else join_heads(attended, group_heads(layer))
     return out, with_groups(layer, longer), states
 
 
@@ -255,7 +249,7 @@ def _step_chunk(
     """A chunk of a prompt, whose tokens are appended: all heads attend at once, whatever groups they stand in."""
     parts = []
     for group, heads, group_state in zip(groups(layer), group_heads(layer), state, strict=True):
-        mine = _of_heads(tokens, heads) if isinstance(layer, HeadGroups) else tokens
+        mine = tokens if len(state) == 1 else _of_heads(tokens, heads)
         parts.append(append_with_scores(group, group_state, mine, apart=slots_shardable(method)))
     longer, states = zip(*parts, strict=True)
     return attend_chunk(layer, tokens, plain=method.storage == "tokens"), with_groups(layer, longer), states
@@ -311,9 +305,9 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
     `ropes` are the rotations of each layer, for methods that score rows by queries of other positions.
     """
     layers, states, selection, number, earlier = [], [], None, -1, jnp.array(False)
-    by_heads = is_by_head(method, sum(not isinstance(layer, WindowCache) for layer in cache.layers))
+    by_heads = is_by_head(method, sum(map(is_compressible, cache.layers)))
     for layer, state, rope in zip(cache.layers, cache.state, ropes, strict=True):
-        if isinstance(layer, WindowCache):
+        if not is_compressible(layer):
             layers.append(layer)
             states.append(state)
             continue
@@ -419,13 +413,6 @@ def shards_slots(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
         (jax.tree_util.DictKey(name),) for name in heads_as_batch.OF_SLOTS
     ]
     return isinstance(part, WindowCache) or (rows and slots_shardable(method))
-
-
-def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:
-    """The layer with other groups in the place of its own."""
-    if isinstance(layer, WindowCache):
-        return replace(layer, rows=parts[0])
-    return replace(layer, groups=tuple(parts)) if isinstance(layer, HeadGroups) else parts[0]
 
 
 def _of_heads(tokens: StepInputs, heads: tuple[int, ...]) -> StepInputs:

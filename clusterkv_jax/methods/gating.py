@@ -19,6 +19,7 @@ from typing_extensions import override
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.budget import MOST_ROWS
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import (
     HeadGroups,
     KVCache,
@@ -34,7 +35,7 @@ from clusterkv_jax.cache.layers import (
 from clusterkv_jax.cache.pages import numbers_in_pages
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
-from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_groups
+from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled
 from clusterkv_jax.methods.families.eviction import Eviction
 from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
 from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request

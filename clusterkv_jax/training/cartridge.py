@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import KVCache, groups
 from clusterkv_jax.decoding import append_step
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 

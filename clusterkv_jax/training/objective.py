@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import KVCache, Layer, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.kernels.quantised import Quantised
 from clusterkv_jax.methods import Method
-from clusterkv_jax.methods.driver import with_groups
 from clusterkv_jax.models import prompt_forward
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params

@@ -30,6 +30,7 @@ from jax.experimental import topologies
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.experts import mixture
 from clusterkv_jax.cache.host_store import place
+from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import groups, take_sequences
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
@@ -50,7 +51,7 @@ from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kernels.step_in_groups import step_in_groups
 from clusterkv_jax.kernels.top_rows import top_rows
 from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights
-from clusterkv_jax.methods.driver import LayerPrompt, compress_layer, with_groups
+from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
 from clusterkv_jax.methods.prefill_compression import Workspace, _compress_layers, put_into
 from clusterkv_jax.models.config import ClampedSwiglu, Experts

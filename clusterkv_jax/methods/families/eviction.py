@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import Budget, look_up
 from clusterkv_jax.cache import pages
+from clusterkv_jax.cache.kinds import rows_held
 from clusterkv_jax.cache.layers import (
     LayerCache,
     StepInputs,
@@ -38,7 +39,6 @@ from clusterkv_jax.methods.base import (
     StorageKind,
     append_and_attend,
     recompress_every,
-    rows_held,
 )
 from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of

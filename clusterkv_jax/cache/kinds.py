@@ -1,0 +1,77 @@
+"""What each kind of a layer's cache does in a way of its own: whoever calls these need not know the kind."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from clusterkv_jax.cache import layers, pages
+from clusterkv_jax.cache.layers import Group, HeadGroups, Layer, LayerCache, PagedHeads, WindowCache
+from clusterkv_jax.kernels.quantised import CacheDtype
+
+AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
+
+
+def is_compressible(layer: Layer) -> bool:
+    """Whether methods see the layer; a window drops its rows itself."""
+    return not isinstance(layer, WindowCache)
+
+
+def with_groups(layer: Layer, parts: Sequence[Any]) -> Layer:
+    """The layer with other groups in the place of its own (`layers.groups`)."""
+    if isinstance(layer, WindowCache):
+        return replace(layer, rows=parts[0])
+    return replace(layer, groups=tuple(parts)) if isinstance(layer, HeadGroups) else parts[0]
+
+
+def store(group: Group, capacity: int, name: CacheDtype | None, *, less_mean: bool) -> Group:
+    """A group in so many slots, of this type; pages have theirs already."""
+    if isinstance(group, PagedHeads):
+        return pages.quantised(group, name, less_mean=less_mean)
+    return layers.quantised(layers.resize(group, capacity), name, less_mean=less_mean)
+
+
+def rows_held(group: Group) -> Int[Array, " B"]:
+    """Rows per head, as they count against the budget: all heads hold equally many, those in pages on the average."""
+    if isinstance(group, PagedHeads):
+        return jnp.sum(group.length, axis=1) // group.length.shape[1]
+    return group.length[:, 0]
+
+
+def append(
+    group: AnyGroup,
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    *,
+    apart: bool = False,
+) -> AnyGroup:
+    """Write the real ones of T new tokens behind the rows of a group; arguments as in `layers.append`."""
+    new = keys, values, positions, real
+    return pages.append(group, *new) if isinstance(group, PagedHeads) else layers.append(group, *new, apart=apart)
+
+
+def append_scored(
+    group: AnyGroup,
+    scores: Float[Array, "B _ C"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    positions: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    new_scores: Float[Array, "B K T"],
+    *,
+    apart: bool = False,
+) -> tuple[AnyGroup, Any]:
+    """`append` of tokens with scores, behind those of the rows there are."""
+    args = scores, keys, values, positions, real, new_scores
+    if isinstance(group, PagedHeads):
+        return pages.append_scored(group, *args)
+    return layers.append_scored(group, *args, apart=apart)
+
+
+def side_by_side(layer: Any, most: int) -> Any:
+    """The layer with heads in slots of their own, `most` at most, where they share pages."""
+    return pages.from_pages(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
