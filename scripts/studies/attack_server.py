@@ -286,20 +286,8 @@ def served(folder: Path) -> Iterator[tuple[Target, subprocess.Popen[str]]]:
     """`clusterkv serve` of a random model in a process of its own."""
     if not (folder / "demo").exists():
         write_model(folder / "demo")
-    room = [
-        "--slots",
-        "4",
-        "--max-tokens",
-        "512",
-        "--reserve",
-        "128",
-        "--max-body-mib",
-        "4",
-        "--shutdown-timeout",
-        "20",
-        "--port",
-        "0",
-    ]
+    sizes = {"slots": 4, "max-tokens": 512, "reserve": 128, "max-body-mib": 4, "shutdown-timeout": 20, "port": 0}
+    room = [f"--{name}={size}" for name, size in sizes.items()]
     command = [sys.executable, "-m", "clusterkv_jax", "serve", str(folder / "demo"), *room, "--api-key", KEY]
     log = (folder / "server.log").open("a+")
     with subprocess.Popen([*command, "--context-folder", str(folder)], stderr=log, text=True) as process:
