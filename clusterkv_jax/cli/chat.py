@@ -168,12 +168,14 @@ def loaded(
     cache_dtype: str | None,
     measured: str | None,
     weights: str | None = None,
+    mesh: str | None = None,
 ) -> tuple[Any, Any]:
-    """The model, its weights held in this way, and the method with its budget."""
+    """The model, its weights held in this way, over all devices where a mesh says how; and the method with its budget."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
     from clusterkv_jax.checkpoints.loading import calibrated
     from clusterkv_jax.presets import check_calibrated, find_preset
+    from clusterkv_jax.runtime.sharding import named_mesh
 
     read = None if measured is None else calibration.read(measured)
     preset = find_preset(method)
@@ -183,5 +185,5 @@ def loaded(
     budgets = budgets_of(None, ratio, tokens)
     ((name, kept),) = chosen(names, budgets, read, cache_dtype, meant(model, names, read))
     check_calibrated(model, read, {name: kept})
-    network = ckv.load(model, weights=weights)
+    network = ckv.load(model, weights=weights, mesh=None if mesh is None else named_mesh(mesh))
     return network if read is None else calibrated(network, read), kept

@@ -13,6 +13,10 @@ from clusterkv_jax.cli.options import (
     MODEL,
     Chunk,
     CompilationCache,
+    CoordinatorAddress,
+    Distributed,
+    NumProcesses,
+    ProcessId,
     Reading,
     Weights,
     Window,
@@ -31,6 +35,11 @@ A model of your own, for those who have a key, on all interfaces:
   CLUSTERKV_API_KEY=secret clusterkv serve ./my-llama --host 0.0.0.0 \\
     --slots 16 --max-tokens 32768 --reserve 4096
 
+One model over the devices of two hosts, each of which gets this command, with its own number:
+
+  clusterkv serve ./my-llama --host 0.0.0.0 --distributed \\
+    --coordinator-address host-0:8476 --num-processes 2 --process-id 0
+
 Ask it:
 
   curl localhost:8000/v1/chat/completions \\
@@ -39,6 +48,7 @@ Ask it:
 
 _cache = partial(typer.Option, rich_help_panel="Cache")
 _room = partial(typer.Option, rich_help_panel="Room", min=1)
+_where = partial(typer.Option, rich_help_panel="Where it runs")
 _door = partial(typer.Option, rich_help_panel="Who may ask")
 
 
@@ -72,6 +82,14 @@ def serve(
     window: Window = 4096,
     chunk: Chunk = 2048,
     prefill_chunk: Annotated[int | None, _room(help="Read a prompt in pieces of so many tokens.")] = None,
+    mesh: Annotated[
+        str | None,
+        _where(help="Axes of a mesh of all devices, such as data=2,model=4.", show_default="one device, or all heads"),
+    ] = None,
+    distributed: Distributed = False,
+    coordinator_address: CoordinatorAddress = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that answers have to end, after SIGTERM.", min=0)
     ] = 30.0,
@@ -85,7 +103,16 @@ def serve(
         for needed in ("starlette", "uvicorn", "prometheus_client"):
             library(needed, "clusterkv serve", "serve")
         use_compilation_cache(compilation_cache)
-        from clusterkv_jax.serve import Settings, bound, make_server, uvicorn_server, warm_up
+        import jax
+
+        from clusterkv_jax.cli import followers
+
+        if distributed:
+            followers.join(coordinator_address, num_processes, process_id)
+            mesh = mesh or f"model={jax.device_count()}"
+        elif (coordinator_address, num_processes, process_id) != (None, None, None):
+            raise ValueError("--coordinator-address, --num-processes and --process-id need --distributed.")
+        from clusterkv_jax.serve import Settings, bound, follow_server, make_server, uvicorn_server, warm_up
         from clusterkv_jax.storage.schema import MIB
 
         name = served_model_name or Path(model).name or model
@@ -95,9 +122,15 @@ def serve(
         room: Any = {"slots": slots, "max_tokens": max_tokens, "reserve": reserve, "max_waiting": max_waiting}
         room |= {"context_folder": context_folder, "prefill_chunk": prefill_chunk}
         room |= {"reading": reading, "window": window, "chunk": chunk}
+        how = model, method, cache_ratio, cache_tokens, cache_dtype, calibration, weights, mesh
+        if distributed and jax.process_index() != 0:
+            network, kept = loaded(*how)
+            follow_server(network, followers.hearer(), method=kept, **room)
+            return
         with bound(host, port) as listener:
-            network, kept = loaded(model, method, cache_ratio, cache_tokens, cache_dtype, calibration, weights)
-            server = make_server(network, settings, method=kept, **room)
+            network, kept = loaded(*how)
+            tell = followers.teller() if distributed else None
+            server = make_server(network, settings, method=kept, tell=tell, **room)
             console = plain_console(stderr=True, highlight=False, soft_wrap=True)
             with console.status("Compiling ..."):
                 warm_up(server)

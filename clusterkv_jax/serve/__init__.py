@@ -2,6 +2,6 @@
 
 from clusterkv_jax.serve.app import make_app
 from clusterkv_jax.serve.listening import bound, uvicorn_server
-from clusterkv_jax.serve.server import Server, Settings, make_server, warm_up
+from clusterkv_jax.serve.server import Server, Settings, follow_server, make_server, warm_up
 
-__all__ = ["Server", "Settings", "bound", "make_app", "make_server", "uvicorn_server", "warm_up"]
+__all__ = ["Server", "Settings", "bound", "follow_server", "make_app", "make_server", "uvicorn_server", "warm_up"]

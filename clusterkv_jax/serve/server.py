@@ -4,14 +4,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import AsyncEngine, Engine
+from clusterkv_jax.engine.replicated import Hear, LeadingEngine, Tell, follow
 from clusterkv_jax.runtime.checks import check_counts
 from clusterkv_jax.runtime.errors import check_fields, is_number
 from clusterkv_jax.serve.metrics import Metrics, make_metrics
 from clusterkv_jax.storage.schema import MIB
+
+_OPTIONS: dict[str, Any] = {"keep_short": True}
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,35 @@ class Server:
 
 
 def make_server(
-    model: Model, settings: Settings, *, max_tokens: int = 8192, reserve: int = 1024, **options: Any
+    model: Model,
+    settings: Settings,
+    *,
+    max_tokens: int = 8192,
+    reserve: int = 1024,
+    tell: Tell | None = None,
+    **options: Any,
 ) -> Server:
-    """A server with an engine of its own; `options` are those of `Engine`. Short prompts are kept whole.
+    """A server with an engine of its own. Short prompts are kept whole.
+
+    Args:
+        model: what answers.
+        settings: how the server is run.
+        max_tokens: as in `Engine`, and so is the next.
+        reserve: of a question and its answer.
+        tell: takes what other processes' `follow_server` is to hear, where the model lies on their devices too.
+        options: of `Engine`.
 
     Raises ValueError as `Engine`.
     """
-    engine = Engine(model, max_tokens=max_tokens, reserve=reserve, **{"keep_short": True, **options})
+    make = Engine if tell is None else partial(LeadingEngine, tell=tell)
+    engine = make(model, max_tokens=max_tokens, reserve=reserve, **_OPTIONS | options)
     most = min(max_tokens, model.config.max_positions)
     return Server(model, engine, AsyncEngine(engine), {"max_tokens": most, "reserve": min(reserve, most)}, settings)
+
+
+def follow_server(model: Model, hear: Hear, **options: Any) -> None:
+    """What the other processes do, by the same options as `make_server`, until the server ends."""
+    follow(model, hear, **{"max_tokens": 8192, "reserve": 1024} | _OPTIONS | options)
 
 
 def warm_up(server: Server) -> None:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -242,7 +243,7 @@ def mutated(body: Any, draw: random.Random) -> bytes:
         elif change == "rename" and isinstance(box, dict):
             box[draw.choice(["", "x", "type", "stream", "__class__"])] = box.pop(name)
         else:
-            box[name] = [box[name]] if change == "wrap" else draw.choice(ODD)
+            box[name] = [box[name]] if change == "wrap" else deepcopy(draw.choice(ODD))
     raw = json.dumps(tree)
     for mark, text in texts.items():
         raw = raw.replace(f'"{mark}"', text)
@@ -386,14 +387,14 @@ def main(
         for name, (attack, _) in plan.items():  # what is compiled and kept at the first time is no leak
             chunk(target, attack, name, range(-20, 0), seed, at_once)
         before = held(process.pid)
-        for name, (attack, count) in plan.items():
-            for first in range(0, count, 500):
-                if (name, first) not in done:
-                    line = chunk(target, attack, name, range(first, min(first + 500, count)), seed, at_once)
-                    found += line["faults"]
-                    print(name, first, dict(line["ends"]), *line["faults"][:3], sep=" · ", flush=True)
-                    log.write(json.dumps(line) + "\n")
-                    log.flush()
+        chunks = [(first, name, plan[name]) for name in plan for first in range(0, plan[name][1], 500)]
+        for first, name, (attack, count) in sorted(chunks, key=lambda chunk: chunk[0]):
+            if (name, first) not in done:
+                line = chunk(target, attack, name, range(first, min(first + 500, count)), seed, at_once)
+                found += line["faults"]
+                print(name, first, dict(line["ends"]), *line["faults"][:3], sep=" · ", flush=True)
+                log.write(json.dumps(line) + "\n")
+                log.flush()
         found += [] if known(target) == answer else ["Another answer than at the beginning."]
         said = (Path(folder) / "server.log").read_text()
         found += ["A traceback in the server's log: " + said.partition("Traceback")[2][-600:]] * ("Traceback" in said)
