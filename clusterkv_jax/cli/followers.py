@@ -3,6 +3,7 @@
 import itertools
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -33,7 +34,8 @@ def join(address: str | None, count: int | None, index: int | None) -> None:
 
 def teller() -> Callable[[str], None]:
     """What process 0 tells the others by."""
-    client, numbers = distributed.global_state.client, itertools.count()
+    client: Any = distributed.global_state.client
+    numbers = itertools.count()
 
     def tell(text: str) -> None:
         number = next(numbers)
@@ -46,7 +48,8 @@ def teller() -> Callable[[str], None]:
 
 def hearer() -> Callable[[], str]:
     """What the others hear process 0 by: text after text, each as soon as it is there."""
-    client, numbers = distributed.global_state.client, itertools.count()
+    client: Any = distributed.global_state.client
+    numbers = itertools.count()
     return lambda: client.blocking_key_value_get(_name(next(numbers)), _FOREVER_MS)
 
 

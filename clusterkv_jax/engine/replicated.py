@@ -19,7 +19,8 @@ from clusterkv_jax.engine.handle import Handle, OnOutput
 from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.engine.requests import Request
 
-Tell, Hear = Callable[[str], None], Callable[[], str]
+Tell = Callable[[str], None]
+Hear = Callable[[], str]
 
 
 class Call(msgspec.Struct, omit_defaults=True):
@@ -52,7 +53,8 @@ class LeadingEngine(Engine):
     def request(self, prompt: Any, question: Any = None, **options: Any) -> Request:
         if options.get("allowed_tokens") is not None:
             raise ValueError("An answer of a schema, and a call that must be made, need a server of one process.")
-        return super().request(prompt, question, **options | {"keep": False})
+        own: dict[str, Any] = {**options, "keep": False}
+        return super().request(prompt, question, **own)
 
     @override
     def submit(self, request: Request, on_output: OnOutput | None = None) -> list[Handle]:
