@@ -2,9 +2,12 @@
 
 import importlib.util
 
+import httpx
 import pytest
 
 import clusterkv_jax as ckv
+from clusterkv_jax.serve import Settings, make_server
+from tests.support.server import running
 
 pytestmark = [
     pytest.mark.pretrained,
@@ -39,3 +42,17 @@ def test_the_model_is_whole(model):
 def test_greedy_tokens_are_those_of_transformers(model):
     answer = ckv.generate(model, [STORY], method="full", max_new_tokens=32)
     assert list(answer.tokens[0]) == TOLD
+
+
+def test_a_server_says_what_generate_says(model):
+    about = {"role": "system", "content": "You answer in one short sentence. " + STORY * 4}
+    asked = [about, {"role": "user", "content": "What is the capital of France?"}]
+    room = {"slots": 1, "max_tokens": 512, "reserve": 128}
+    ask = {"messages": asked, "max_tokens": 8, "temperature": 0}
+    with running(make_server(model, Settings("smollm2"), method="full", **room)) as address:
+        answers = [httpx.post(f"{address}/v1/chat/completions", json=ask, timeout=300).json() for _ in range(2)]
+        tokens = httpx.post(f"{address}/tokenize", json={"messages": asked}).json()["tokens"]
+    told = ckv.generate(model, [tokens], method="full", max_new_tokens=8).texts[0]
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == [told, told]
+    assert "Paris" in told
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 50

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -22,7 +21,7 @@ from clusterkv_jax.serve.prompts import Conversation, Prompt, joined, of_convers
 from clusterkv_jax.serve.tools import Call, ToolChoice, calls_in, choice_of, visible
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import check_sentence
-from tests.support.byte_model import byte_model, byte_tokenizer
+from tests.support.byte_model import byte_model, byte_tokenizer, ending_model
 from tests.support.server import TEMPLATE, running, wait_for
 
 USER = {"role": "user", "content": "Who are you?"}
@@ -113,10 +112,9 @@ def test_a_command_that_is_told_to_end_lets_answers_end(folder):
 @pytest.fixture(scope="module")
 def ending():
     """The address of a server whose model can end a text, which is drawn as JSON is."""
-    model = byte_model(TEMPLATE)
-    model.tokenizer.add_special_tokens({"eos_token": "<end>"})
-    model = replace(model, config=replace(model.config, eos_ids=(256,)))
-    with running(make_server(model, Settings("bytes"), slots=1, max_tokens=256, reserve=128)) as address:
+    with running(
+        make_server(ending_model(TEMPLATE), Settings("bytes"), slots=1, max_tokens=256, reserve=128)
+    ) as address:
         yield address
 
 
@@ -170,9 +168,7 @@ def test_a_tool_that_must_be_called_is(ending):
 
 def test_a_grammar_follows_several_answers_and_reads_each_token_once():
     pytest.importorskip("llguidance")
-    model = byte_model("<tool_call>")
-    model.tokenizer.add_special_tokens({"eos_token": "<end>"})
-    model = replace(model, config=replace(model.config, eos_ids=(256,)))
+    model = ending_model("<tool_call>")
     tools = [{"type": "function", "function": {"name": name}} for name in ('say "ä"', "go")]
     allowed = allowed_tokens(model, of_call(model, tools, ToolChoice("required")), 2)
     texts = [f'<tool_call>\n{{"name": {name}, "arguments": {{}}}}\n</tool_call>' for name in ('"say \\"ä\\""', '"go"')]

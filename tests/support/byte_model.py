@@ -33,6 +33,13 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def ending_model(template: str | None = None) -> ckv.Model:
+    """The same one, with a token that ends texts: what grammars need."""
+    model = byte_model(template)
+    model.tokenizer.add_special_tokens({"eos_token": "<end>"})
+    return replace(model, config=replace(model.config, eos_ids=(256,)))
+
+
 def byte_model(template: str | None = None) -> ckv.Model:
     """A random model of two layers whose tokens are bytes, in a chat template or without; none ends a text."""
     config = replace(llama.from_hf(BYTES | {"num_hidden_layers": 2}), eos_ids=())
