@@ -98,8 +98,9 @@ class ContextStore:
         self.config, self.method, self.limits = config, method, limits
         self._folder, self._lock = (None, None) if folder is None else own_folder(Path(folder), "contexts-")
         self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
-        # Of contexts that are garbage, which any thread may collect.
-        self._unreachable: deque[int] = deque()
+        # Of contexts that are garbage, which any thread may collect; who leads other processes drops them for all.
+        self.unreachable: deque[int] = deque()
+        self.drops_unreachable = True
 
     def get(self, number: int) -> PrefillResult | None:
         """A context's cache on the device, now the one asked last; None if no place holds it."""
@@ -112,14 +113,14 @@ class ContextStore:
 
     def put(self, number: int, result: PrefillResult) -> None:
         """Hold what is on the device; others make room."""
-        while self._unreachable:
-            self.drop(self._unreachable.popleft())
+        while self.drops_unreachable and self.unreachable:
+            self.drop(self.unreachable.popleft())
         self._held["device"][number] = result
         self._make_room()
 
     def add(self, context: Context, result: PrefillResult) -> None:
         """Hold a new context until it is garbage."""
-        weakref.finalize(context, self._unreachable.append, context.number).atexit = False
+        weakref.finalize(context, self.unreachable.append, context.number).atexit = False
         self.put(context.number, result)
 
     def drop(self, number: int) -> None:

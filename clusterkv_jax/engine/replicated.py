@@ -16,6 +16,7 @@ from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.engine import Engine
 from clusterkv_jax.engine.handle import Handle, OnOutput
+from clusterkv_jax.engine.outputs import RequestOutput
 from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.engine.requests import Request
 
@@ -26,7 +27,7 @@ Hear = Callable[[], str]
 class Call(msgspec.Struct, omit_defaults=True):
     """A call of an engine; `resume` ends a pause within one, and `close` is the last."""
 
-    name: Literal["submit", "cancel", "cancel_all", "step", "read", "drop", "resume", "close"]
+    name: Literal["submit", "cancel", "cancel_all", "step", "read", "compact", "drop", "resume", "close"]
     request_id: int = 0
     context: int | None = None
     tokens: list[int] = []
@@ -34,27 +35,28 @@ class Call(msgspec.Struct, omit_defaults=True):
     params: SamplingParams = SamplingParams()
     seed: int = 0
     stream: bool = False
+    keep: bool = False
     max_new_tokens: int | None = None
 
 
 class LeadingEngine(Engine):
     """The engine of process 0, which tells the others of its calls before it makes them.
 
-    It takes token ids, and neither grammars nor answers whose caches are kept: all contexts are on the device.
+    It takes token ids and no grammars; all contexts are on the device. Who waits for a result calls `step` or `run`.
     """
 
     def __init__(self, model: Model, tell: Tell, **options: Any) -> None:
         super().__init__(model, **_options(options))
-        # Held until they are dropped: when a context is garbage differs from process to process.
-        self._tell_others, self._held = tell, dict[int, Context]()
+        self._tell_others = tell
+        # When a context is garbage differs from process to process.
+        self._contexts.drops_unreachable = False
         self.on_pause(lambda: None)
 
     @override
     def request(self, prompt: Any, question: Any = None, **options: Any) -> Request:
         if options.get("allowed_tokens") is not None:
             raise ValueError("An answer of a schema, and a call that must be made, need a server of one process.")
-        own: dict[str, Any] = {**options, "keep": False}
-        return super().request(prompt, question, **own)
+        return super().request(prompt, question, **options)
 
     @override
     def submit(self, request: Request, on_output: OnOutput | None = None) -> list[Handle]:
@@ -62,6 +64,7 @@ class LeadingEngine(Engine):
         tokens = [] if request.context is not None else request.batch.texts[0]
         question = request.question if request.batch.questions else None
         how: Any = {"params": request.params, "seed": request.read_seed, "stream": request.stream}
+        how["keep"] = request.keep
         self._tell(Call("submit", request.request_id, context, tokens, question, **how))
         return super().submit(request, on_output)
 
@@ -83,18 +86,17 @@ class LeadingEngine(Engine):
     @override
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
         self._tell(Call("read", tokens=list(text), seed=seed, max_new_tokens=max_new_tokens))
-        context = super().read(text, seed=seed, max_new_tokens=max_new_tokens, **texts)
-        self._held[context.number] = context
-        return context
+        return super().read(text, seed=seed, max_new_tokens=max_new_tokens, **texts)
 
     @override
     def drop(self, context: Context) -> None:
         self._tell(Call("drop", context=context.number))
-        super().drop(self._held.pop(context.number, context))
+        super().drop(context)
 
     @override
     def compact(self, context: Context) -> Context:
-        raise ValueError("To compact a context needs an engine of one process.")
+        self._tell(Call("compact", context=context.number))
+        return super().compact(context)
 
     @override
     def on_pause(self, function: Callable[[], None]) -> None:
@@ -110,40 +112,66 @@ class LeadingEngine(Engine):
         self._tell(Call("close"))
 
     def _tell(self, call: Call) -> None:
+        garbage = self._contexts.unreachable
+        while garbage:
+            number = garbage.popleft()
+            self._send(Call("drop", context=number))
+            self._contexts.drop(number)
+        self._send(call)
+
+    def _send(self, call: Call) -> None:
         self._tell_others(msgspec.json.encode(call).decode())
 
 
 def follow(model: Model, hear: Hear, **options: Any) -> None:
     """Make the calls of the leading engine, which has the same options, until it is closed."""
-    engine, contexts = Engine(model, **_options(options)), dict[int, Context]()
+    engine = FollowingEngine(model, **_options(options))
 
     def calls_until(last: str) -> None:
         while (call := msgspec.json.decode(hear(), type=Call)).name != last:
             with suppress(ValueError, MemoryError):  # the caller of process 0 has it
-                _make(engine, contexts, call)
+                engine.make(call)
 
     engine.on_pause(partial(calls_until, "resume"))
     calls_until("close")
     engine.close()
 
 
-def _make(engine: Engine, contexts: dict[int, Context], call: Call) -> None:
-    match call.name:
-        case "submit":
-            prompt = call.tokens if call.context is None else contexts[call.context]
-            request = engine.request(prompt, call.question, params=call.params, stream=call.stream)
-            engine.submit(replace(request, request_id=call.request_id, read_seed=call.seed))
-        case "cancel":
-            engine.cancel(call.request_id)
-        case "read":
-            context = engine.read(call.tokens, seed=call.seed, max_new_tokens=call.max_new_tokens)
-            contexts[context.number] = context
-        case "drop" if call.context is not None:
-            engine.drop(contexts.pop(call.context))
-        case "cancel_all":
-            engine.cancel_all()
-        case "step":
-            engine.step()
+class FollowingEngine(Engine):
+    """The engine of another process. It holds each context until it is told to drop it."""
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.held = dict[int, Context]()
+
+    def make(self, call: Call) -> None:
+        """Make a call of the leading engine."""
+        match call.name:
+            case "submit":
+                prompt = call.tokens if call.context is None else self.held[call.context]
+                how: Any = {"params": call.params, "stream": call.stream, "keep": call.keep}
+                request = self.request(prompt, call.question, **how)
+                self.submit(replace(request, request_id=call.request_id, read_seed=call.seed), self._hold_answer)
+            case "cancel":
+                self.cancel(call.request_id)
+            case "read":
+                self._hold(self.read(call.tokens, seed=call.seed, max_new_tokens=call.max_new_tokens))
+            case "compact" if call.context is not None:
+                self._hold(self.compact(self.held[call.context]))
+            case "drop" if call.context is not None:
+                self._contexts.drop(call.context)
+                self.held.pop(call.context, None)
+            case "cancel_all":
+                self.cancel_all()
+            case "step":
+                self.step()
+
+    def _hold(self, context: Context) -> None:
+        self.held[context.number] = context
+
+    def _hold_answer(self, output: RequestOutput | Exception) -> None:
+        if isinstance(output, RequestOutput) and output.context is not None:
+            self._hold(output.context)
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:

@@ -112,8 +112,11 @@ def warm_up(server: Server) -> None:
     """Compile what every answer runs, by a short one, so that no client waits for it."""
 
     def answer(engine: Engine) -> None:
-        context = engine.add([0] * 8, max_new_tokens=2, keep=True)
-        context.result()
-        engine.add(context.context, [0], max_new_tokens=2).result()
+        first = engine.add([0] * 8, max_new_tokens=2, keep=True)
+        engine.run()
+        first.result()
+        second = engine.add(first.context, [0], max_new_tokens=2)
+        engine.run()
+        second.result()
 
     server.served.call(answer).result()
