@@ -50,7 +50,7 @@ def test_a_server_says_what_generate_says(model):
     room = {"slots": 1, "max_tokens": 512, "reserve": 128}
     ask = {"messages": asked, "max_tokens": 8, "temperature": 0}
     with running(make_server(model, Settings("smollm2"), method="full", **room)) as address:
-        answers = [httpx.post(f"{address}/v1/chat/completions", json=ask, timeout=300).json() for _ in range(2)]
+        answers = [httpx.post(f"{address}/v1/chat/completions", json=ask, timeout=1800).json() for _ in range(2)]
         tokens = httpx.post(f"{address}/tokenize", json={"messages": asked}).json()["tokens"]
     told = ckv.generate(model, [tokens], method="full", max_new_tokens=8).texts[0]
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == [told, told]

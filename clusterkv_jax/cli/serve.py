@@ -116,9 +116,9 @@ def serve(
         from clusterkv_jax.storage.schema import MIB
 
         name = served_model_name or Path(model).name or model
-        settings = Settings(
-            name, tuple(api_key or ()), max_body_bytes=max_body_mib * MIB, shutdown_timeout_s=shutdown_timeout
-        )
+        limits: Any = {"max_body_bytes": max_body_mib * MIB, "shutdown_timeout_s": shutdown_timeout}
+        limits |= {"shared_contexts": 0} if distributed else {}  # what an answer leaves is in no process alone
+        settings = Settings(name, tuple(api_key or ()), **limits)
         room: Any = {"slots": slots, "max_tokens": max_tokens, "reserve": reserve, "max_waiting": max_waiting}
         room |= {"context_folder": context_folder, "prefill_chunk": prefill_chunk}
         room |= {"reading": reading, "window": window, "chunk": chunk}

@@ -112,9 +112,12 @@ def warm_up(server: Server) -> None:
     """Compile what every answer runs, by a short one, so that no client waits for it."""
 
     def answer(engine: Engine) -> None:
-        first = engine.add([0] * 8, max_new_tokens=2, keep=True)
+        keep = server.settings.shared_contexts > 0
+        first = engine.add([0] * 8, max_new_tokens=2, keep=keep)
         engine.run()
         first.result()
+        if not keep:
+            return
         second = engine.add(first.context, [0], max_new_tokens=2)
         engine.run()
         second.result()
