@@ -170,7 +170,7 @@ def loaded(
     weights: str | None = None,
     mesh: str | None = None,
 ) -> tuple[Any, Any]:
-    """The model, its weights held in this way, over all devices where a mesh says how; and the method with its budget."""
+    """The model, its weights held in this way, over all devices of a mesh; and the method with its budget."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
     from clusterkv_jax.checkpoints.loading import calibrated
