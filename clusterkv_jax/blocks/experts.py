@@ -78,7 +78,7 @@ def mixture(
 
 def _places(weights: Weights, mesh: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Where the weights lie on the mesh, and the axes of it that share the hidden units of each expert."""
-    places = {
+    places: dict[str, Any] = {
         name: partitions(own, mesh) if is_coded(own) else partition(AXES[name], own.shape, mesh)
         for name, own in weights.items()
     }

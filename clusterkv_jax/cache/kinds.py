@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import TypeIs
 
 from clusterkv_jax.cache import layers, pages
 from clusterkv_jax.cache.layers import Group, HeadGroups, Layer, LayerCache, PagedHeads, WindowCache
@@ -14,7 +15,7 @@ from clusterkv_jax.kernels.quantised import CacheDtype
 AnyGroup = TypeVar("AnyGroup", LayerCache, PagedHeads)
 
 
-def is_compressible(layer: Layer) -> bool:
+def is_compressible(layer: Layer) -> TypeIs[LayerCache | HeadGroups | PagedHeads]:
     """Whether methods see the layer; a window drops its rows itself."""
     return not isinstance(layer, WindowCache)
 

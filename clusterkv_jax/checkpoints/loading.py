@@ -36,6 +36,7 @@ from clusterkv_jax.checkpoints.orbax import (
     read_manifest,
 )
 from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
+from clusterkv_jax.checkpoints.packed_words import WordsTensor
 from clusterkv_jax.checkpoints.safetensors import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
 from clusterkv_jax.kernels.weight_codes import dequantised, is_coded
 from clusterkv_jax.models import gguf, registry
@@ -366,8 +367,8 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, TensorEntry | Quantised]
-) -> tuple[ModelConfig, dict[str, TensorEntry | Quantised]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, TensorEntry | Quantised | WordsTensor]
+) -> tuple[ModelConfig, dict[str, TensorEntry | Quantised | WordsTensor]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])

@@ -48,7 +48,9 @@ class WordsTensor:
         """All of its numbers."""
         return self.read(*map(np.arange, self.shape))
 
-    def read(self, rows: Int[np.ndarray, " r"], columns: Int[np.ndarray, " c"]) -> Float[np.ndarray, "r c"]:
+    def read(
+        self, rows: Int[np.ndarray, " rows"], columns: Int[np.ndarray, " columns"]
+    ) -> Float[np.ndarray, "rows columns"]:
         """The numbers of some outputs and inputs."""
         group = self._group_of_inputs()[columns]
         if group.size and not 0 <= group.min() <= group.max() < self.scales.shape[0]:
@@ -56,7 +58,7 @@ class WordsTensor:
         codes = self._codes(rows)[:, columns].astype(np.float32) - self._zeros(rows)[:, group]
         return codes * self._scales(rows)[:, group]
 
-    def coded(self, rows: Int[np.ndarray, " r"]) -> Coded | None:
+    def coded(self, rows: Int[np.ndarray, " rows"]) -> Coded | None:
         """Some outputs in codes; None where the inputs of a group do not follow each other."""
         inputs = self.shape[1]
         each = inputs // self.scales.shape[0]
@@ -135,7 +137,7 @@ def _check(name: str, tensor: WordsTensor) -> None:
     groups, outputs = tensor.scales.shape
     inputs = tensor.shape[1]
     packed = outputs // each if tensor.how.method == "awq" else outputs
-    wanted = {
+    wanted: dict[str, tuple[TensorEntry, tuple[int, ...]]] = {
         "qweight": (tensor.codes, (tensor.codes.shape[0], packed)),
         "qzeros": (tensor.zeros, (groups, -(-outputs // each))),
     }

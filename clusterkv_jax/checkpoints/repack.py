@@ -67,10 +67,8 @@ def in_groups(coded: Coded) -> Coded | None:
     size = group_size(inputs)
     if groups > 1 or size is None:
         return None
-    scales, offsets = (
-        None if x is None else np.repeat(x, inputs // size, axis=1) for x in (coded.scales, coded.offsets)
-    )
-    return Coded(coded.kind, coded.codes, scales, offsets)
+    offsets = None if coded.offsets is None else np.repeat(coded.offsets, inputs // size, axis=1)
+    return Coded(coded.kind, coded.codes, np.repeat(coded.scales, inputs // size, axis=1), offsets)
 
 
 def with_scales(

@@ -249,7 +249,7 @@ def without_codes(
     found = {name: _quantised(name, codes, entries, how) for name, codes in coded.items()}
     parts = {f"{name}{end}" for name in coded for end in (*how.scales, how.codes, "_zero_point", "_shape")}
     others = {name: entry for name, entry in entries.items() if name not in parts and not _UNUSED.search(name)}
-    return others | found
+    return {**others, **found}
 
 
 def _quantised(name: str, codes: str, entries: dict[str, TensorEntry], how: Quantization) -> Quantised:

@@ -35,14 +35,14 @@ def projected_norms(
         ValueError: if the shapes do not fit.
     """
     batch, kv_heads, count, dim = values.shape
-    output = dequantised(output)
-    heads = output.shape[0]
-    if output.shape[1] != dim or heads % kv_heads:
-        raise ValueError(f"output must be [H,{dim},M] with H a multiple of {kv_heads}, got {output.shape}.")
+    numbers = jnp.asarray(dequantised(output))
+    heads = numbers.shape[0]
+    if numbers.shape[1] != dim or heads % kv_heads:
+        raise ValueError(f"output must be [H,{dim},M] with H a multiple of {kv_heads}, got {numbers.shape}.")
     rows = jnp.moveaxis(values.astype(jnp.float32), 1, 0).reshape(kv_heads, batch * count, dim)
 
     def of_head(head: Int[Array, ""]) -> Float[Array, " rows"]:
-        weights = output[head].astype(jnp.float32)
+        weights = numbers[head].astype(jnp.float32)
 
         def norm(row: Float[Array, " D"]) -> Float[Array, ""]:
             return jnp.linalg.norm(linear(row, weights), ord=order)

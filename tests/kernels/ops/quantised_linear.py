@@ -136,7 +136,7 @@ def test_codes_of_heads_have_the_shape_of_their_parameter():
 
 def test_no_program_holds_the_weights_as_numbers():
     x, weights, _ = operands(0, "int4", 1, 1024, 8, 301, True, jnp.float32)
-    text = jax.jit(quantised_linear).lower(x, weights).compile().as_text()
+    text = jax.jit(quantised_linear).lower(x, weights).compile().as_text() or ""
     assert "[1024,101]" in text  # a tile
     assert not any(f"{name},301]" in text for name in ("f32[512", "f32[1024", "f32[2,512", "f32[8,128", "f32[8,64"))
 
