@@ -36,8 +36,7 @@ from clusterkv_jax.checkpoints.orbax import (
     read_manifest,
 )
 from clusterkv_jax.checkpoints.packaged_calibrations import packaged_calibration
-from clusterkv_jax.checkpoints.packed_words import WordsTensor
-from clusterkv_jax.checkpoints.safetensors import Dequantised, InFile, Quantised, StackInFiles, in_files, without_codes
+from clusterkv_jax.checkpoints.safetensors import Dequantised, Entry, InFile, StackInFiles, in_files, without_codes
 from clusterkv_jax.kernels.weight_codes import dequantised, is_coded
 from clusterkv_jax.models import gguf, registry
 from clusterkv_jax.models.config import ModelConfig, limited
@@ -57,7 +56,6 @@ from clusterkv_jax.storage.weight_files import (
     FILE_TYPES,
     IGNORED,
     SINGLE,
-    TensorEntry,
     account,
     entries_of,
     is_gguf,
@@ -367,8 +365,8 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
 
 def _resolve_ties(
-    config: ModelConfig, tie_is_stated: bool, entries: dict[str, TensorEntry | Quantised | WordsTensor]
-) -> tuple[ModelConfig, dict[str, TensorEntry | Quantised | WordsTensor]]:
+    config: ModelConfig, tie_is_stated: bool, entries: dict[str, Entry]
+) -> tuple[ModelConfig, dict[str, Entry]]:
     """Decide between one and two vocabulary tables as transformers does, whichever of them the files hold."""
     table = registry.FAMILIES[config.family].weights
     embed, head = entries.get(table["embed"]), entries.get(table["lm_head"])
@@ -382,7 +380,7 @@ def _resolve_ties(
     return config, others | {table["embed"]: embed or head}
 
 
-def _equal(a: TensorEntry | Quantised, b: TensorEntry | Quantised, shape: tuple[int, int]) -> bool:
+def _equal(a: Entry, b: Entry, shape: tuple[int, int]) -> bool:
     """Whether both are the table of this shape; of another shape they are refused later, by name."""
     if not a.shape == b.shape == shape:
         return False

@@ -189,6 +189,10 @@ class Quantised:
         return decode(np.ascontiguousarray(words.T).view(np.uint8), self.how.code)[:, : grid[0]].T
 
 
+# What a parameter is made of.
+Entry = TensorEntry | Quantised | WordsTensor
+
+
 @dataclass(frozen=True, eq=False)
 class Dequantised:
     """A parameter of a quantised tensor, sliced as an array; a part is computed when it is read.
@@ -229,9 +233,7 @@ def _numbers(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
     return np.asarray(np.arange(math.prod(shape)).reshape(shape)[index])
 
 
-def without_codes(
-    entries: dict[str, TensorEntry], how: Quantization | PackedWords | None
-) -> dict[str, TensorEntry | Quantised | WordsTensor]:
+def without_codes(entries: dict[str, TensorEntry], how: Quantization | PackedWords | None) -> dict[str, Entry]:
     """Entries by the names that they have in a model which is not quantised.
 
     Raises CheckpointError, in one sentence that names the tensor, where codes have not the scales that they need.
