@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import decoding
 from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
-from clusterkv_jax.cache.pages import from_pages
+from clusterkv_jax.cache.pages import from_pages, page_view
 from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
 from clusterkv_jax.methods.driver import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
@@ -185,9 +185,11 @@ def test_the_budget_holds_after_every_step(method):
                         # Clustered when it reached B + interval, back to exactly B.
                         assert count == budget + (i + 1) % INTERVAL
         for layer in cache.layers:
-            for group in groups(layer):
+            paged = isinstance(layer, ckv.PagedHeads)
+            for group in layer.groups if paged else groups(layer):
+                assert (np.asarray(group.degree).sum(-1) == np.asarray(cache.position)[:, None]).all()
+            for group in (page_view(layer),) if paged else groups(layer):
                 degree, length = np.asarray(group.degree), np.asarray(group.length)
-                assert (degree.sum(-1) == np.asarray(cache.position)[:, None]).all()
                 assert ((degree > 0) == (np.arange(group.capacity) < length[..., None])).all()
 
 

@@ -13,7 +13,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.calibration import outlier_share
 from clusterkv_jax.kernels.top_rows import top_rows
-from clusterkv_jax.methods.base import Request
+from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.soft_matching import cluster, edge_counts, merge_round, merge_schedule, rows_by_round
 from tests.support.golden_files import golden, names
 
@@ -200,7 +200,7 @@ def test_rounds_are_known_on_the_host(method):
     lengths = np.asarray([90, 7, 64, 33])
     keys, values, _ = random_rows(5, 90)
     keys, values = (jnp.tile(x[:1], (4, 1, 1, 1)) for x in (keys, values))
-    request = Request(lengths, 1, keys.shape[1])
+    request = RequestShape(lengths, 1, keys.shape[1])
     rows = method.budget_rows(lengths, 0, request)[:, 0]
     target = np.where(lengths >= rows + method.schedule.slack, rows, lengths)
     schedule = merge_schedule(90, 16, method.ratios, method.merge_of)

@@ -19,13 +19,11 @@ class KVzap(Scored):
 
     The model needs a surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured with it.
     Where an eighth of a head's budget is more than `recent`, so many rows stay at the end, but at most `max_recent`.
-    Where an eighth of a head's budget is more than `recent`, so many rows stay at the end, but at most `max_recent`.
     `scope` and `decode_interval` are as in `KeyDiff`; with scope "layer" tokens are appended while decoding.
     """
 
     sinks: int = 4
     recent: int = 8
-    max_recent: int = 0
     max_recent: int = 0
     scope: Literal["head", "layer"] = "head"
     decode_interval: int | None = None
