@@ -269,7 +269,7 @@ class Conversation:
         said |= {"max_tokens": self.max_tokens, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
         said |= {"sampling": dataclasses.asdict(self.sampling), "system": None if chat is None else chat.system}
         said["chat_template_kwargs"] = None if chat is None else dict(chat.arguments) or None
-        origin = {"conversation": said, "tokens": list(here.context.tokens)}
+        origin = {"conversation": said, "token_ids": list(here.context.tokens)}
         self._engine.save(here.context, path, origin=origin)
 
     @classmethod

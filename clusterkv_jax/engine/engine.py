@@ -353,7 +353,7 @@ class Engine:
         `origin` is as in `save_cache`.
         """
         check_own(context, self._contexts)
-        known = {"tokens": list(context.tokens)} if context.answered else {}
+        known = {"token_ids": list(context.tokens)} if context.answered else {}
         with self._core.at_work():
             cache = self._core.prefiller.held(context)[0].cache
             saving.save(path, cache, self.model.config, self.method, origin={**(origin or {}), **known})

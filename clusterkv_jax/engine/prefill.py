@@ -193,7 +193,7 @@ def read_file(
     if length >= limits.max_tokens:
         raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
     cache = _with_means(_in_pages_of(cache, layout.plans), layout.one)
-    tokens = saving.origin(path).get("tokens", ())
+    tokens = saving.origin(path).get("token_ids", ())
     if tokens and (len(tokens) != length or not all(is_count(token) for token in tokens)):
         raise ValueError(f"The saved cache {path} must hold its {length} tokens, got {len(tokens)}.")
     room = room_behind(cache, layout.one, limits.step_tokens) if fits(cache, layout.one) else 0

@@ -244,9 +244,9 @@ def settle(
     method: Method,
     plan: LayerPlan,
     layer: Layer,
-    state: tuple[State, ...],
+    state: tuple[State | None, ...],
     budgets: Int[Array | np.ndarray, "B groups stages"],
-) -> tuple[Layer, tuple[State, ...]]:
+) -> tuple[Layer, tuple[State | None, ...]]:
     """A layer that is read and at its budget, in the slots that it has while decoding, with what is remembered then."""
     if isinstance(layer, WindowCache):
         return layer, state

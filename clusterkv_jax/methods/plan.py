@@ -299,8 +299,8 @@ def longest_short(config: ModelConfig, method: Method, dtype: Any, **counts: int
 
 
 def budgets_by_head(
-    plan: LayerPlan, budgets: Int[Array | np.ndarray, "B groups stages"]
-) -> tuple[Int[Array | np.ndarray, "B K stages"], Float[np.ndarray, " K"]]:
+    plan: LayerPlan, budgets: Int[Array | np.ndarray, "B groups *stages"]
+) -> tuple[Int[Array | np.ndarray, "B K *stages"], Float[np.ndarray, " K"]]:
     """What each KV head of the layer may keep of each prompt, and its share of the budget."""
     group = np.argsort([head for heads in plan.heads for head in heads])
     of_head = np.repeat(np.arange(len(plan.groups)), [len(heads) for heads in plan.heads])[group]

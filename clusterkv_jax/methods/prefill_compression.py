@@ -217,8 +217,8 @@ def _batched(
 
 
 def _in_pages(
-    run: Callable[..., Any], method: Method, plan: LayerPlan, heads: LayerCache, group_state: ByHead
-) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    run: Callable[..., Any], method: Method, plan: LayerPlan, heads: Any, group_state: Any
+) -> tuple[Layer, Any]:
     """By a program of all layers, and one that cuts off the pages that a layer does not have."""
     pool = plan.pool
     assert pool is not None
