@@ -273,7 +273,7 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
             "'quantization_config': Expected object | null, got str ('fp8')",
         ),
         ({**_LLAMA, "num_key_value_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
-        ({**_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "Quantization 'gptq' is not supported"),
+        ({**_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "Quantization 'hqq' is not supported"),
         (
             {**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "layer_types": []},
             "layer_types in config.json names 0 layers; allowed: 2.",

@@ -20,7 +20,8 @@ The model passes through memory in parts of half a gigabyte. One for a bucket
 is made on this machine first, and takes its size on the disk. Killed, the
 same command goes on where it was; the folder gets its name when it is whole.
 Weights in fp8, int8 or int4 are written as the numbers that they stand for.
-With [bold]--weights int4[/bold] those of layers are rounded to codes, a quarter of the bytes:
+With [bold]--weights int4[/bold] those of layers are rounded to codes, a quarter of the
+bytes:
 
   clusterkv convert meta-llama/Llama-3.1-8B ./llama-int4 --weights int4
 

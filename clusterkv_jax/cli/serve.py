@@ -35,7 +35,8 @@ A model of your own, for those who have a key, on all interfaces:
   CLUSTERKV_API_KEY=secret clusterkv serve ./my-llama --host 0.0.0.0 \\
     --slots 16 --max-tokens 32768 --reserve 4096
 
-One model over the devices of two hosts, each of which gets this command, with its own number:
+One model over the devices of two hosts, each of which gets this command, with
+its own number:
 
   clusterkv serve ./my-llama --host 0.0.0.0 --distributed \\
     --coordinator-address host-0:8476 --num-processes 2 --process-id 0

@@ -193,9 +193,9 @@ def read_file(
     if length >= limits.max_tokens:
         raise ValueError(f"The saved cache {path} of {length} tokens exceeds max_tokens = {limits.max_tokens}.")
     cache = _with_means(_in_pages_of(cache, layout.plans), layout.one)
-    tokens = saving.origin(path).get("token_ids", ())
-    if tokens and (len(tokens) != length or not all(is_count(token) for token in tokens)):
-        raise ValueError(f"The saved cache {path} must hold its {length} tokens, got {len(tokens)}.")
+    tokens = saving.origin(path).get("token_ids", [])
+    if tokens != [] and not (isinstance(tokens, list) and len(tokens) == length and all(map(is_count, tokens))):
+        raise ValueError(f"The saved cache {path} must hold its {length} tokens as token_ids, got {shown(tokens)}.")
     room = room_behind(cache, layout.one, limits.step_tokens) if fits(cache, layout.one) else 0
     if room < (1 if tokens else limits.reserve):
         raise ValueError(

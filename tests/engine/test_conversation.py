@@ -159,9 +159,9 @@ def test_what_is_no_conversation_is_refused(model, compressed, tmp_path):
     ckv.save_cache(file, cache, model.config, KEPT)
     with pytest.raises(ValueError, match="holds a cache and no conversation"):
         ckv.Conversation.load(file, model)
-    wrong = {"must hold its 3": {"token_ids": told["token_ids"][1:]}, "must hold the tokens": {"token_ids": []}}
-    for sentence, change in wrong.items():
-        ckv.save_cache(file, cache, model.config, KEPT, origin=told | change)
+    wrong = {"must hold its 3": told["token_ids"][1:], "as token_ids, got 3": 3, "must hold the tokens": []}
+    for sentence, tokens in wrong.items():
+        ckv.save_cache(file, cache, model.config, KEPT, origin=told | {"token_ids": tokens})
         with pytest.raises(ValueError, match=sentence):
             ckv.Conversation.load(file, model)
     turns = json.loads(json.dumps(told))

@@ -86,6 +86,7 @@ GENERATE = {"prompts": IDS.tolist(), "method": ckv.Full(), "ratio": None, "token
 GENERATE |= {"keep_short": False, "question": None, "questions": [[1, 2], [3]], "max_new_tokens": 3}
 GENERATE |= {"sampling": ckv.Sampling(), "seed": 0, "stop": (), "prefill_chunk": None}
 GENERATE |= {"stop_ids": (5,), "chat": False, "system": None, "chat_template_kwargs": None, "special_tokens": True}
+GENERATE |= {"reading": "whole", "window": 16, "chunk": 8, "renumber": False}
 
 
 def refused(call: Any) -> tuple[Any, str | None]:

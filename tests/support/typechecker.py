@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from beartype import BeartypeConf, beartype
+import typer
+from beartype import BeartypeConf, FrozenDict, beartype
 
-# A whole number is also a number, as everywhere in Python's typing.
-_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
+# A whole number is also a number, as everywhere in Python's typing. Commands are annotated with typer.Context, as typer
+# wants it, and get an object of the class that it extends.
+_overrides = FrozenDict({typer.Context: typer.Context.__base__})
+_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True, hint_overrides=_overrides))
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
