@@ -16,6 +16,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.cli.plan import show
 from clusterkv_jax.evaluation.report.plots import as_svg, new_figure
+from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.planning import arithmetic, collectives, compile_stats, process
 from clusterkv_jax.planning.abstract_request import ProgramJob, chip_bytes
 from clusterkv_jax.planning.plan_types import Measures, MeshLayout, PlanRequest, Sample
@@ -308,6 +309,15 @@ def test_other_meshes_hold_the_surrogate_too():
     same = next(x for x in compile_stats.layouts(job) if (x.data, x.model) == (1, 2))
     assert same.weights == chip_bytes(job.params)
     assert same.cache == chip_bytes((job.cache.layers, job.cache.state))
+
+
+def test_a_step_reads_as_much_whether_a_gate_has_read_the_prompt():
+    """The cache has the same slots, though layers are read by plans of their own."""
+    method, mesh = ckv.CentroidKV(ckv.Budget(ratio=0.25)), named_mesh("model=1", jax.devices()[:1])
+    whole = ProgramJob(model_config("demo"), method, mesh, 1, 512, 32)
+    read = replace(whole, gate=Gate(window=128, chunk=128))
+    assert read.reading_bytes
+    assert compile_stats.step_reads(read, 1, 1) == compile_stats.step_reads(whole, 1, 1)
 
 
 def test_rows_that_wait_on_a_gpu_are_counted():

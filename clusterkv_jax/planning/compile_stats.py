@@ -356,7 +356,8 @@ def step_reads(job: ProgramJob, weights: float, cache: float) -> float:
     attends to, the rows of its budget and its index.
     """
     table = 0 if job.config.tie_embeddings else chip_bytes(job.params["embed"])
-    plans = [plan for call in job.calls if (plan := _plan(call))]
+    # With a gate a layer has another plan before, by which it is read.
+    plans = [plan for call in job.calls if (plan := _plan(call))][-len(job.cache.layers) :]
     rows = 0.0
     for layer, state, plan in zip(job.cache.layers, job.cache.state, plans, strict=True):
         rows += chip_bytes(state)
