@@ -100,7 +100,7 @@ def route(
     if experts.sigmoid:
         scores = jax.nn.sigmoid(linear(x, router, (1,), bias, dtype=jnp.float32))
         _, chosen = jax.lax.top_k(
-            scores if choice_bias is None else scores + choice_bias[None, None], experts.per_token
+            scores if choice_bias is None else scores + choice_bias[None, None].astype(scores.dtype), experts.per_token
         )
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
     else:
