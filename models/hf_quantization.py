@@ -57,7 +57,7 @@ class PackedWords:
 
 
 class _Words(Struct):
-    bits: int = 4
+    bits: int
     checkpoint_format: str | None = None
     version: str | None = None
 

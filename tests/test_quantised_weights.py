@@ -303,6 +303,12 @@ def test_what_is_not_dequantised(config, what):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_words_whose_bits_nobody_says_are_refused(method):
+    with pytest.raises(ValueError, match=r"config\.json: .*missing required field bits"):
+        registry.from_hf({**SMALL, "quantization_config": {"quant_method": method}})
+
+
 def test_fields_of_another_type():
     config = {"quant_method": "fp8", "weight_block_size": [0, 128]}
     with pytest.raises(ValueError, match=r"config\.json, field 'weight_block_size\.0'|weight_block_size.*>= 1"):

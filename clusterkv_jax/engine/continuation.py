@@ -42,7 +42,7 @@ def left_behind(
     """
     if _is_ever_due(cache):
         budgets = _budgets(model, method, layout, length, max_new_tokens)
-        cache = _with_budgets(model.config, method, cache, budgets, np.asarray(compact))
+        cache = _under_budgets(model.config, method, cache, budgets, np.asarray(compact))
     room = room_behind(cache, layout.one, layout.limits.step_tokens)
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
     return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
@@ -70,7 +70,7 @@ def _budgets(model: Model, method: Method, layout: EngineLayout, length: int, ma
 
 
 @jit(static_argnames=("config", "method"))
-def _with_budgets(
+def _under_budgets(
     config: ModelConfig,
     method: Method,
     cache: KVCache,

@@ -23,6 +23,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_force_co
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled_text import launches, most_operands, most_results
 from described import LLAMA
 from described import array as on_mesh
 from jax.experimental import topologies
@@ -396,23 +397,6 @@ def experts(array):
         "experts of a prompt": of_qwen((1, 4096)),
         "experts with biases": of_gpt_oss((8, 1), router_bias=(32,), **biases),
     }
-
-
-def launches(program: str) -> int:
-    """Kernels and copies of a decode step: of the computation that attends."""
-    computations = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", program)
-    steps = [text for text in computations if re.search("(biased_attention|step_in_groups)_attend", text)]
-    return sum(len(re.findall(r" (?:fusion|custom-call|copy)\(", text)) for text in steps)
-
-
-def most_operands(program: str) -> int:
-    """Of a matrix product with what is fused into it."""
-    return max((text.count("%") for text in re.findall(r"gemm_fusion\S* = \S+ fusion\((.*?)\)", program)), default=0)
-
-
-def most_results(program: str) -> int:
-    """Of a launch that XLA fuses."""
-    return max((text.count("[") for text in re.findall(r" = \((.*?)\) fusion\(", program)), default=0)
 
 
 def compile_all() -> dict[str, dict[str, Any]]:
