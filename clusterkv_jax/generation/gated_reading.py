@@ -79,11 +79,8 @@ def gated_prefill(
     reader = while_reading(method, gate.window, gate.chunk)
     sizes: Any = {"max_new_tokens": max_new_tokens, "step_tokens": step_tokens, "whole": whole}
     sizes["reserve"] = max_new_tokens if reserve is None else reserve
-    check_array("tokens", tokens, "B,N", jnp.integer)
-    known = check_lengths(lengths, *tokens.shape)
-    if known is None or not isinstance(tokens, np.ndarray):
-        raise ValueError("Gated reading needs tokens and lengths on the host.")
-    tokens, lengths, longest = tokens.astype(np.int32), known.astype(np.int32), int(known.max())
+    tokens, lengths = _on_host(tokens, lengths)
+    longest = int(lengths.max())
     if longest <= gate.window:
         return prefill(params, config, method, tokens, lengths, **sizes, plans=plans, key=key, call=call)
     if longest > config.max_positions and not gate.renumber:
@@ -124,6 +121,15 @@ def gated_prefill(
     for i, (plan, rows) in enumerate(zip(plans, at_end, strict=True)):
         layers[i], states[i] = call(settle, method, plan, layers[i], states[i], rows)
     return KVCache(tuple(layers), tuple(states), position), logits
+
+
+def _on_host(tokens: Any, lengths: Any) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """Both as int32. Raises ValueError for those that do not fit each other, and for arrays on a device."""
+    check_array("tokens", tokens, "B,N", jnp.integer)
+    known = check_lengths(lengths, *tokens.shape)
+    if known is None or not isinstance(tokens, np.ndarray):
+        raise ValueError("Gated reading needs tokens and lengths on the host.")
+    return tokens.astype(np.int32), known.astype(np.int32)
 
 
 def _check_renumbers(config: ModelConfig, method: Method, reading: Sequence[LayerPlan], more: int) -> None:
