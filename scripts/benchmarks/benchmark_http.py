@@ -1,0 +1,269 @@
+"""Times `clusterkv serve` as its clients see it, on a model of random weights.
+
+    python scripts/benchmarks/benchmark_http.py gaps               64 streams, prompts of 1k to 32k that come at random
+    python scripts/benchmarks/benchmark_http.py cached compact     a cached context of 64k, and 100,000 tokens compacted
+    python scripts/benchmarks/benchmark_http.py overhead --model demo                       milliseconds that HTTP adds
+
+gaps      between pieces of a stream, and the time of all, beside the engine without HTTP on the same arrivals
+cached    the time to the first token of a question behind a context that is in the store
+compact   `/v1/responses/compact` of a conversation that the server has answered
+overhead  a request and a token over HTTP, less the same in the engine
+
+The server runs in this process as the command runs it, its clients in another. What compiles is asked once before.
+A prompt's tokens are words of a tokenizer that has one for each token; `overhead` takes the model's own, if it has one.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmark_common import environment
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import clusterkv_jax as ckv
+from clusterkv_jax.benchmark.grid import GridRequest
+from clusterkv_jax.benchmark.own_runner import the_model
+from clusterkv_jax.engine import SamplingParams
+from clusterkv_jax.serve import Server, Settings, bound, make_server, uvicorn_server, warm_up
+
+NAME, CHAT = "model", "/v1/chat/completions"
+ROLES = ("<user>", "<assistant>")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<assistant> "
+    "{% endif %}"
+)
+FRAME = 2  # tokens of the template around one message of the user
+QUESTION, QUESTIONS = 16, 8  # tokens of a question to a cached context, and how many are timed
+LONG, ROUNDS, EACH = 65, 5, 4  # tokens of a long answer, rounds of `overhead`, requests of a round
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A stream that is asked for: a text, tokens of its answer, and when; None is behind the one before."""
+
+    text: str
+    new_tokens: int
+    at: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What the client sends."""
+        body = {"messages": [{"role": "user", "content": self.text}], "max_completion_tokens": self.new_tokens}
+        body |= {"stream": True, "temperature": 0, "ignore_eos": True}
+        return {"path": CHAT, "body": body, "at": self.at}
+
+
+# --- parts ---
+
+
+def gaps(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
+    """Streams of prompts that come at random."""
+    draw = np.random.default_rng(options.seed)
+    lengths = [length for length in (2**n for n in range(31)) if options.shortest <= length <= options.longest]
+    times = np.cumsum(draw.exponential(1 / options.rate, options.clients))
+    asks = [Ask(words(draw, model, draw.choice(lengths) - FRAME), options.new_tokens, float(at)) for at in times]
+    room = {"max_tokens": options.longest + options.new_tokens, "reserve": 4 * options.new_tokens}
+    with serving(model, options, slots=options.slots, **room) as (server, port):
+        first = [Ask(words(draw, model, length - FRAME), 8, 0.0) for length in lengths]
+        over_http(port, [ask.as_json() for ask in first])
+        asyncio.run(directly(server, first))
+        before = server.served.stats().programs
+        sides = {
+            "HTTP": over_http(port, [ask.as_json() for ask in asks]),
+            "engine": asyncio.run(directly(server, asks)),
+        }
+        programs = server.served.stats().programs - before
+    tokens = sum(len(ask.text.split()) + FRAME + ask.new_tokens for ask in asks)
+    yield "| | first token, median | gap, median | 99 % | 99.9 % | longest | all, s | tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|"
+    took = {}
+    for name, answers in sides.items():
+        between = [gap for answer in answers for gap in np.diff(answer["times"])]
+        first_s = [answer["times"][0] - answer["sent"] for answer in answers]
+        took[name] = max(answer["done"] for answer in answers) - min(answer["sent"] for answer in answers)
+        shown = [statistics.median(first_s), *np.quantile(between, (0.5, 0.99, 0.999)), max(between)]
+        yield row(name, *map(in_ms, shown), f"{took[name]:.1f}", f"{tokens / took[name]:,.0f}")
+    share = took["engine"] / took["HTTP"]
+    yield f"\nHTTP has {share:.1%} of the engine's throughput; {programs} programs were compiled meanwhile."
+
+
+def cached(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
+    """Questions to a context that is in the store."""
+    draw = np.random.default_rng(options.seed)
+    text = words(draw, model, options.cached)
+
+    def question() -> dict[str, Any]:
+        blocks = [{"type": "text", "text": part} for part in (text, words(draw, model, QUESTION))]
+        blocks[0]["prompt_cache_breakpoint"] = {}
+        one = Ask("", 16).as_json()
+        usage = {"stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": blocks}]}
+        return one | {"body": one["body"] | usage}
+
+    room = {"max_tokens": options.cached + 512, "reserve": 256}
+    with serving(model, options, slots=2, **room) as (_, port):
+        first, *rest = over_http(port, [question() for _ in range(2 + QUESTIONS)])
+    waited = [answer["times"][0] - answer["sent"] for answer in (first, *rest[1:])]
+    there = rest[-1]["reply"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    yield "| context | cached | first token when it is read | median behind it | longest |\n|---|---|---|---|---|"
+    later = statistics.median(waited[1:]), max(waited[1:])
+    yield row(f"{options.cached:,}", f"{there:,}", *map(in_ms, (waited[0], *later)))
+
+
+def compact(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
+    """A conversation that is compacted; the first, a short one, compiles."""
+    draw = np.random.default_rng(options.seed)
+    room = {"max_tokens": options.compacted + 512, "reserve": 256}
+    yield "| conversation, tokens | read again | compacted in |\n|---|---|---|"
+    with serving(model, options, slots=2, **room) as (_, port):
+        for tokens in (options.compacted // 8, options.compacted, options.compacted):
+            said = {"input": words(draw, model, tokens), "max_output_tokens": 8, "temperature": 0}
+            (answer,) = over_http(port, [{"path": "/v1/responses", "body": said, "at": None}])
+            what = {"previous_response_id": answer["reply"]["id"]}
+            (done,) = over_http(port, [{"path": "/v1/responses/compact", "body": what, "at": None}])
+            usage = done["reply"]["usage"]
+            again = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+            yield row(f"{usage['input_tokens']:,}", f"{again:,}", in_ms(done["done"] - done["sent"]))
+
+
+def overhead(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
+    """Streams of one token and of many, one after the other, over HTTP and in the engine by turns."""
+    draw = np.random.default_rng(options.seed)
+    room = {"max_tokens": 512, "reserve": 2 * LONG}
+    text = words(draw, model, 32)
+    taken: dict[tuple[str, int], list[float]] = {(side, new): [] for side in ("http", "engine") for new in (1, LONG)}
+    with serving(model, options, slots=2, **room) as (server, port):
+        for number in range(1 + ROUNDS):
+            for new in (1, LONG):
+                asks = [Ask(text, new)] * EACH
+                both = over_http(port, [ask.as_json() for ask in asks]), asyncio.run(directly(server, asks))
+                for side, answers in zip(("http", "engine"), both, strict=True):
+                    seconds = [answer["done"] - answer["sent"] for answer in answers]
+                    taken[side, new] += seconds if number else []
+    median = {key: statistics.median(seconds) for key, seconds in taken.items()}
+    added = {new: median["http", new] - median["engine", new] for new in (1, LONG)}
+    yield "| | HTTP | engine | added |\n|---|---|---|---|"
+    yield row("a request of one token", in_ms(median["http", 1]), in_ms(median["engine", 1]), in_ms(added[1]))
+    each = [(median[side, LONG] - median[side, 1]) / (LONG - 1) for side in ("http", "engine")]
+    yield row("each further token", *map(in_ms, each), in_ms((added[LONG] - added[1]) / (LONG - 1)))
+
+
+# --- the server and its clients ---
+
+
+@contextlib.contextmanager
+def serving(model: ckv.Model, options: argparse.Namespace, **room: Any) -> Iterator[tuple[Server, int]]:
+    """A server and its port, ready to answer."""
+    server = make_server(model, Settings(NAME), method=options.method, ratio=options.ratio, **room)
+    warm_up(server)
+    with bound("127.0.0.1", 0) as listener:
+        told = uvicorn_server(server)
+        thread = threading.Thread(target=told.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield server, listener.getsockname()[1]
+        finally:
+            told.should_exit = True
+            thread.join()
+
+
+def over_http(port: int, asks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What comes of requests, by clients in another process. Raises CalledProcessError where one fails."""
+    command = [sys.executable, str(Path(__file__).with_name("http_client.py"))]
+    plan = json.dumps({"port": port, "asks": list(asks)})
+    done = subprocess.run(command, input=plan, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+async def directly(server: Server, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+    """The same streams in the engine, without HTTP."""
+    begin, encode = time.perf_counter(), server.model.tokenizer
+    prompts = [encode(f"<user> {ask.text} <assistant>", add_special_tokens=False)["input_ids"] for ask in asks]
+
+    async def one(ask: Ask, prompt: list[int]) -> dict[str, Any]:
+        if ask.at is not None:
+            await asyncio.sleep(begin + ask.at - time.perf_counter())
+        sent = time.perf_counter()
+        params = SamplingParams(max_tokens=ask.new_tokens, ignore_eos=True)
+        request = server.engine.request(prompt, params=params, stream=True)
+        times = [time.perf_counter() async for _ in server.served.submit(request)]
+        return {"sent": sent, "times": times, "done": times[-1]}
+
+    pairs = list(zip(asks, prompts, strict=True))
+    if all(ask.at is not None for ask in asks):
+        begin = time.perf_counter()
+        return await asyncio.gather(*(one(*pair) for pair in pairs))
+    return [await one(*pair) for pair in pairs]
+
+
+# --- models and tables ---
+
+
+def words(draw: np.random.Generator, model: ckv.Model, count: int) -> str:
+    """A text of so many random words, each of which is a token."""
+    return " ".join(f"w{number}" for number in draw.integers(0, model.config.vocab_size - 3, count))
+
+
+def with_words(model: ckv.Model) -> ckv.Model:
+    """The model with a tokenizer of words."""
+    names = [f"w{number}" for number in range(model.config.vocab_size - 3)] + [*ROLES, "<unk>"]
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return replace(model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE))
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def in_ms(seconds: float) -> str:
+    """Seconds, as milliseconds."""
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def main() -> None:
+    """Print the tables."""
+    parts = {"gaps": gaps, "cached": cached, "compact": compact, "overhead": overhead}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="what is timed [all]")
+    parser.add_argument("--model", default="llama-3.1-8b", help="'demo', a packaged shape, or a folder")
+    parser.add_argument("--weights", choices=["int8", "int4"], help="weights of layers in codes [as numbers]")
+    parser.add_argument("--method", default="auto", help="a preset that takes a budget")
+    parser.add_argument("--ratio", type=float, default=0.125, help="share of the rows")
+    parser.add_argument("--clients", type=int, default=64, help="requests of `gaps`, each a client's")
+    parser.add_argument("--rate", type=float, default=4.0, help="of them in a second, on average")
+    parser.add_argument("--slots", type=int, default=64, help="of the engine in `gaps`")
+    parser.add_argument("--shortest", type=int, default=1024, help="tokens of a prompt of `gaps`, a power of two")
+    parser.add_argument("--longest", type=int, default=32768, help="likewise")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer of `gaps`")
+    parser.add_argument("--cached", type=int, default=65536, help="tokens of the context of `cached`")
+    parser.add_argument("--compacted", type=int, default=100_000, help="tokens of the conversation of `compact`")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and words")
+    options = parser.parse_args()
+    most = max(options.longest, options.cached, options.compacted)
+    request = GridRequest(options.model, (), (most,), (1,), (), 1, 1024, None, weights=options.weights)
+    model = the_model(request)
+    held = options.weights or model.params["embed"].dtype
+    print(f"{environment()}, {options.model}, {held}, {options.method} {options.ratio:.3g}")
+    for name in options.parts or parts:
+        own = name == "overhead" and model.tokenizer is not None
+        begin = time.perf_counter()
+        print(f"\n{name}\n", flush=True)
+        for line in parts[name](model if own else with_words(model), options):
+            print(line, flush=True)
+        print(f"\n{name} took {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
