@@ -34,7 +34,9 @@ from clusterkv_jax.cli.options import (
     methods_option,
     split,
 )
-from clusterkv_jax.cli.read import ask_saved, check_decided
+from clusterkv_jax.cli.pipe import answer_pipe, check_save, comes_in_a_pipe
+from clusterkv_jax.cli.read import Reading as SavedReading
+from clusterkv_jax.cli.read import ask_saved, check_decided, placed, ready
 from clusterkv_jax.cli.terminal import compiling, one_sentence_errors, plain_console, use_compilation_cache
 from clusterkv_jax.cli.texts import InChat, Raw, SpecialTokens, System, TemplateArguments, asked, how_to_read, read_text
 
@@ -67,6 +69,11 @@ the hub:
   clusterkv generate --model owner/name@v1.0 --sampling model \\
     --prompt-file book.txt --method auto --cache-ratio .125 \\
     --calibration owner/name-calibration
+
+A log that never ends, in 2,048 rows; the file can be asked with --cache meanwhile:
+
+  tail -f log.txt | clusterkv generate --prompt-file - --reading gated \\
+    --renumber --method kvzap --cache-tokens 2048 --save log.ckv
 
 Models come from the hub's cache where they are in it; HF_HUB_OFFLINE=1 asks
 for nothing else. For a gated model accept its licence on its page, then 'hf
@@ -115,6 +122,10 @@ def generate(
     window: Window = 4096,
     chunk: Chunk = 2048,
     renumber: Renumber = False,
+    save: Annotated[
+        Path | None, _cache(help="Keep what is left of a gated pipe in this file, for --cache; see --save-every.")
+    ] = None,
+    save_every: Annotated[float, _cache(help="Seconds between two files of --save.", min=0)] = 60.0,
     prefill_chunk: Annotated[int | None, _cache(help="Read the text in pieces of so many tokens.")] = None,
     keep_short: Annotated[
         bool, _cache("--keep-short", help="Keep texts whole that are too short for their budget.")
@@ -135,11 +146,16 @@ def generate(
             raise ValueError(f"--renumber reads one text, got {len(prompt_file)}.")
         if (cache is None) == (not prompt_file):
             raise ValueError("One of --prompt-file and --cache is needed.")
-        texts = [read_text(file) for file in prompt_file]
+        asked_of = budgets_of(budgets, cache_ratio, cache_tokens)
+        names = split(methods)
+        comes = comes_in_a_pipe(prompt_file, reading, names, asked_of, bool(question or save))
+        check_save(save, comes=comes)
+        texts = [] if comes else [read_text(file) for file in prompt_file]
         use_compilation_cache(compilation_cache)
         import clusterkv_jax as ckv
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints.loading import calibrated
+        from clusterkv_jax.generation.batch import gate_of
         from clusterkv_jax.generation.generate import compile_ahead
         from clusterkv_jax.presets import check_calibrated
         from clusterkv_jax.sampling import check_seed
@@ -147,6 +163,8 @@ def generate(
         check_seed(seed, "--seed")
         check_drawing(sampling, temperature, top_k, top_p, min_p)
         drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        told = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
+        told |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
         if cache is not None:
             given = {"--method": len(methods) > 1, "--budget": budgets, "--cache-ratio": cache_ratio}
             given |= {"--cache-tokens": cache_tokens, "--cache-dtype": cache_dtype, "--calibration": calibration}
@@ -154,21 +172,27 @@ def generate(
             given |= {"--no-special-tokens": not special_tokens, "--prefill-chunk": prefill_chunk}
             given |= {"--max-positions": max_positions, "--keep-short": keep_short, "--reading": reading != "whole"}
             check_decided(given)
-            how = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ())}
-            how |= {"stop_ids": tuple(stop_id or ()), "sampling": drawing if sampling is None else None}
             method = None if methods == ["full"] else methods[0]
-            runs = [ask_saved(cache, model, method, question or [], how, slots, quiet=as_json)]
+            runs = [ask_saved(cache, model, method, question or [], told, slots, quiet=as_json)]
             _show(runs, model or str(cache), [], question or [], as_json=as_json)
             return
         model = model or "demo"
         measured = None if calibration is None else read(calibration)
-        asked_of = budgets_of(budgets, cache_ratio, cache_tokens)
-        names = split(methods)
         candidates = chosen(names, asked_of, measured, cache_dtype, meant(model, names, measured))
         check_calibrated(model, measured, dict(candidates))
 
         network = ckv.load(model, max_positions=max_positions, weights=weights)
         network = network if measured is None else calibrated(network, measured)
+        if comes:
+            read_so = reading, window, chunk, prefill_chunk
+            how = SavedReading(
+                *(placed(model), placed(names[0]), None, next(iter(asked_of.values())).tokens, cache_dtype),
+                *(calibration and placed(calibration), raw, system, chat_template_kwargs, special_tokens, 0, 0, ""),
+            )
+            opened, gate = ready(network, *candidates[0], how), gate_of(*read_so, renumber=renumber)
+            runs = answer_pipe(opened, how, gate, question or [], told, slots, save, save_every, quiet=as_json)
+            _show(runs, model, [], question or [], as_json=as_json)
+            return
         text_options = how_to_read(network.tokenizer, raw, chat, system, chat_template_kwargs, special_tokens)
         prompts, questions = asked(texts, question or [], text_options["chat"])
         stream = len(candidates) == 1 and len(prompts) == 1 and not as_json
@@ -199,6 +223,8 @@ def _show(
     """Print tables, or one JSON object; what was streamed stands there already."""
     if as_json:
         print(in_json(model, files, questions, runs))
+        return
+    if not runs:
         return
     console = plain_console()
     console.print()

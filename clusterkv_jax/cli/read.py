@@ -32,6 +32,8 @@ A PDF becomes a text by pdftotext: pdftotext book.pdf book.txt
 
 # Files of a folder that are texts.
 TEXTS = (".txt", ".md")
+# The model, the method's name, the method with all that the model knows of it, and how texts are read.
+Opened = tuple[Any, str, Any, dict[str, Any]]
 _cache = partial(typer.Option, rich_help_panel="Cache")
 
 
@@ -84,8 +86,8 @@ def read(
             *(*places[:2], cache_ratio, cache_tokens, cache_dtype, places[2], raw, system, chat_template_kwargs),
             *(special_tokens, 0, room, text[-2:]),
         )
-        network, name, candidate, reading = _opened(how)
-        head = _encoded(network, text, ["?"], reading)[0][0]
+        network, name, candidate, reading = opened(how)
+        head = encoded(network, text, ["?"], reading)[0][0]
         how = replace(how, tokens=len(head))
         if how.tokens + room > network.config.max_positions:
             raise ValueError(
@@ -149,8 +151,22 @@ def ask_saved(
     how = checked(content, Reading, str(cache))
     _check_method(cache, how.method, method)
     how = replace(how, model=model or how.model)
-    network, name, method, reading = _opened(how)
-    tails = _encoded(network, f"x{how.end}", questions, reading)[1]
+    return ask(cache, opened(how), how, questions, options, slots, quiet=quiet)
+
+
+def ask(
+    cache: Path,
+    opened: Opened,
+    how: Reading,
+    questions: list[str],
+    options: Mapping[str, Any],
+    slots: int,
+    *,
+    quiet: bool,
+) -> MethodRun:
+    """Answers to questions about a saved text, by the model that read it, which is `opened`."""
+    network, name, method, reading = opened
+    tails = encoded(network, f"x{how.end}", questions, reading)[1]
     longest, new = max(map(len, tails)), options["max_new_tokens"]
     if longest + new > how.room:
         raise ValueError(
@@ -179,13 +195,12 @@ def _check_method(cache: Path, named: str, given: str | None) -> None:
         raise ValueError(f"{cache} was read with {named}, not {given}; leave --method out.")
 
 
-def _opened(how: Reading) -> tuple[Any, str, Any, dict[str, Any]]:
+def opened(how: Reading) -> Opened:
     """The model, the method with its name, and how texts are read."""
     import clusterkv_jax as ckv
     from clusterkv_jax import calibration
     from clusterkv_jax.checkpoints.loading import calibrated
-    from clusterkv_jax.presets import check_calibrated, completed
-    from clusterkv_jax.text.prompts import as_chat
+    from clusterkv_jax.presets import check_calibrated
 
     measured = None if how.calibration is None else calibration.read(how.calibration)
     budgets = budgets_of(None, how.cache_ratio, how.cache_tokens)
@@ -193,7 +208,14 @@ def _opened(how: Reading) -> tuple[Any, str, Any, dict[str, Any]]:
     ((name, method),) = chosen(names, budgets, measured, how.cache_dtype, meant(how.model, names, measured))
     check_calibrated(how.model, measured, {name: method})
     network = ckv.load(how.model)
-    network = network if measured is None else calibrated(network, measured)
+    return ready(network if measured is None else calibrated(network, measured), name, method, how)
+
+
+def ready(network: Any, name: str, method: Any, how: Reading) -> Opened:
+    """The model, the method with its name and all that the model knows of it, and how texts are read."""
+    from clusterkv_jax.presets import completed
+    from clusterkv_jax.text.prompts import as_chat
+
     plain = how.raw, False, how.system, how.chat_template_kwargs, how.special_tokens
     reading = how_to_read(network.tokenizer, *plain)
     chat = as_chat(reading["chat"], reading["system"], reading["chat_template_kwargs"])
@@ -201,11 +223,11 @@ def _opened(how: Reading) -> tuple[Any, str, Any, dict[str, Any]]:
     return network, name, method, {"chat": chat, "special_tokens": how.special_tokens}
 
 
-def _encoded(network: Any, text: str, questions: list[str], reading: dict[str, Any]) -> tuple[Any, Any]:
+def encoded(network: Any, text: str, questions: Sequence[str], reading: Mapping[str, Any]) -> tuple[Any, Any]:
     """A text and questions below it as tokens."""
     from clusterkv_jax.text.prompts import encode_all
 
-    texts, below = asked([text], questions, reading["chat"] is not None)
+    texts, below = asked([text], list(questions), reading["chat"] is not None)
     return encode_all(network, texts, below, **reading)
 
 

@@ -8,9 +8,8 @@ budget, whatever the length of the prompt.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +37,46 @@ from clusterkv_jax.runtime.checks import check_array, check_ids, check_lengths
 from clusterkv_jax.runtime.errors import counted
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.settings import own_settings
+
+
+@dataclass(frozen=True)
+class GatedPlan:
+    """What is decided before the first token is read.
+
+    Attributes:
+        config: of the model.
+        method: what is kept in the end.
+        gate: window and chunk.
+        request: lengths that prompts may have, and what follows them.
+        plans: of the layers, once all has been read.
+        reader: the method while it reads.
+        reading: the plans of the layers until then.
+        key: PRNG key of methods that draw.
+        call: as in `prefill`.
+    """
+
+    config: ModelConfig
+    method: Method
+    gate: Gate
+    request: RequestShape
+    plans: tuple[LayerPlan, ...]
+    reader: Method
+    reading: tuple[LayerPlan, ...]
+    key: Key[Array, ""] | None
+    call: Callable[..., Any]
+
+    @property
+    def beside(self) -> int:
+        """Rows that a head holds beside its budget while a prompt is read."""
+        return rows_beside(self.method, self.reader)
+
+
+class GatedState(NamedTuple):
+    """Where a reading stands; `position` is the most that the next token of any prompt has."""
+
+    cache: KVCache
+    logits: Float[Any, "B V"]
+    position: int
 
 
 @own_settings()
@@ -76,7 +115,7 @@ def gated_prefill(
     Raises:
         ValueError: as `prefill` does, and for a method that needs later queries.
     """
-    reader = while_reading(method, gate.window, gate.chunk)
+    while_reading(method, gate.window, gate.chunk)
     sizes: Any = {"max_new_tokens": max_new_tokens, "step_tokens": step_tokens, "whole": whole}
     sizes["reserve"] = max_new_tokens if reserve is None else reserve
     tokens, lengths = _on_host(tokens, lengths)
@@ -86,41 +125,100 @@ def gated_prefill(
     if longest > config.max_positions and not gate.renumber:
         raise ValueError(f"A prompt of {longest} tokens exceeds the model's {config.max_positions} positions.")
     check_ids(tokens, config.vocab_size, lengths)
-    request, own = plans_of_width(config, method, params["embed"].dtype, tokens.shape[1], **sizes)
-    check_prompts(config, method, request, lengths.astype(np.int64))
-    plans = tuple(map(own, range(config.num_layers))) if plans is None else tuple(plans)
-    budgets = partial(budgets_after, config, method, plans)
-    at_end = budgets(request, lengths)
-    beside = rows_beside(method, reader)
-    reading = plan_reading(plans, reader, beside, gate.window, gate.chunk)
-    start = tokens[:, : gate.window], np.minimum(lengths, gate.window)
-    first: Any = {"max_new_tokens": gate.chunk, "step_tokens": gate.chunk, "whole": gate.window}
-    behind = sizes["reserve"]
-    if gate.renumber:
-        _check_renumbers(config, method, reading, gate.chunk + behind)
-    position = gate.window
-    cache, logits = prefill(params, config, reader, *start, **first, plans=reading, key=key, call=call)
+    dtype, width = params["embed"].dtype, tokens.shape[1]
+    plan = gated_plan(config, method, dtype, width, gate, **sizes, plans=plans, key=key, call=call)
+    check_prompts(config, method, plan.request, lengths.astype(np.int64))
+    at_end = rows_after(plan, plan.request, lengths)
+    state = read_window(params, plan, tokens[:, : gate.window], np.minimum(lengths, gate.window))
     for begin in range(gate.window, longest, gate.chunk):
+        rows = None
         if begin > gate.window:
-            now = budgets(replace(request, whole=0), np.minimum(lengths, begin))
-            rows = budgets_so_far(method, now, at_end, lengths, beside)
-            cache = call(back_to_budget, reader, reading, cache, rows, config.ropes)
-        if position + gate.chunk + behind > config.max_positions:
-            cache = call(renumber, cache, config.ropes)
-            position = max(group.capacity for plan in reading for group in plan.groups)
-        position += gate.chunk
+            now = rows_after(plan, replace(plan.request, whole=0), np.minimum(lengths, begin))
+            rows = budgets_so_far(method, now, at_end, lengths, plan.beside)
         counts = np.clip(lengths - begin, 0, gate.chunk)
-        part = _chunk(tokens, begin, counts, gate.chunk)
-        cache, latest = call(append_step_jit, params, config, reader, cache, part, counts)
-        logits = call(_latest, logits, latest, counts)
+        state = read_chunk(params, plan, state, _chunk(tokens, begin, counts, gate.chunk), counts, rows)
         if on_chunk is not None:
-            on_chunk(min(begin + gate.chunk, longest), cache)
-    cache = call(back_to_budget, method, reading, cache, tuple(rows[..., 0] for rows in at_end), config.ropes)
+            on_chunk(min(begin + gate.chunk, longest), state.cache)
+    return settled(plan, state.cache, at_end), state.logits
+
+
+# --- what prompts, and texts that come bit by bit, are read by ---
+
+
+def gated_plan(
+    config: ModelConfig,
+    method: Method,
+    dtype: Any,
+    width: int,
+    gate: Gate,
+    *,
+    plans: Sequence[LayerPlan] | None = None,
+    key: Key[Array, ""] | None = None,
+    call: Callable[..., Any] = lambda program, *args: program(*args),
+    **sizes: int,
+) -> GatedPlan:
+    """How prompts of up to `width` tokens are read; `sizes` as in `prefill`.
+
+    Raises ValueError for a method that cannot, and for rows that cannot be renumbered where they may have to be.
+    """
+    reader = while_reading(method, gate.window, gate.chunk)
+    request, own = plans_of_width(config, method, dtype, width, **sizes)
+    plans = tuple(map(own, range(config.num_layers))) if plans is None else tuple(plans)
+    reading = plan_reading(plans, reader, rows_beside(method, reader), gate.window, gate.chunk)
+    if gate.renumber:
+        _check_renumbers(config, method, reading, gate.chunk + request.reserve)
+    return GatedPlan(config, method, gate, request, plans, reader, reading, key, call)
+
+
+def rows_after(
+    plan: GatedPlan, request: RequestShape, seen: Int[np.ndarray, " B"]
+) -> tuple[Int[np.ndarray, "B groups stages"], ...]:
+    """Rows that each group of heads may hold of prompts of so many tokens, layer by layer."""
+    return budgets_after(plan.config, plan.method, plan.plans, request, seen)
+
+
+def read_window(
+    params: Params, plan: GatedPlan, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, " B"]
+) -> GatedState:
+    """The first tokens, as many as the window has, of which all stay."""
+    sizes: Any = {"max_new_tokens": plan.gate.chunk, "step_tokens": plan.gate.chunk, "whole": plan.gate.window}
+    known: Any = {"plans": plan.reading, "key": plan.key, "call": plan.call}
+    cache, logits = prefill(params, plan.config, plan.reader, tokens, lengths, **sizes, **known)
+    return GatedState(cache, logits, plan.gate.window)
+
+
+def read_chunk(
+    params: Params,
+    plan: GatedPlan,
+    state: GatedState,
+    tokens: Int[np.ndarray, "B T"],
+    counts: Int[np.ndarray, " B"],
+    rows: tuple[Int[np.ndarray, "B groups"], ...] | None,
+) -> GatedState:
+    """The next chunk, of which each prompt has so many tokens, after heads have come back to so many `rows`.
+
+    It takes over the cache of the state.
+    """
+    config, call, chunk = plan.config, plan.call, plan.gate.chunk
+    cache, logits, position = state
+    if rows is not None:
+        cache = call(back_to_budget, plan.reader, plan.reading, cache, rows, config.ropes)
+    if plan.gate.renumber and position + chunk + plan.request.reserve > config.max_positions:
+        cache = call(renumber, cache, config.ropes)
+        position = max(group.capacity for of_layer in plan.reading for group in of_layer.groups)
+    cache, latest = call(append_step_jit, params, config, plan.reader, cache, tokens, counts)
+    return GatedState(cache, call(_latest, logits, latest, counts), position + chunk)
+
+
+def settled(plan: GatedPlan, cache: KVCache, rows: tuple[Int[np.ndarray, "B groups stages"], ...]) -> KVCache:
+    """A cache that has been read, with so many rows in the slots that it has while decoding. It is taken over."""
+    first = tuple(of_layer[..., 0] for of_layer in rows)
+    cache = plan.call(back_to_budget, plan.method, plan.reading, cache, first, plan.config.ropes)
     layers, states, position = list(cache.layers), list(cache.state), cache.position
     del cache  # layer after layer, so that one alone is there twice
-    for i, (plan, rows) in enumerate(zip(plans, at_end, strict=True)):
-        layers[i], states[i] = call(settle, method, plan, layers[i], states[i], rows)
-    return KVCache(tuple(layers), tuple(states), position), logits
+    for i, (of_layer, budgets) in enumerate(zip(plan.plans, rows, strict=True)):
+        layers[i], states[i] = plan.call(settle, plan.method, of_layer, layers[i], states[i], budgets)
+    return KVCache(tuple(layers), tuple(states), position)
 
 
 def _on_host(tokens: Any, lengths: Any) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
