@@ -15,7 +15,7 @@ Blocks = UInt8[np.ndarray, "R blocks bytes"]
 def gguf_codes(kind: str, blocks: Blocks) -> Coded | None:
     """Rows of blocks of this type, as `gguf.GGMLQuantizationType` calls it; None for a type that is not kept in codes.
 
-    Scales of Q4_K and Q6_K are products of two numbers of the file, rounded to 16 bits.
+    Scales of Q4_K and Q6_K are products of two numbers of the file, which only 32 bits hold.
     """
     read = _READERS.get(kind)
     return None if read is None else read(blocks)
@@ -42,7 +42,7 @@ def _q4_k(blocks: Blocks) -> Coded:
     scale = _halves(blocks, 0).astype(np.float32) * scales.reshape(shape)
     offset = 8 * scale - _halves(blocks, 2).astype(np.float32) * least.reshape(shape)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
-    return with_scales("int4", codes, _rows(scale), _rows(offset))
+    return Coded("int4", codes, _rows(scale), _rows(offset))
 
 
 def _q6_k(blocks: Blocks) -> Coded:
@@ -51,7 +51,7 @@ def _q6_k(blocks: Blocks) -> Coded:
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     codes = low.reshape(*blocks.shape[:2], -1) | high.reshape(*blocks.shape[:2], -1) << 4
     scale = _halves(blocks, 208).astype(np.float32) * blocks[..., 192:208].view(np.int8)
-    return with_scales("int8", _rows(codes.astype(np.int8) - 32), _rows(scale))
+    return Coded("int8", _rows(codes.astype(np.int8) - 32), _rows(scale))
 
 
 def _mxfp4(blocks: Blocks) -> Coded:
