@@ -11,13 +11,16 @@ from clusterkv_jax.cli.named import budgets_of, chosen, meant
 from clusterkv_jax.cli.options import (
     CALIBRATION,
     MODEL,
+    Chunk,
     CompilationCache,
     MinP,
+    Reading,
     SamplingOf,
     Seed,
     Temperature,
     TopK,
     TopP,
+    Window,
     cache_dtype_option,
     check_drawing,
 )
@@ -83,6 +86,9 @@ def chat(
     seed: Seed = 0,
     system: System = None,
     chat_template_kwargs: TemplateArguments = None,
+    reading: Reading = "whole",
+    window: Window = 4096,
+    chunk: Chunk = 2048,
     compilation_cache: CompilationCache = True,
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
@@ -105,10 +111,11 @@ def chat(
         else:
             kept, about = method, ", ".join(file or ["a chapter of Moby-Dick, which --file replaces"])
             network, chosen = loaded(model, kept, cache_ratio, cache_tokens, cache_dtype, calibration)
-            reading = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
+            in_chat = how_to_read(network.tokenizer, False, False, system, chat_template_kwargs, True)
             drawing = ckv.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
             how: Any = {"method": chosen, "max_new_tokens": max_new_tokens, "seed": seed}
-            how |= {name: reading[name] for name in ("system", "chat_template_kwargs")}
+            how |= {"reading": reading, "window": window, "chunk": chunk}
+            how |= {name: in_chat[name] for name in ("system", "chat_template_kwargs")}
             how["sampling"] = drawing if sampling is None else network.sampling
             begun = opened("Reading the text", partial(_about, network, text, max_tokens, how))
         console.print(told(begun, f"{model} · {kept} · {about}"), style="dim")

@@ -22,6 +22,7 @@ from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.engine import Engine
 from clusterkv_jax.engine.outputs import RequestOutput
 from clusterkv_jax.engine.params import SamplingParams, params_of
+from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods import Method
 from clusterkv_jax.presets import completed, method_for
@@ -79,6 +80,9 @@ class _Saved:
     last: list[int]
     asked: int
     read_tokens: int
+    reading: str = "whole"
+    window: int = Gate.window
+    chunk: int = Gate.chunk
 
 
 class Conversation:
@@ -97,6 +101,10 @@ class Conversation:
         sampling: greedy by default.
         system: the system's message.
         chat_template_kwargs: further arguments of the model's chat template.
+        reading: as in `generate`, of what the conversation begins with; and so are the next two. Later texts enter in
+            parts, and rows return to their budget between these.
+        window: newest tokens that stay.
+        chunk: tokens that are read at once.
 
     Attributes:
         model: as it was given.
@@ -123,6 +131,9 @@ class Conversation:
         sampling: Sampling | None = None,
         system: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reading: str = "whole",
+        window: int = Gate.window,
+        chunk: int = Gate.chunk,
     ) -> None:
         check_model(model)
         if model.tokenizer is None:
@@ -136,7 +147,8 @@ class Conversation:
         self.max_tokens, self.max_new_tokens = min(max_tokens, model.config.max_positions), max_new_tokens
         self.seed, self.sampling = int(seed), sampling or Sampling()
         sizes: Any = {"slots": 1, "max_tokens": max_tokens, "reserve": max_new_tokens + ROOM}
-        self._engine = Engine(model, method=settled, keep_short=True, **sizes)
+        self._read_so = {"reading": reading, "window": window, "chunk": chunk}
+        self._engine = Engine(model, method=settled, keep_short=True, **sizes, **self._read_so)
         self.model, self.method = model, self._engine.method
         self._state = _State()
 
@@ -266,7 +278,11 @@ class Conversation:
             raise ValueError("There is nothing to save yet: the conversation has not begun.")
         said = {name: getattr(here, name) for name in ("front", "seen", "asked", "read_tokens")}
         said |= {"messages": list(map(dict, here.messages)), "last": list(here.last)}
-        said |= {"max_tokens": self.max_tokens, "seed": self.seed, "max_new_tokens": self.max_new_tokens}
+        said |= self._read_so | {
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "max_new_tokens": self.max_new_tokens,
+        }
         said |= {"sampling": dataclasses.asdict(self.sampling), "system": None if chat is None else chat.system}
         said["chat_template_kwargs"] = None if chat is None else dict(chat.arguments) or None
         origin = {"conversation": said, "token_ids": list(here.context.tokens)}
@@ -284,6 +300,7 @@ class Conversation:
             raise ValueError(f"{path} holds a cache and no conversation.")
         said = checked(content, _Saved, str(path))
         how = {name: getattr(said, name) for name in ("max_tokens", "seed", "max_new_tokens", "system")}
+        how |= {name: getattr(said, name) for name in ("reading", "window", "chunk")}
         how |= {"sampling": Sampling(**said.sampling), "chat_template_kwargs": said.chat_template_kwargs}
         new = cls(model, method=saving.made_by(path) if method is None else method, **how)
         context = new._engine.read(Path(path), max_new_tokens=said.max_new_tokens)

@@ -123,6 +123,22 @@ def test_what_is_said_is_compressed_with_the_text(model, compressed):
     assert all(result.stats.cached_tokens[0] > 0 for result in results)
 
 
+def test_a_text_that_is_read_gated(model, tmp_path):
+    """Within the window nothing changes; beyond it as many rows stay, and a file goes on in the same way."""
+    gated = {"reading": "gated", "window": 200, "chunk": 64}
+    within = said(begun(model, KEPT, **gated), *QUESTIONS[:2])
+    assert [result.tokens for result in within] == [
+        result.tokens for result in said(begun(model, KEPT), *QUESTIONS[:2])
+    ]
+    talk = begun(model, KEPT, **gated | {"window": 48, "chunk": 32})
+    assert talk.rows == begun(model, KEPT).rows == 64
+    talk.save(tmp_path / "talk.ckv")
+    again = ckv.Conversation.load(tmp_path / "talk.ckv", model)
+    assert [x.tokens for x in said(again, *QUESTIONS[:2])] == [x.tokens for x in said(talk, *QUESTIONS[:2])]
+    with pytest.raises(ValueError, match="SnapKV needs later queries"):
+        begun(model, ckv.SnapKV(ckv.Budget(tokens=64)), reading="gated")
+
+
 def test_a_fork_goes_its_own_way(compressed):
     talk, _ = compressed
     one, other = talk.fork(), talk.fork()
