@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax.cache.host_store import commit
+from clusterkv_jax.cache.kinds import alike, as_it_was
 from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overflowed
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.learned import repetition
@@ -264,11 +265,11 @@ def append_step(
     for number, weights in enumerate(params["layers"]):
         inputs = inputs_of_layer(config, method, number)
         static = config.of_layer(number), method, inputs
-        rows = cache.layers[number], cache.state[number]
+        rows = alike(cache.layers[number]), cache.state[number]
         entering = hidden, before if "lookahead" in inputs else None
         with jax.named_scope(f"layer_{number}"):
             before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
-        layers.append(layer)
+        layers.append(as_it_was(layer, cache.layers[number]))
         state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at

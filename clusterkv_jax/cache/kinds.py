@@ -76,3 +76,15 @@ def append_scored(
 def side_by_side(layer: Any, most: int) -> Any:
     """The layer with heads in slots of their own, `most` at most, where they share pages."""
     return pages.from_pages(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
+
+
+def alike(layer: Any) -> Any:
+    """The layer as if all heads in its pages had the most slots of any: pages of one shape are one program then."""
+    if not isinstance(layer, PagedHeads) or (slots := pages.most_slots(layer)) is None:
+        return layer
+    return replace(layer, head_slots=((tuple(range(layer.length.shape[1])), slots),))
+
+
+def as_it_was(layer: Any, before: Any) -> Any:
+    """What became of an `alike` layer, with the slots that its heads had before."""
+    return replace(layer, head_slots=before.head_slots) if isinstance(layer, PagedHeads) else layer

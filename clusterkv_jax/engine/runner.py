@@ -1,6 +1,8 @@
 """`ModelRunner`: the slots on the device, and calls of the programs that change them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,8 @@ class ModelRunner:
         """Feed the questions of slots, as many tokens at a time as `generate` would."""
         asked = {slot: (request.question, request.batch.step_tokens) for slot, request in requests.items()}
         width = self.layout.limits.step_tokens
-        if not self._questions_compiled and any(question for question, _ in asked.values()):
+        # Without contexts hardly ever do all slots ask at once: that program is compiled when they do.
+        if self.layout.context_bytes and not self._questions_compiled and any(map(itemgetter(0), asked.values())):
             slot_programs.compile_questions(self.model, self.method, self._slots, width)
             self._questions_compiled = True
         self._slots = slot_programs.append_questions(self.model, self.method, self._slots, asked, width)
@@ -46,8 +49,10 @@ class ModelRunner:
     ) -> tuple[np.ndarray, Logprobs | None]:
         """Draw the first tokens of new slots: i32 [slots, 1], and their log probabilities where one asks."""
         state = self._sampling(running, masks)
-        self._slots, tokens, logprobs = slot_programs.sample_first(self._slots, state, _mask(new, len(running)))
-        tokens, logprobs = fetch((tokens, logprobs))
+        slots, chosen = self._slots, _mask(new, len(running))
+        token, logprobs = slot_programs.sample_first(slots.logits, slots.token, state, chosen)
+        self._slots = replace(slots, token=token)
+        tokens, logprobs = fetch((token, logprobs))
         return tokens[:, None], jax.tree.map(lambda x: x[:, None], logprobs)
 
     def decode(
@@ -78,7 +83,8 @@ class ModelRunner:
             eos_ids=config.eos_ids,
             steps=MOST_STEPS,
         )
-        tokens, logprobs, steps = fetch(tuple(found))
+        tokens, logprobs, steps, late = fetch(tuple(found))
+        self._slots = slot_programs.recompressed(self.model, self.method, self._slots, late)
         return tokens, logprobs, int(steps)
 
     def _sampling(self, running: Sequence[RunningSequence | None], masks: dict[int, np.ndarray]) -> SamplingState:

@@ -5,9 +5,10 @@
     extract          a copy of a slot
     append_question  question tokens into slots
     sample_first     the first token of slots that are new
-    decode           decode steps of the slots that are active, until a limit or until too few are
+    decode           decode steps of the slots that are active, until a limit, until too few are, or one is due
 
-A slot without a token in a step neither grows nor is compressed, whatever it holds.
+A slot without a token in a step neither grows nor is compressed, whatever it holds. No program compresses: the host
+does between two of them (`methods.recompression`), and few answers are so long that it has to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,22 +24,23 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.host_store import commit, place
 from clusterkv_jax.cache.kinds import with_groups
-from clusterkv_jax.cache.layers import KVCache, State, copy_sequences, groups
+from clusterkv_jax.cache.layers import KVCache, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, steps_until_due
+from clusterkv_jax.methods.driver import placed, placed_state, room_of_sequences
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.plan import plan_of_layer
+from clusterkv_jax.methods.recompression import recompress_late
 from clusterkv_jax.methods.request import LayerPlan, RequestShape
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
-from clusterkv_jax.runtime.control_flow import cond_in_place, while_with_maintenance
+from clusterkv_jax.runtime.control_flow import while_running
 from clusterkv_jax.runtime.programs import compiler, jit
-from clusterkv_jax.runtime.sharding import constrain
+from clusterkv_jax.runtime.sharding import constrain, fetch
 from clusterkv_jax.sampling import NOT_FINITE
 from clusterkv_jax.text.tokenizer import Tokens
 
@@ -167,11 +169,15 @@ def append_question(
     slots: Slots,
     tokens: Int[Array | np.ndarray, "B T"],
     counts: Int[Array | np.ndarray, " B"],
-) -> Slots:
-    """The first `counts` of T question tokens enter each slot; logits are those after the last of them."""
+) -> tuple[Slots, Bool[Array, " B"] | None]:
+    """The first `counts` of T question tokens enter each slot; logits are those after the last of them.
+
+    And which slots are then due, of those that have got tokens; None, statically, where none ever is.
+    """
     tokens, counts = jnp.asarray(tokens), jnp.asarray(counts)
-    cache, latest = _step(params, config, method, slots.cache, tokens, counts)
-    return _laid(method, replace(slots, cache=cache, logits=jnp.where(counts[:, None] > 0, latest, slots.logits)))
+    cache, latest = append_step(params, config, method, slots.cache, tokens, counts)
+    logits = jnp.where(counts[:, None] > 0, latest, slots.logits)
+    return _laid(method, replace(slots, cache=cache, logits=logits)), _late(method, cache, counts > 0)
 
 
 def compile_questions(model: Model, method: Method, slots: Slots, width: int) -> None:
@@ -219,19 +225,29 @@ def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Seq
     for call in range(max(-(-len(question) // tokens) for question, tokens in questions)):
         texts = [question[call * tokens : (call + 1) * tokens] for question, tokens in questions]
         counts = np.asarray([len(text) for text in texts], np.int32)
-        slots = append_question(model.params, model.config, method, slots, padded(texts, width), counts)
+        slots, late = append_question(model.params, model.config, method, slots, padded(texts, width), counts)
+        slots = recompressed(model, method, slots, None if late is None else fetch(late))
     return slots
 
 
-@jit(donate_argnames=("slots",))
+def recompressed(model: Model, method: Method, slots: Slots, late: Bool[np.ndarray, " B"] | None) -> Slots:
+    """Slots after those that are late have been brought back to their budgets."""
+    if late is None or not late.any():
+        return slots
+    return replace(slots, cache=recompress_late(method, slots.cache, model.config.ropes, late))
+
+
+@jit()
 def sample_first(
-    slots: Slots, sampling: SamplingState, new: Bool[Array | np.ndarray, " B"]
-) -> tuple[Slots, Int[Array, " B"], Logprobs | None]:
-    """The first token of slots that are new, the tokens, and their log probabilities where one asks."""
-    said = _nothing_said(slots, sampling, 1)
-    token = constrain(jnp.where(new, draw(slots.logits, sampling, 0, said.counts), slots.token), "batch")
-    logprobs = None if sampling.logits is None else logprobs_of(slots.logits, token)
-    return replace(slots, token=token), token, logprobs
+    logits: Float[Array, "B V"],
+    token: Int[Array, " B"],
+    sampling: SamplingState,
+    new: Bool[Array | np.ndarray, " B"],
+) -> tuple[Int[Array, " B"], Logprobs | None]:
+    """The tokens of slots, of new ones their first; and log probabilities where one asks."""
+    said = _nothing_said(logits, token, sampling, 1)
+    token = constrain(jnp.where(new, draw(logits, sampling, 0, said.counts), token), "batch")
+    return token, None if sampling.logits is None else logprobs_of(logits, token)
 
 
 @jit(static_argnames=("config", "method", "eos_ids", "steps"), donate_argnames=("slots",), decodes=True)
@@ -248,8 +264,8 @@ def decode(
     *,
     eos_ids: tuple[int, ...],
     steps: int,
-) -> tuple[Slots, Int[Array, "B steps"], Logprobs | None, Int[Array, ""]]:
-    """Up to `limit` <= `steps` decode steps, while at least `fewest` slots are active.
+) -> tuple[Slots, Int[Array, "B steps"], Logprobs | None, Int[Array, ""], Bool[Array, " B"] | None]:
+    """Up to `limit` <= `steps` decode steps, while at least `fewest` slots are active and none is due.
 
     Args:
         params, config, method: as in `decode_step`.
@@ -264,35 +280,37 @@ def decode(
 
     Returns:
         the slots, the new tokens (-1 where a slot was not active), their log probabilities where `sampling.logits` is
-        there, and the number of steps.
+        there, the number of steps, and which slots are then due; None, statically, where none ever is.
     """
     ends = jnp.asarray(eos_ids, jnp.int32)
 
+    room = room_of_sequences(method, slots.cache)
+    if room is not None:  # a step takes one, and the first slot without any ends the loop
+        limit = jnp.minimum(limit, jnp.maximum(jnp.min(jnp.where(active, room, MOST_ROWS)), 1))
+
     def running(carry):
-        step, _, _, active, _ = carry
-        return (step < limit) & (jnp.sum(active, dtype=jnp.int32) >= fewest)
+        step, _, now, _ = carry
+        return (step < limit) & (jnp.sum(now, dtype=jnp.int32) >= fewest)
 
     def one(carry):
-        step, (cache, token), _, active, said = carry
-        cache, logits = append_step(params, config, method, cache, token[:, None], active.astype(jnp.int32))
-        new = jnp.where(active, draw(logits, sampling, step, said.counts), -1)
-        token = jnp.where(active, new, token)
+        step, (cache, token), now, said = carry
+        cache, logits = append_step(params, config, method, cache, token[:, None], now.astype(jnp.int32))
+        new = jnp.where(now, draw(logits, sampling, step, said.counts), -1)
+        token = jnp.where(now, new, token)
         ended = (jnp.isin(new, ends) & ~jnp.asarray(sampling.ignore_eos)) | (new == NOT_FINITE)
-        return step + 1, (cache, token), active, active & ~ended & (step + 1 < left), _say(said, logits, new, step)
+        return step + 1, (cache, token), now & ~ended & (step + 1 < left), _say(said, logits, new, step)
 
-    def room(carry):
-        # Only of slots that the last step moved: others do not grow, and what room they have would end loops early.
-        _, (cache, _), moved, _, _ = carry
-        return steps_until_due(method, _of_moved(cache, moved))
+    said = _nothing_said(slots.logits, slots.token, sampling, steps)
+    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, said
+    step, (cache, token), _, said = while_running(running, one, start)
+    late = _late(method, cache, active)
+    return _laid(method, Slots(cache, token, slots.logits)), said.tokens, said.logprobs, step, late
 
-    def compressed(carry):
-        step, (cache, token), moved, *others = carry
-        return step, (_compressed(config, method, cache, moved), token), moved, *others
 
-    said = _nothing_said(slots, sampling, steps)
-    start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, active, said
-    step, (cache, token), _, _, said = while_with_maintenance(running, one, room, compressed, start)
-    return _laid(method, Slots(cache, token, slots.logits)), said.tokens, said.logprobs, step
+def _late(method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> Bool[Array, " B"] | None:
+    """Which sequences are due; never one that no token has entered."""
+    room = room_of_sequences(method, cache)
+    return None if room is None else constrain((room <= 0) & moved, None)
 
 
 @jax.tree_util.register_dataclass
@@ -305,12 +323,12 @@ class _Said:
     logprobs: Logprobs | None
 
 
-def _nothing_said(slots: Slots, sampling: SamplingState, steps: int) -> _Said:
-    count, vocab_size = slots.logits.shape
+def _nothing_said(logits: Float[Array, "B V"], token: Int[Array, " B"], sampling: SamplingState, steps: int) -> _Said:
+    count, vocab_size = logits.shape
     tokens = jnp.full((count, steps), -1, jnp.int32)
     if sampling.logits is None:
         return _Said(tokens, None, None)
-    some = jax.eval_shape(logprobs_of, slots.logits, slots.token)
+    some = jax.eval_shape(logprobs_of, logits, token)
     room = jax.tree.map(lambda x: jnp.zeros((count, steps, *x.shape[1:]), x.dtype), some)
     return _Said(tokens, counts_of(sampling.logits, vocab_size), room)
 
@@ -326,49 +344,6 @@ def _say(said: _Said, logits: Float[Array, "B V"], new: Int[Array, " B"], step: 
         return jax.lax.dynamic_update_slice_in_dim(room, x[:, None], step, 1)
 
     return _Said(tokens, counts, jax.tree.map(put, said.logprobs, logprobs_of(logits, new)))
-
-
-def _step(
-    params: Params,
-    config: ModelConfig,
-    method: Method,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B V"]]:
-    """`extend_step` that leaves sequences without a token alone."""
-    cache, logits = append_step(params, config, method, cache, tokens, counts)
-    moved = counts > 0
-    if (late := due(method, _of_moved(cache, moved))) is not None:
-        cache = cond_in_place(late, lambda cache: _compressed(config, method, cache, moved), cache)
-    return cache, logits
-
-
-def _of_moved(cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
-    """Sequences that no token has entered are never due."""
-    return replace(cache, state=_with_due(cache.state, lambda at: jnp.where(_like(moved, at), at, MOST_ROWS)))
-
-
-def _compressed(config: ModelConfig, method: Method, cache: KVCache, moved: Bool[Array, " B"]) -> KVCache:
-    """After a compression of the sequences that are due, of those that a token has entered."""
-    after, before = recompress(method, _of_moved(cache, moved), ropes=config.ropes), iter(_dues(cache.state))
-    return replace(after, state=_with_due(after.state, lambda at: jnp.where(_like(moved, at), at, next(before))))
-
-
-def _like(moved: Bool[Array, " B"], at: Int[Array, "B ..."]) -> Bool[Array, "B ..."]:
-    """For numbers of sequences, or of their heads."""
-    return moved.reshape(-1, *[1] * (at.ndim - 1))
-
-
-def _dues(state: tuple[tuple[State | None, ...], ...]) -> list[Array]:
-    return [memory["due"] for layer in state for memory in layer if memory is not None and "due" in memory]
-
-
-def _with_due(state: tuple[tuple[State | None, ...], ...], change: Any) -> tuple[tuple[State | None, ...], ...]:
-    def one(memory: State | None) -> State | None:
-        return memory if memory is None or "due" not in memory else memory | {"due": change(memory["due"])}
-
-    return tuple(tuple(one(memory) for memory in layer) for layer in state)
 
 
 def _fit(part: Array, shape: tuple[int, ...]) -> Array:

@@ -267,6 +267,12 @@ def steps_until_due(method: Method, cache: KVCache) -> Int[Array, ""] | None:
     return jnp.min(jnp.stack([jnp.min(heads) for heads in room])) if room else None
 
 
+def room_of_sequences(method: Method, cache: KVCache) -> Int[Array, " B"] | None:
+    """`steps_until_due` of each sequence."""
+    room = _least_room(cache)
+    return jnp.min(jnp.stack([jnp.min(heads, axis=1) for heads in room]), axis=0) if room else None
+
+
 def _least_room(cache: KVCache) -> list[Int[Array, "B heads"]]:
     """The least of all layers, for each number of heads: devices that share heads then tell each other one number, not
     one of each layer.
@@ -321,7 +327,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
             earlier, (layer, state) = sequenced(earlier, late[0], alone, (layer, state))
         else:
             before = selection if "selection" in method.inputs(number) else None
-            layer, state, here = _recompress_layer(method, layer, state, cache.position, rope, before)
+            layer, state, here = recompress_layer(method, layer, state, cache.position, rope, before)
             selection = here if before is None else before
         layers.append(layer)
         states.append(state)
@@ -329,7 +335,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
-def _recompress_layer(
+def recompress_layer(
     method: Method,
     layer: Layer,
     state: tuple[State | None, ...],
@@ -355,13 +361,13 @@ def _recompress_alone(
     (group_state,) = state
     assert group_state is not None
     heads = (*heads_as_batch.copies(layer, group_state), position)
-    done = heads_as_batch.in_turns(lambda tree: _recompress_heads(method, *tree, rope), heads)
+    done = heads_as_batch.in_turns(lambda tree: recompress_heads(method, *tree, rope), heads)
     layer, group_state = heads_as_batch.put_back(layer, *done)
     return layer, (group_state,)
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
-def _recompress_heads(
+def recompress_heads(
     method: Method, cache: LayerCache, state: heads_as_batch.ByHead, position: Int[Array, " B"], rope: Rope | None
 ) -> tuple[LayerCache, heads_as_batch.ByHead]:
     """Heads as sequences of their own. Those of all layers, if in equal slots, are traced once."""

@@ -39,6 +39,16 @@ def at_most(most: int, step: Callable[[Any], Any], unfinished: Callable[[Any], B
     return jax.lax.while_loop(more, one, (jnp.int32(0), tree))[1]
 
 
+def while_running(running: Callable[[Any], Bool[Array, ""]], step: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree = step(tree)` while `running(tree)`, which a step asks: the host of a GPU waits for no launch beside it."""
+
+    def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        after = step(state[1])
+        return running(after), after
+
+    return jax.lax.while_loop(lambda state: state[0], one, (running(tree), tree))[1]
+
+
 def while_with_maintenance(
     running: Callable[[Any], Bool[Array, ""]],
     step: Callable[[Any], Any],
@@ -53,14 +63,11 @@ def while_with_maintenance(
     loop of their own, so that there is only one. They count down the room that they begin with, which is the least of
     all layers and would take time at each step.
     """
-    bounded = room(tree) is not None
+    if room(tree) is None:
+        return while_running(running, step, tree)
 
     def first(state):
         return state[0]
-
-    def one(state: tuple[Array, Any]) -> tuple[Array, Any]:
-        after = step(state[1])
-        return running(after), after
 
     def counted(state: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         _, left, tree = state
@@ -73,7 +80,7 @@ def while_with_maintenance(
         after = cond_in_place(room(after) <= 0, maintain, after)
         return running(after), after
 
-    return jax.lax.while_loop(first, until_late if bounded else one, (running(tree), tree))[1]
+    return jax.lax.while_loop(first, until_late, (running(tree), tree))[1]
 
 
 def sequenced(
