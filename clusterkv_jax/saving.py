@@ -149,6 +149,11 @@ def _about_of(path: Path) -> _About:
         raise ValueError(f"{path} is not a whole cache file: {shown(error)}.") from error
 
 
+def fingerprint(config: ModelConfig, method: Method) -> str:
+    """A text that tells what `save` writes for a model and a method from what it writes for others."""
+    return _checksum(json.dumps([FORMAT, _described(config), repr(method)]))
+
+
 def made_by(path: str | os.PathLike[str]) -> Method:
     """The method that made a cache, with all that its model knew of it.
 

@@ -77,8 +77,10 @@ def serve(
     reserve: Annotated[int, _room(help="Most tokens of a question and its answer, behind what is compressed.")] = 1024,
     max_waiting: Annotated[int, _room(help="Most requests that wait; others are told to come back.")] = 256,
     context_folder: Annotated[
-        Path | None, _room(help="A folder for shared prefixes that memory has no room for.")
+        Path | None, _room(help="A folder for contexts, which then outlive the server; servers may share it.")
     ] = None,
+    context_folder_gib: Annotated[int, _room(help="Most GiB of the folder; what was asked longest ago goes.")] = 64,
+    context_days: Annotated[float, _room(help="Days that a context stays there unasked.")] = 7.0,
     reading: Reading = "whole",
     window: Window = 4096,
     chunk: Chunk = 2048,
@@ -113,16 +115,19 @@ def serve(
             mesh = mesh or f"model={jax.device_count()}"
         elif (coordinator_address, num_processes, process_id) != (None, None, None):
             raise ValueError("--coordinator-address, --num-processes and --process-id need --distributed.")
+        if distributed and context_folder is not None:
+            raise ValueError("--context-folder needs a server of one process.")
         from clusterkv_jax.serve import Settings, bound, follow_server, make_server, uvicorn_server, warm_up
         from clusterkv_jax.storage.schema import MIB
 
         name = served_model_name or Path(model).name or model
         limits: Any = {"max_body_bytes": max_body_mib * MIB, "shutdown_timeout_s": shutdown_timeout}
+        limits |= {"context_folder": context_folder, "context_days": context_days}
+        limits |= {"context_folder_bytes": context_folder_gib * 2**30}
         limits |= {"shared_contexts": 0} if distributed else {}  # what an answer leaves is in no process alone
         settings = Settings(name, tuple(api_key or ()), **limits)
         room: Any = {"slots": slots, "max_tokens": max_tokens, "reserve": reserve, "max_waiting": max_waiting}
-        room |= {"context_folder": context_folder, "prefill_chunk": prefill_chunk}
-        room |= {"reading": reading, "window": window, "chunk": chunk}
+        room |= {"prefill_chunk": prefill_chunk, "reading": reading, "window": window, "chunk": chunk}
         how = model, method, cache_ratio, cache_tokens, cache_dtype, calibration, weights, mesh
         if distributed and jax.process_index() != 0:
             network, kept = loaded(*how)

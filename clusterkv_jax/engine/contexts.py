@@ -111,6 +111,11 @@ class ContextStore:
                 return result
         return None
 
+    def peek(self, number: int) -> PrefillResult | None:
+        """A context's cache where it is in memory, on the device or in the host's; None elsewhere."""
+        held = self._held
+        return held["device"].get(number) or held["host"].get(number)
+
     def put(self, number: int, result: PrefillResult) -> None:
         """Hold what is on the device; others make room."""
         while self.drops_unreachable and self.unreachable:

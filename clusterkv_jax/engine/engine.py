@@ -4,6 +4,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from clusterkv_jax import saving
@@ -17,7 +18,7 @@ from clusterkv_jax.engine.logits import AllowedTokens
 from clusterkv_jax.engine.memory import MemoryPlan
 from clusterkv_jax.engine.metrics import EngineStats
 from clusterkv_jax.engine.params import SamplingParams, params_of
-from clusterkv_jax.engine.prefill import is_file
+from clusterkv_jax.engine.prefill import SavedContext, is_file
 from clusterkv_jax.engine.requests import Request, check_params, check_settings
 from clusterkv_jax.generation.batch import Gate, gate_of
 from clusterkv_jax.generation.results import Result
@@ -334,7 +335,7 @@ class Engine:
         """Read a prompt now, for any number of questions: a text, token ids, or the path of a saved cache.
 
         Args:
-            text: the prompt.
+            text: the prompt, or what `load` has loaded.
             seed: of methods that draw.
             max_new_tokens: of the answers; it counts in budgets of base "prompt+new". By default 64, or as many as
                 the engine has room for. A request for more or fewer reads the prompt again with its own budget.
@@ -352,11 +353,28 @@ class Engine:
 
         `origin` is as in `save_cache`.
         """
-        check_own(context, self._contexts)
-        known = {"token_ids": list(context.tokens)} if context.answered else {}
         with self._core.at_work():
-            cache = self._core.prefiller.held(context)[0].cache
-            saving.save(path, cache, self.model.config, self.method, origin={**(origin or {}), **known})
+            self.saver(context, path, origin=origin)()
+
+    def saver(
+        self, context: Context, path: str | os.PathLike[str], *, origin: Mapping[str, Any] | None = None
+    ) -> Callable[[], None]:
+        """What writes a context as it is now, as `save` does, in any thread."""
+        check_own(context, self._contexts)
+        result = self._contexts.peek(context.number) or self._core.prefiller.held(context)[0]
+        known = {"token_ids": list(context.tokens)} if context.answered else {}
+        about: Any = {"origin": {**(origin or {}), **known}}
+        return partial(saving.save, path, result.cache, self.model.config, self.method, **about)
+
+    def load(self, path: str | os.PathLike[str]) -> SavedContext:
+        """A saved cache in memory, for `read`. Any thread may load one. Raises ValueError for one that does not fit."""
+        with own_settings(), on_mesh(self.model.mesh, self.model.config.num_kv_heads):
+            return self._core.prefiller.saved(path)
+
+    def holds(self, context: Context) -> bool:
+        """Whether a context is in memory, so that nothing is read for it. Raises ValueError as `save`."""
+        check_own(context, self._contexts)
+        return self._contexts.peek(context.number) is not None
 
     def compact(self, context: Context) -> Context:
         """A context with the rows that its budget leaves of so many tokens, where its method can drop more; nothing is

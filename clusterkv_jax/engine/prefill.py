@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,19 @@ from clusterkv_jax.text.prompts import as_chat, encode_all
 from clusterkv_jax.text.tokenizer import Tokens
 
 
+@dataclass(frozen=True, eq=False)
+class SavedContext:
+    """A saved cache in memory: its file, how many tokens it has read, its fingerprint, what a slot takes of it, and its
+    tokens where an answer has left it.
+    """
+
+    path: Path
+    length: int
+    fingerprint: str
+    result: PrefillResult = field(repr=False)
+    tokens: tuple[int, ...] = field(repr=False)
+
+
 class Prefiller:
     """Reads prompts and contexts: what the store holds of them, or else with the model.
 
@@ -67,17 +80,20 @@ class Prefiller:
         return prompt_batch(self.model, self.method, self.layout.limits, prompt, question, **sizes)
 
     def read(self, number: int, text: Any, seed: int, max_new_tokens: int | None, **texts: Any) -> Context:
-        """A new context in the store: of a text, token ids, or a saved cache; `texts` as in `Engine.add`."""
+        """A new context in the store: of a text, token ids, or a saved cache, which may be in memory; `texts` as in
+        `Engine.add`.
+        """
         limits = self.layout.limits
         chat = as_chat(texts.pop("chat", False), texts.pop("system", None), texts.pop("chat_template_kwargs", None))
         check_chat(self.model, self.method, chat)
         if chat is not None and not isinstance(text, str):
             raise ValueError(f"prompt 0 must be a text to be part of a chat, got {shown(text)}.")
-        if is_file(text):
-            length, mark, result, tokens = read_file(text, self.model, self.method, self.layout)
+        if is_file(text) or isinstance(text, SavedContext):
+            saved = text if isinstance(text, SavedContext) else self.saved(text)
+            length, result = saved.length, saved.result
             new = answer_tokens(limits, length) if max_new_tokens is None else max_new_tokens
-            known: Any = {"answered": bool(tokens)}
-            context = Context(number, tokens, length, Path(text), mark, seed, new, self._contexts, **known)
+            sizes = length, saved.path, saved.fingerprint, seed, new
+            context = Context(number, saved.tokens, *sizes, self._contexts, answered=bool(saved.tokens))
         else:
             in_chat = None if chat is None else partial(self._in_chat, text, chat=chat, **texts)
             # The template before a question is the same for every one.
@@ -115,16 +131,30 @@ class Prefiller:
         """What was read of a context, wherever it is, and how many of its tokens that are; read again if it is gone."""
         if (result := self._contexts.get(context.number)) is not None:
             return result, context.length
-        if context.file is not None:
-            _, mark, result, _ = read_file(context.file, self.model, self.method, self.layout)
-            if mark != context.fingerprint:
-                raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
-            cached = context.length
-        else:
+        result, cached = self._saved_again(context), context.length
+        if result is None:
             batch = self.batch(list(context.tokens), None, max_new_tokens=context.max_new_tokens)
             result, cached = self._read(batch, context.seed), 0
         self._contexts.put(context.number, result)
         return result, cached
+
+    def saved(self, path: Any) -> SavedContext:
+        """A saved cache, in memory. Raises ValueError if it does not fit the slots."""
+        return read_file(path, self.model, self.method, self.layout)
+
+    def _saved_again(self, context: Context) -> PrefillResult | None:
+        """The saved cache that a context is; None for one that its tokens must be read for."""
+        if context.file is None:
+            return None
+        try:
+            saved = self.saved(context.file)
+            if saved.fingerprint != context.fingerprint:
+                raise ValueError(f"The saved cache {context.file} is another one than this engine has read.")
+        except ValueError:
+            if not context.tokens:
+                raise
+            return None
+        return saved.result
 
     def of_prompt(self, request: Request, following: Sequence[Request]) -> PrefillResult:
         """What is read of a prompt; held for the next one in the queue, where that is the same."""
@@ -178,13 +208,8 @@ def is_file(prompt: Any) -> bool:
     return isinstance(prompt, os.PathLike)
 
 
-def read_file(
-    path: Any, model: Model, method: Method, layout: EngineLayout
-) -> tuple[int, str, PrefillResult, tuple[int, ...]]:
-    """How many tokens a saved cache has read, its fingerprint, the cache, and the tokens where an answer has left it.
-
-    Raises ValueError if it does not fit the slots.
-    """
+def read_file(path: Any, model: Model, method: Method, layout: EngineLayout) -> SavedContext:
+    """A saved cache, in memory. Raises ValueError if it does not fit the slots."""
     limits = layout.limits
     cache, mark = saving.read(path, model.config, method)
     length = int(np.asarray(cache.position)[0])
@@ -204,7 +229,7 @@ def read_file(
         )
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
     result = PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
-    return length, mark, result, tuple(tokens)
+    return SavedContext(Path(path), length, mark, result, tuple(tokens))
 
 
 def _in_pages_of(cache: KVCache, plans: Sequence[LayerPlan]) -> KVCache:

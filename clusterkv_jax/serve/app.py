@@ -17,6 +17,7 @@ from clusterkv_jax.serve.body import read_body
 from clusterkv_jax.serve.chat import chat_completions
 from clusterkv_jax.serve.compaction import compact
 from clusterkv_jax.serve.completions import completions
+from clusterkv_jax.serve.context_files import all_written
 from clusterkv_jax.serve.errors import ApiError, Form, as_api_error, error_response
 from clusterkv_jax.serve.events import LEFT
 from clusterkv_jax.serve.messages import count_tokens, messages
@@ -54,6 +55,8 @@ def make_app(server: Server) -> Starlette:
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         # All answers have ended by now, or have had their time.
+        if server.files is not None:
+            await all_written(server.files, server.settings.shutdown_timeout_s)
         await asyncio.to_thread(server.served.close, drain=False)
 
     async def page(_request: Request) -> Response:

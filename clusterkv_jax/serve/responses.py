@@ -22,6 +22,7 @@ from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.items import CompactRequest, Items, conversation_of
 from clusterkv_jax.serve.prompts import Message, of_conversation
 from clusterkv_jax.serve.server import Server
+from clusterkv_jax.serve.text_keys import key_of
 from clusterkv_jax.serve.tools import Call, arguments_of, as_template_call, calls_in, choice_of, visible
 from clusterkv_jax.storage.schema import shown
 
@@ -198,7 +199,7 @@ def _to_compact(this: _Asked, answer: RequestOutput, tokens: int) -> str | None:
     if not most or running.prompt_tokens + tokens < min(most) or running.text is None or answer.result is None:
         return None
     whole = running.text + answer.result.texts[0]
-    return whole if whole in server.contexts else None
+    return whole if key_of(whole) in server.contexts else None
 
 
 def _response(this: _Asked, status: str, output: list[dict[str, Any]], tokens: int | None = None) -> dict[str, Any]:

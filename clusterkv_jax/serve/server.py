@@ -5,17 +5,23 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from clusterkv_jax import saving
 from clusterkv_jax.checkpoints import Model
 from clusterkv_jax.engine import AsyncEngine, Engine
 from clusterkv_jax.engine.replicated import Hear, LeadingEngine, Tell, follow
 from clusterkv_jax.runtime.checks import check_counts
 from clusterkv_jax.runtime.errors import check_fields, is_number
+from clusterkv_jax.serve.context_files import ContextFiles, open_files
 from clusterkv_jax.serve.metrics import Metrics, make_metrics
+from clusterkv_jax.serve.text_keys import TextKey
 from clusterkv_jax.storage.schema import MIB
 
 _OPTIONS: dict[str, Any] = {"keep_short": True}
+# Options of an engine that change what a context is.
+_READING = {"reading", "window", "chunk", "prefill_chunk", "keep_short"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class Settings:
         max_body_bytes: of a request.
         shared_contexts: most prefixes that are remembered; 0 shares none.
         least_shared: tokens from which on a prefix is remembered.
+        context_folder: a folder that exists, for contexts that outlive the server; servers may share it.
+        context_folder_bytes: of its files.
+        context_days: after its last use in which a file stays.
         shutdown_timeout_s: seconds for answers to end once the server is told to.
     """
 
@@ -36,6 +45,9 @@ class Settings:
     max_body_bytes: int = 16 * MIB
     shared_contexts: int = 64
     least_shared: int = 32
+    context_folder: Path | None = None
+    context_folder_bytes: int = 64 * 2**30
+    context_days: float = 7.0
     shutdown_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -43,10 +55,11 @@ class Settings:
             self,
             ("model_name", isinstance(self.model_name, str) and self.model_name != "", "a name that is not empty"),
             ("api_keys", all(isinstance(key, str) and key.strip() for key in self.api_keys), "keys that are not empty"),
+            ("context_days", is_number(self.context_days) and self.context_days > 0, "more than 0"),
             ("shutdown_timeout_s", is_number(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0, "at least 0"),
         )
         check_counts(1, max_body_bytes=self.max_body_bytes, least_shared=self.least_shared)
-        check_counts(0, shared_contexts=self.shared_contexts)
+        check_counts(0, 2**62, context_folder_bytes=self.context_folder_bytes, shared_contexts=self.shared_contexts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +72,9 @@ class Server:
         served: the engine as other threads use it.
         limits: "max_tokens" of a sequence and "reserve", of a question and its answer.
         settings: how it is run.
-        contexts: prefixes that were read, by their text, those asked last at the end.
+        contexts: prefixes that were read, by the keys of their texts, those asked last at the end.
         responses: messages up to a response that a next request may name, and how many letters they have.
+        files: of contexts in a folder; None without one.
         metrics: counts for Prometheus.
         started: seconds since the epoch.
     """
@@ -70,8 +84,9 @@ class Server:
     served: AsyncEngine = field(repr=False)
     limits: Mapping[str, int]
     settings: Settings
-    contexts: OrderedDict[str, Any] = field(repr=False, default_factory=OrderedDict)
+    contexts: OrderedDict[TextKey, Any] = field(repr=False, default_factory=OrderedDict)
     responses: OrderedDict[str, Any] = field(repr=False, default_factory=OrderedDict)
+    files: ContextFiles | None = None
     metrics: Metrics = field(repr=False, default_factory=make_metrics)
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -95,12 +110,25 @@ def make_server(
         tell: takes what other processes' `follow_server` is to hear, where the model lies on their devices too.
         options: of `Engine`.
 
-    Raises ValueError as `Engine`.
+    Raises ValueError as `Engine`, and for a folder of contexts that does not exist, or with `tell`.
     """
+    if tell is not None and settings.context_folder is not None:
+        raise ValueError("A context folder needs a server of one process.")
     make = Engine if tell is None else partial(LeadingEngine, tell=tell)
     engine = make(model, max_tokens=max_tokens, reserve=reserve, **_OPTIONS | options)
     most = min(max_tokens, model.config.max_positions)
-    return Server(model, engine, AsyncEngine(engine), {"max_tokens": most, "reserve": min(reserve, most)}, settings)
+    limits = {"max_tokens": most, "reserve": min(reserve, most)}
+    files = None if settings.context_folder is None else _files(engine, settings, limits, options)
+    return Server(model, engine, AsyncEngine(engine), limits, settings, files=files)
+
+
+def _files(engine: Engine, settings: Settings, limits: Mapping[str, int], options: Mapping[str, Any]) -> ContextFiles:
+    """The files of contexts that any server may ask whose engine reads and keeps what this one does."""
+    assert settings.context_folder is not None
+    how = {name: options[name] for name in _READING & options.keys()}
+    made_for = saving.fingerprint(engine.model.config, engine.method), sorted(limits.items()), sorted(how.items())
+    room = settings.context_folder_bytes, settings.context_days * 86400
+    return open_files(Path(settings.context_folder), repr(made_for), *room)
 
 
 def follow_server(model: Model, hear: Hear, **options: Any) -> None:

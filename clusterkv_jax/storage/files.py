@@ -47,14 +47,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def own_folder(parent: Path, prefix: str) -> tuple[Path, FileLock]:
     """A new folder that is this process's alone while it holds the lock; what the dead left under the prefix goes."""
-    for left in parent.glob(f"{prefix}*"):
-        with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):
-            shutil.rmtree(left, ignore_errors=True)
+    remove_left(parent, f"{prefix}*")
     new = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     lock = FileLock(new / "lock")
     lock.acquire()
     # Under this name others see it, and that it is locked.
     return new.rename(new.with_name(new.name[1:])), lock
+
+
+def remove_left(parent: Path, pattern: str) -> None:
+    """Remove folders that dead processes have left: those that nobody holds the lock of."""
+    for left in parent.glob(pattern):
+        with suppress(Timeout, OSError), FileLock(left / "lock", timeout=0):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:
