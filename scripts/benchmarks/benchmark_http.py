@@ -7,7 +7,7 @@
 gaps      between pieces of a stream, and the time of all, beside the engine without HTTP on the same arrivals
 cached    the time to the first token of a question behind a context that is in the store
 compact   `/v1/responses/compact` of a conversation that the server has answered
-overhead  a request and a token over HTTP, less the same in the engine
+overhead  a request and a token over HTTP, less the same in the engine, in time and in the server's CPU seconds
 
 The server runs in this process as the command runs it, its clients in another. What compiles is asked once before.
 A prompt's tokens are words of a tokenizer that has one for each token; `overhead` takes the model's own, if it has one.
@@ -16,6 +16,7 @@ A prompt's tokens are words of a tokenizer that has one for each token; `overhea
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -104,7 +105,7 @@ def cached(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
     text = words(draw, model, options.cached)
 
     def question() -> dict[str, Any]:
-        blocks = [{"type": "text", "text": part} for part in (text, words(draw, model, QUESTION))]
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": part} for part in (text, words(draw, model, QUESTION))]
         blocks[0]["prompt_cache_breakpoint"] = {}
         one = Ask("", 16).as_json()
         usage = {"stream_options": {"include_usage": True}, "messages": [{"role": "user", "content": blocks}]}
@@ -141,21 +142,26 @@ def overhead(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
     draw = np.random.default_rng(options.seed)
     room = {"max_tokens": 512, "reserve": 2 * LONG}
     text = words(draw, model, 32)
-    taken: dict[tuple[str, int], list[float]] = {(side, new): [] for side in ("http", "engine") for new in (1, LONG)}
+    sides, sizes = ("HTTP", "engine"), (1, LONG)
+    taken: dict[Any, list[float]] = {(side, new, kind): [] for side in sides for new in sizes for kind in ("s", "CPU")}
     with serving(model, options, slots=2, **room) as (server, port):
         for number in range(1 + ROUNDS):
-            for new in (1, LONG):
-                asks = [Ask(text, new)] * EACH
-                both = over_http(port, [ask.as_json() for ask in asks]), asyncio.run(directly(server, asks))
-                for side, answers in zip(("http", "engine"), both, strict=True):
-                    seconds = [answer["done"] - answer["sent"] for answer in answers]
-                    taken[side, new] += seconds if number else []
+            for side, new in itertools.product(sides, sizes):
+                asks, before = [Ask(text, new)] * EACH, time.process_time()
+                if side == "HTTP":
+                    answers = over_http(port, [ask.as_json() for ask in asks])
+                else:
+                    answers = asyncio.run(directly(server, asks))
+                if number:
+                    taken[side, new, "CPU"].append((time.process_time() - before) / EACH)
+                    taken[side, new, "s"] += [answer["done"] - answer["sent"] for answer in answers]
+    yield "| | HTTP | engine | added | HTTP, CPU | engine, CPU | added |\n|---|---|---|---|---|---|---|"
     median = {key: statistics.median(seconds) for key, seconds in taken.items()}
-    added = {new: median["http", new] - median["engine", new] for new in (1, LONG)}
-    yield "| | HTTP | engine | added |\n|---|---|---|---|"
-    yield row("a request of one token", in_ms(median["http", 1]), in_ms(median["engine", 1]), in_ms(added[1]))
-    each = [(median[side, LONG] - median[side, 1]) / (LONG - 1) for side in ("http", "engine")]
-    yield row("each further token", *map(in_ms, each), in_ms((added[LONG] - added[1]) / (LONG - 1)))
+    first = [median[side, 1, kind] for kind in ("s", "CPU") for side in sides]
+    each = [(median[side, LONG, kind] - median[side, 1, kind]) / (LONG - 1) for kind in ("s", "CPU") for side in sides]
+    for name, values in (("a request of one token", first), ("each further token", each)):
+        pairs = values[:2], values[2:]
+        yield row(name, *(in_ms(x) for pair in pairs for x in (*pair, pair[0] - pair[1])))
 
 
 # --- the server and its clients ---

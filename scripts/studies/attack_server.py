@@ -274,6 +274,13 @@ def known(target: Target) -> str:
     return json.loads(ask(target, "/v1/completions", body).body)["choices"][0]["text"]
 
 
+def cached(target: Target) -> int:
+    """Tokens of a conversation's beginning that were there."""
+    system = {"role": "system", "content": "You answer in a word or two. " * 4}
+    reply = ask(target, "/v1/chat/completions", {"messages": [system, USER], "max_tokens": 1})
+    return json.loads(reply.body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def held(pid: int) -> dict[str, float]:
     """What a process has open, its threads, and its memory in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -333,7 +340,7 @@ def ended() -> list[str]:
     found, body = [], {"prompt": "Once", "max_tokens": 100, "stream": True, "ignore_eos": True, "temperature": 0}
     with tempfile.TemporaryDirectory() as folder:
         with served(Path(folder)) as (target, process):
-            answer = known(target)
+            answer, _ = known(target), cached(target)
             with ThreadPoolExecutor(4) as pool:
                 replies = [pool.submit(ask, target, "/v1/completions", body) for _ in range(4)]
                 while not json.loads(ask(target, "/status", None).body)["active"]:
@@ -342,12 +349,12 @@ def ended() -> list[str]:
                 found += [] if all(reply.result().body.endswith(b"[DONE]\n\n") for reply in replies) else ["cut short"]
             code = process.wait(60)
             found += [] if code in (0, -signal.SIGTERM) else [f"exit status {code} after SIGTERM"]
-            found += [f"{path.name} is left" for path in Path(folder).glob("contexts-*")]
+            found += [f"{path.name} is left" for path in Path(folder).rglob("*.part")]
         for _ in range(2):
             (Path(folder) / "server.log").unlink()
             with served(Path(folder)) as (target, process):
                 found += [] if known(target) == answer else ["another answer after SIGKILL"]
-                found += [] if len(list(Path(folder).glob("contexts-*"))) == 1 else ["contexts of the dead are left"]
+                found += [] if cached(target) else ["contexts of the dead are lost"]
                 process.kill()
         found += ["a traceback in the log"] if "Traceback" in (Path(folder) / "server.log").read_text() else []
     return found

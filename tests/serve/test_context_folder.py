@@ -55,7 +55,7 @@ def test_what_a_killed_server_has_read_outlives_it(tmp_path):
     def killed(work):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
-                return work(next(line for line in process.stderr if "http://" in line).rsplit(maxsplit=1)[1])
+                return work(next(line for line in process.stderr or () if "http://" in line).rsplit(maxsplit=1)[1])
             finally:
                 process.send_signal(signal.SIGKILL)
 
