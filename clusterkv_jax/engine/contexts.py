@@ -98,6 +98,7 @@ class ContextStore:
         self.config, self.method, self.limits = config, method, limits
         self._folder, self._lock = (None, None) if folder is None else own_folder(Path(folder), "contexts-")
         self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
+        self._leaving: list[int] = []  # contexts whose arrays are on their way to the host
         # Of contexts that are garbage, which any thread may collect; who leads other processes drops them for all.
         self.unreachable: deque[int] = deque()
         self.drops_unreachable = True
@@ -152,6 +153,7 @@ class ContextStore:
         return {place: sum(result.nbytes for result in tuple(held.values())) for place, held in self._held.items()}
 
     def _make_room(self) -> None:
+        self._let_go()
         for place, below in zip(PLACES, (*PLACES[1:], None), strict=True):
             held = self._held[place]
             total = sum(result.nbytes for result in held.values())
@@ -167,8 +169,10 @@ class ContextStore:
 
     def _lower(self, number: int, result: PrefillResult, place: Place) -> None:
         if place == "host":
-            cache, logits = jax.tree.map(np.asarray, (result.cache, result.logits))
-            self._held["host"][number] = replace(result, cache=cache, logits=logits)
+            for x in jax.tree.leaves((result.cache, result.logits)):
+                x.copy_to_host_async()
+            self._held["host"][number] = result
+            self._leaving.append(number)
             return
         try:
             saving.save(self._path(number), result.cache, self.config, self.method)
@@ -176,6 +180,15 @@ class ContextStore:
             return
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result.cache)
         self._held["disk"][number] = replace(result, cache=shapes, logits=jax.tree.map(np.asarray, result.logits))
+
+    def _let_go(self) -> None:
+        """Let go of device arrays whose copies on the host were begun at an earlier call, so that nobody waited."""
+        held = self._held["host"]
+        for number in self._leaving:
+            if (result := held.get(number)) is not None:
+                cache, logits = jax.tree.map(np.asarray, (result.cache, result.logits))
+                held[number] = replace(result, cache=cache, logits=logits)
+        self._leaving.clear()
 
     def _on_device(self, number: int, result: PrefillResult, place: Place) -> PrefillResult | None:
         """What was read, on the device; None if its file is gone or damaged."""

@@ -68,6 +68,7 @@ class Prefiller:
         self._pause = pause
         self.model, self.method, self.layout, self._contexts = model, method, layout, store
         self._held: tuple[Request, PrefillResult] | None = None
+        self._since_pause = 0  # tokens of layers that were read
 
     def batch(self, prompt: Any, question: Any, **sizes: Any) -> Batch:
         """A request, encoded; `sizes` as in `make_batch`. Raises ValueError for what cannot be served."""
@@ -174,23 +175,37 @@ class Prefiller:
             self._held = None
 
     def _read(self, batch: Batch, seed: int, request: Request | None = None) -> PrefillResult:
-        return prefill_batch(self.model, self.method, self.layout, batch, seed, partial(self._pause, request))
+        """Read a prompt. A pause comes whenever what was read, of this prompt and those before it, is as much as
+        `layout.prefill_tokens` tokens in all layers; gated after each chunk.
+        """
+        most = self.model.config.num_layers * self.layout.prefill_tokens
+
+        def on_layer(*_: Any) -> None:
+            self._since_pause += batch.width
+            if self._since_pause >= most:
+                on_chunk()
+
+        def on_chunk(*_: Any) -> None:
+            self._since_pause = 0
+            self._pause(request)
+
+        return prefill_batch(self.model, self.method, self.layout, batch, seed, on_layer, on_chunk)
 
 
 def prefill_batch(
-    model: Model, method: Method, layout: EngineLayout, batch: Batch, seed: int, pause: Callable[[], None]
+    model: Model,
+    method: Method,
+    layout: EngineLayout,
+    batch: Batch,
+    seed: int,
+    on_layer: Callable[..., None],
+    on_chunk: Callable[..., None],
 ) -> PrefillResult:
     """Prefill of one prompt, with the slots' plans and the budgets that `generate` would give it.
 
-    It pauses after so many layers as come to `layout.prefill_tokens` tokens in all of them, gated after each chunk.
+    `on_layer` is called after each layer, and `on_chunk` gated after each chunk.
     """
     request = request_of_batch(model, method, batch)
-    every = max(1, model.config.num_layers * layout.prefill_tokens // batch.width)
-
-    def on_layer(number: int, _: jax.Array) -> None:
-        if (number + 1) % every == 0:
-            pause()
-
     tokens, lengths = padded(batch.texts, batch.width), np.asarray([len(batch.texts[0])], np.int32)
     sizes: Any = {name: getattr(request, name) for name in ("max_new_tokens", "reserve", "step_tokens")}
     sizes |= {"whole": batch.whole, "plans": layout.plans, "key": seed_key(seed)}
@@ -198,7 +213,7 @@ def prefill_batch(
         sizes |= {"prefill_chunk": layout.prefill_chunk, "on_layer": on_layer}
         cache, logits = prefill(model.params, model.config, method, jnp.asarray(tokens), jnp.asarray(lengths), **sizes)
     else:
-        sizes |= {"gate": layout.gate, "on_chunk": lambda *_: pause()}
+        sizes |= {"gate": layout.gate, "on_chunk": on_chunk}
         cache, logits = gated_prefill(model.params, model.config, method, tokens, lengths, **sizes)
     return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)))
 

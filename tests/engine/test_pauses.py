@@ -29,6 +29,18 @@ def test_streams_go_on_while_a_prompt_is_read(stream):
     assert tuple(third.result().tokens[0]) == alone(2, 100, 3)
 
 
+def test_short_prompts_count_together_towards_a_pause():
+    served, said = engine(prefill_tokens=100, slots=4), []
+    (first,) = served.submit(served.request(prompt(1, 30), params=LONG, stream=True), said.append)
+    served.step()
+    before = len(said)
+    for seed in (2, 3):
+        served.add(prompt(seed, 40), seed=seed, **EIGHT)  # read in 64 tokens
+    served.step()
+    assert len(said) == before + 2  # between the layers of the second, and when all decode
+    first.cancel()
+
+
 def test_what_is_cancelled_while_it_is_read_is_read_no_further():
     served, pauses = engine(prefill_tokens=1, slots=1), []
     bad = served.add(prompt(3, 100), **EIGHT)
