@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.blocks.experts import BACKENDS, mixture, route
+from clusterkv_jax.blocks import experts as blocks
+from clusterkv_jax.blocks.experts import mixture, route
 from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.loading import CheckpointError, host_copy, load
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import Experts, ModelConfig, Rope
 from clusterkv_jax.models.decoder import forward
+from clusterkv_jax.runtime import dispatch
 from clusterkv_jax.storage.digests import whole
 from tests.support.checkpoint_files import FAMILIES, QWEN3_MOE, random_tensors, same, write
 from tests.support.tiny import VOCAB, prompt, random_params
@@ -28,7 +30,6 @@ from tests.support.tiny import VOCAB, prompt, random_params
 EXPERTS = Experts(8, 3, 24, dense_layers=(0,))
 CONFIG = ModelConfig("qwen3_moe", VOCAB, 32, 64, 2, 4, 2, 8, 1024, Rope(1e4, 8), qk_norm=True, experts=EXPERTS)
 jitted_forward = jax.jit(forward, static_argnums=1)
-mixed = jax.jit(mixture, static_argnums=(1, 2), static_argnames="backend")
 
 
 def relative(got: Any, want: Any) -> float:
@@ -126,34 +127,61 @@ def test_greedy_tokens_are_the_definition_s():
 # --- backends ---
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(params=[blocks._ragged, blocks._gather, blocks._blocks])
+def backend(request, monkeypatch):
+    """What multiplies rows on some device, here in the place of what a CPU takes."""
+    monkeypatch.setitem(blocks.BACKENDS, "xla", request.param)
+    return request.param
+
+
+def mixed(weights: Any, experts: Experts, x: jax.Array) -> jax.Array:
+    return jax.jit(lambda *operands: mixture(operands[0], experts, jax.nn.silu, operands[1]))(weights, x)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 20, 301])
 def test_every_backend_is_the_definition(backend, tokens):
     """From fewer rows than experts to many blocks of each."""
     x = hidden(2, tokens)
     want = reference_mixture(layer_weights(), EXPERTS, np.asarray(x, np.float64))
-    assert relative(mixed(layer_weights(), EXPERTS, jax.nn.silu, x, backend=backend), want) < 2e-6
+    assert relative(mixed(layer_weights(), EXPERTS, x), want) < 2e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_that_nobody_chose_and_one_that_all_did(backend):
     """The router's first row wins everywhere, with a share of almost 1."""
     weights, x = layer_weights(), jnp.abs(hidden(1, 40))
     router = jnp.zeros_like(weights["router"]).at[0].set(1.0)
-    one = Experts(8, 1, 24)
-    got = mixed({**weights, "router": router}, one, jax.nn.silu, x, backend=backend)
+    got = mixed({**weights, "router": router}, Experts(8, 1, 24), x)
     own = (jax.nn.silu(x @ weights["gate"][0]) * (x @ weights["up"][0])) @ weights["down"][0]
     assert relative(got, own) < 2e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients(backend):
-    def loss(weights: Any, backend: str) -> jax.Array:
-        return jnp.sum(mixture(weights, EXPERTS, jax.nn.silu, hidden(1, 20), backend=backend) ** 2)
+def test_gradients(backend, monkeypatch):
+    def gradient() -> Any:
+        return jax.jit(jax.grad(lambda weights: jnp.sum(mixture(weights, EXPERTS, jax.nn.silu, hidden(1, 20)) ** 2)))
 
-    run = jax.jit(jax.grad(loss), static_argnums=1)
-    errors = jax.tree.map(relative, run(layer_weights(), backend), run(layer_weights(), "ragged"))
+    found = gradient()(layer_weights())
+    monkeypatch.setitem(blocks.BACKENDS, "xla", blocks._ragged)
+    errors = jax.tree.map(relative, found, gradient()(layer_weights()))
     assert max(jax.tree.leaves(errors)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "name"), [("gpu", 2, "_gather"), ("gpu", 3, "_blocks"), ("tpu", 3, "_ragged")]
+)
+def test_a_device_takes_what_is_fast_on_it(monkeypatch, device, tokens, name):
+    """A GPU reads the weights of 8 experts for no more than 8 rows, 3 for each token."""
+    monkeypatch.setattr(dispatch, "platform", lambda: device)
+    taken = []
+
+    def spy(name, implementation):
+        return lambda *operands: (taken.append(name), implementation(*operands))[1]
+
+    for each in ("_gather", "_blocks", "_ragged"):
+        monkeypatch.setattr(blocks, each, spy(each, getattr(blocks, each)))
+    monkeypatch.setitem(blocks.BACKENDS, "tpu", blocks._ragged)
+    monkeypatch.setitem(blocks.BACKENDS, "xla", blocks._blocks)
+    jax.eval_shape(lambda x: mixture(layer_weights(), EXPERTS, jax.nn.silu, x), hidden(1, tokens))
+    assert taken == [name]
 
 
 def test_the_likeliest_experts_are_chosen():
@@ -166,23 +194,26 @@ def test_the_likeliest_experts_are_chosen():
 # --- what a step reads ---
 
 
-def copied(backend: str | None, x: jax.ShapeDtypeStruct) -> tuple[int, int]:
+def copied(x: jax.ShapeDtypeStruct) -> tuple[int, int]:
     """Of a compiled layer: the numbers of its largest array but the parameters, and the bytes of its temporaries."""
     weights = {"router": (16, 96), "gate": (16, 96, 80), "up": (16, 96, 80), "down": (16, 80, 96)}
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in weights.items()}
-    compiled = mixed.lower(shapes, Experts(16, 4, 80), jax.nn.silu, x, backend=backend).compile()
+    experts = Experts(16, 4, 80)
+    run = jax.jit(lambda *operands: mixture(operands[0], experts, jax.nn.silu, operands[1]))
+    compiled = run.lower(shapes, x).compile()
     found = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
     largest = max(math.prod(shape) for shape in found - set(weights.values()))
     return largest, compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_a_step_copies_no_weights_per_token():
+def test_a_step_copies_no_weights_per_token(monkeypatch):
     """Of the compiled text: the weights of one expert at a time, where a gather takes those of all rows."""
     x, expert = jax.ShapeDtypeStruct((2, 1, 96), jnp.float32), 96 * 80
-    largest, temporary = copied(None, x)
+    largest, temporary = copied(x)
     assert largest <= expert
     assert temporary <= 4 * 4 * expert
-    assert copied("gather", x)[0] >= 8 * expert
+    monkeypatch.setitem(blocks.BACKENDS, "xla", blocks._gather)
+    assert copied(x)[0] >= 8 * expert
 
 
 # --- files ---

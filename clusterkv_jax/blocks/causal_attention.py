@@ -1,4 +1,9 @@
-"""Causal attention over whole prompts: the library kernel of each accelerator, tiles on a CPU, else blocks in XLA.
+"""Causal attention over whole prompts: the library's kernel of each accelerator, tiles on a CPU, else blocks in XLA.
+
+    gpu    cuDNN: 16-bit types, no soft cap, no sinks
+    tpu    splash: head_dim a multiple of 128, no sinks
+    cpu    tiles
+    xla    blocks of queries, one after the other
 
 Prompts are padded on the right, so causality alone keeps padding out of the rows of real tokens.
 """
@@ -17,10 +22,9 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.tiled_attention import tiled_attention, visible
 from clusterkv_jax.kernels.soft_cap import capped
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch, platform
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
-BACKENDS = ("cudnn", "splash", "tiles", "xla")  # the first that serves is taken
 SCORES_AT_ONCE = 2**26  # in plain XLA, in elements (f32): 256 MiB
 LARGEST_BLOCK = 256
 # Queries of a later segment see longer prefixes of the keys: with 4 segments 5/8 of the N x N scores are computed
@@ -42,40 +46,12 @@ def causal_attention(
     """softmax(q k / sqrt(D)) v where query n sees the keys 0..n; query head h reads KV head h // (H / K).
 
     With a `window` query n sees the last so many of them, at a cost linear in N. A `soft_cap` c makes of a score s
-    c tanh(s / c), and `sink_logits` give the softmax of each head a logit more, without a value. `backend` None takes
-    the fastest that serves these shapes on the device that is compiled for: "cudnn" on a GPU (16-bit types, no soft
-    cap) and "splash" on a TPU, both without sinks; "tiles" on a CPU; "xla" otherwise. Naming a backend that cannot
-    serve them raises ValueError.
+    c tanh(s / c), and `sink_logits` give the softmax of each head a logit more, without a value. `backend` is one of
+    `BACKENDS`; None takes the first that serves these shapes on the device that is compiled for.
     """
     window = None if window is None or window >= k.shape[1] else window
-    match _choose(q, k, soft_cap, sink_logits, backend):
-        case "cudnn":
-            return _over_mesh(partial(_cudnn, window=window), q, k, v)
-        case "splash":
-            return _over_mesh(partial(_splash, window=window, soft_cap=soft_cap), q, k, v)
-        case plain:
-            return _PLAIN[plain](q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
-
-
-def last_queries_backend(
-    q: Float[Array, "B N H D"],
-    k: Float[Array, "B N K D"],
-    parts: int,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sink_logits: Float[Array, " H"] | None = None,
-) -> str:
-    """The backend of `last_queries_attention` for the N / (2 parts) queries at a time of a prompt; query heads must be
-    where their KV heads are.
-    """
-    count = q.shape[1] // (2 * parts)
-    if not _unfit(q, k, soft_cap, sink_logits, "splash") and count % 128 == 0:
-        return "splash"
-    in_pieces = window is None and count % 2 == 0 and _cudnn_module() is not None
-    if in_pieces and not _unfit(q, k, soft_cap, sink_logits, "cudnn"):
-        return "cudnn"
-    return "tiles" if platform() == "cpu" else "xla"
+    options = {"window": window, "soft_cap": soft_cap, "sink_logits": sink_logits}
+    return dispatch("causal_attention", BACKENDS, backend, q, k, v, **options)
 
 
 def last_queries_attention(
@@ -86,27 +62,28 @@ def last_queries_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sink_logits: Float[Array, " H"] | None = None,
-    backend: str,
+    backend: str | None = None,
 ) -> Float[Array, "B T H D"]:
-    """`causal_attention` of the last T of N tokens on one device, by what `last_queries_backend` says."""
+    """`causal_attention` of the last T of N tokens on one device, whose query heads are those of its KV heads."""
     window = None if window is None or window >= k.shape[1] else window
-    if backend == "splash":
-        return _splash(q, k, v, window, soft_cap)
-    if backend == "cudnn":
-        return _in_pieces(q, k, v)
-    return _PLAIN[backend](q, k, v, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
+    options = {"window": window, "soft_cap": soft_cap, "sink_logits": sink_logits}
+    return dispatch("last_queries_attention", OF_LAST_QUERIES, backend, q, k, v, **options)
 
 
 def attention_with_lse(
-    q: Float[Array, "B T H D"], k: Float[Array, "B K N D"]
+    q: Float[Array, "B T H D"],
 ) -> Callable[..., tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]] | None:
     """The library's attention of these queries to other rows than their own, None where this device has none.
 
     What is returned takes (q, keys, values, lengths), rows [B,K,N,D] of which a query sees the first `lengths`; with
     None it sees the rows up to its own. It gives the output and the log-sum-exp of the scores in float32.
     """
-    if ambient_mesh() is not None or _cudnn_module() is None or _obstacle(q, k.swapaxes(1, 2), None, None, "cudnn"):
-        return None
+    return dispatch("attention_with_lse", {"gpu": _with_lse_by_cudnn, "xla": lambda _: None}, None, q)
+
+
+def _with_lse_by_cudnn(q: Array) -> Callable[..., tuple[Array, Array]]:
+    over_mesh = None if ambient_mesh() is None else "it takes the heads of one device"
+    _refuse("cudnn", _obstacle("cudnn", q, None, None), over_mesh, _moved())
 
     def attention(q: Array, keys: Array, values: Array, lengths: Array | None) -> tuple[Array, Array]:
         kind, options = "CAUSAL", {}
@@ -116,25 +93,6 @@ def attention_with_lse(
         return _cudnn_with_lse(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), kind, **options)
 
     return attention
-
-
-def _choose(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str | None) -> str:
-    if backend is not None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
-        if why := _obstacle(q, k, soft_cap, sink_logits, backend):
-            raise ValueError(f"backend {backend!r} cannot serve this attention: {why}.")
-        return backend
-    return next(name for name in BACKENDS if not _obstacle(q, k, soft_cap, sink_logits, name))
-
-
-def _obstacle(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
-    """Why a backend cannot serve these operands on the device that is compiled for, None if it can."""
-    if why := _unfit(q, k, soft_cap, sink_logits, backend):
-        return why
-    if backend in ("cudnn", "splash") and _spec(q, "heads") != _spec(k, "kv_heads"):
-        return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
-    return None
 
 
 def missing(backend: str, dim: int, soft_cap: float | None, sinks: bool) -> str | None:
@@ -149,27 +107,54 @@ def missing(backend: str, dim: int, soft_cap: float | None, sinks: bool) -> str 
     return None if dim % 128 == 0 else f"it needs a head_dim that is a multiple of 128, got {dim}"
 
 
-def _unfit(q: Array, k: Array, soft_cap: float | None, sink_logits: Array | None, backend: str) -> str | None:
-    """`_obstacle` where each device has the query heads of its KV heads."""
-    if backend == "xla":
-        return None
-    device = {"cudnn": "gpu", "splash": "tpu", "tiles": "cpu"}[backend]
-    if platform() != device:
-        return f"it needs a {device}, the device is {platform()}"
-    if backend == "tiles":
-        return None
-    if why := missing(backend, q.shape[-1], soft_cap, sink_logits is not None):
+def _obstacle(library: str, q: Array, soft_cap: float | None, sink_logits: Array | None) -> str | None:
+    """Why a library cannot serve these queries, None if it can."""
+    if why := missing(library, q.shape[-1], soft_cap, sink_logits is not None):
         return why
-    length = q.shape[1]
-    if backend == "cudnn":
-        if jax.default_backend() != "gpu":
-            return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"
-        return None if q.dtype in (jnp.bfloat16, jnp.float16) else f"it needs bfloat16 or float16, got {q.dtype}"
-    if ambient_mesh() is None and jax.device_count() > 1:
-        return "over several devices it needs a mesh (jax.set_mesh)"
-    if length != k.shape[1] or length % 128:
-        return f"it needs as many queries as keys and a multiple of 128, got {length} and {k.shape[1]}"
-    return None
+    if library == "splash":
+        return None if q.shape[1] % 128 == 0 else f"it needs a multiple of 128 queries, got {q.shape[1]}"
+    if jax.default_backend() != "gpu":
+        return f"it needs cuDNN when it is traced, the default device is {jax.default_backend()}"
+    return None if q.dtype in (jnp.bfloat16, jnp.float16) else f"it needs bfloat16 or float16, got {q.dtype}"
+
+
+def _by_cudnn(q: Array, k: Array, v: Array, *, window: int | None, soft_cap: float | None, sink_logits: Any) -> Array:
+    _refuse("cudnn", _obstacle("cudnn", q, soft_cap, sink_logits), _split_otherwise(q, k))
+    return _over_mesh(partial(_cudnn, window=window), q, k, v)
+
+
+def _by_splash(q: Array, k: Array, v: Array, *, window: int | None, soft_cap: float | None, sink_logits: Any) -> Array:
+    several = ambient_mesh() is None and jax.device_count() > 1
+    no_mesh = "over several devices it needs a mesh (jax.set_mesh)" if several else None
+    _refuse("splash", _obstacle("splash", q, soft_cap, sink_logits), no_mesh, _split_otherwise(q, k))
+    return _over_mesh(partial(_splash, window=window, soft_cap=soft_cap), q, k, v)
+
+
+def _last_by_cudnn(
+    q: Array, k: Array, v: Array, *, window: int | None, soft_cap: float | None, sink_logits: Any
+) -> Array:
+    odd = "it is given an even number of queries, without a window" if window is not None or q.shape[1] % 2 else None
+    _refuse("cudnn", _obstacle("cudnn", q, soft_cap, sink_logits), odd, _moved())
+    return _in_pieces(q, k, v)
+
+
+def _last_by_splash(
+    q: Array, k: Array, v: Array, *, window: int | None, soft_cap: float | None, sink_logits: Any
+) -> Array:
+    _refuse("splash", _obstacle("splash", q, soft_cap, sink_logits))
+    return _splash(q, k, v, window, soft_cap)
+
+
+def _refuse(library: str, *obstacles: str | None) -> None:
+    """Raise LeftToXLA with the first obstacle, if there is one."""
+    for why in filter(None, obstacles):
+        raise LeftToXLA(f"{library} cannot serve this attention: {why}.")
+
+
+def _split_otherwise(q: Array, k: Array) -> str | None:
+    if _spec(q, "heads") == _spec(k, "kv_heads"):
+        return None
+    return f"the mesh splits {q.shape[2]} query heads otherwise than {k.shape[2]} KV heads"
 
 
 def _in_parts(
@@ -204,7 +189,8 @@ def _in_parts(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
-_PLAIN = {"tiles": tiled_attention, "xla": _in_parts}
+BACKENDS = {"gpu": _by_cudnn, "tpu": _by_splash, "cpu": tiled_attention, "xla": _in_parts}
+OF_LAST_QUERIES = {"gpu": _last_by_cudnn, "tpu": _last_by_splash, "cpu": tiled_attention, "xla": _in_parts}
 
 
 def segment_edges(length: int) -> list[int]:
@@ -286,6 +272,10 @@ def _cudnn_module() -> Any:
     except ImportError:
         return None
     return fused_attention_stablehlo
+
+
+def _moved() -> str | None:
+    return "this JAX has its module elsewhere" if _cudnn_module() is None else None
 
 
 def _cudnn_with_lse(q: Array, k: Array, v: Array, mask: str, **lengths: Array) -> tuple[Array, Array]:

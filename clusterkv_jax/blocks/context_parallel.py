@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from clusterkv_jax.blocks.causal_attention import causal_attention, last_queries_attention, last_queries_backend
+from clusterkv_jax.blocks.causal_attention import causal_attention, last_queries_attention
 from clusterkv_jax.runtime.sharding import SEQUENCE, ambient_mesh, partition, token_ways
 
 
@@ -36,11 +36,10 @@ def attention_over_tokens(
     mesh = ambient_mesh()
     queries, keys = _specs(q, k)
     options = {"window": window, "soft_cap": soft_cap}
-    backend = last_queries_backend(q, k, parts, **options, sink_logits=sink_logits)
     heads = PartitionSpec(queries[2])
 
     def run(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-        attend = partial(last_queries_attention, **options, sink_logits=sinks, backend=backend)
+        attend = partial(last_queries_attention, **options, sink_logits=sinks)
         return _local(attend, parts, q, k, v)
 
     over_mesh = jax.shard_map(run, mesh=mesh, in_specs=(queries, keys, keys, heads), out_specs=queries, check_vma=False)

@@ -1,7 +1,11 @@
 """Experts of a layer: a router chooses few of them for every token, and a token goes through these alone.
 
 A row is a token on its way through one expert. Each backend multiplies rows with the weights of their experts, which
-stay where they are: "ragged" and "blocks" sort the rows by expert, "gather" reads an expert for every row.
+stay where they are:
+
+    tpu    ragged: rows sorted by expert, for an instruction that elsewhere multiplies every row with every expert
+    gpu    gathered: few rows, each with the weights of its expert, which are read as a part of the product
+    xla    in blocks of rows of one expert; weights in codes too
 """
 
 from collections.abc import Callable
@@ -14,15 +18,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
+from clusterkv_jax.blocks.gpu import check_numbers
 from clusterkv_jax.blocks.linear import linear, ragged_linear
 from clusterkv_jax.blocks.quantised_linear import partitions
 from clusterkv_jax.kernels.weight_codes import is_coded
-from clusterkv_jax.runtime.dispatch import platform
+from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
 Weights = dict[str, Any]
 Gated = Callable[[Array, Array], Array]
-BACKENDS = ("ragged", "gather", "blocks")
 # Rows that are multiplied with the weights of their expert at once.
 _FEWEST, _MOST = 8, 128
 # Logical axes of the experts' weights: all devices share every expert, whichever are chosen.
@@ -46,19 +50,12 @@ def mixture(
     experts: Experts,
     activation: Callable[[Array], Array],
     x: Float[Array, "B T M"],
-    *,
-    backend: str | None = None,
 ) -> Float[Array, "B T M"]:
-    """The outputs of each token's experts, added up by the router's shares.
-
-    `backend` None takes "ragged" on a TPU, which has an instruction for it; elsewhere `jax.lax.ragged_dot` multiplies
-    every row with every expert. A GPU takes "gather" for as few rows as there are experts: the compiler makes the
-    gather a part of the product, so that nothing is copied. All else takes "blocks", and so do weights in codes.
-    """
+    """The outputs of each token's experts, added up by the router's shares."""
     chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"), weights.get("choice_bias"))
     if experts.scales_inputs:
         x, shares = x * shares.astype(x.dtype), jnp.ones_like(shares)
-    run = partial(_of_tokens, partial(_gated, experts.clamp, activation), backend)
+    run = partial(_of_tokens, partial(_gated, experts.clamp, activation))
     own = {name: weights[name] for name in _OF_ROWS if name in weights}
     mesh = ambient_mesh()
     if mesh is None:
@@ -137,28 +134,19 @@ def _with_down_bias(
 
 def _of_tokens(
     gated: Gated,
-    backend: str | None,
     x: Float[Array, "B T M"],
     chosen: Int[Array, "B T per_token"],
     shares: Float[Array, "B T per_token"],
     weights: Weights,
 ) -> Float[Array, "B T M"]:
     tokens, owners = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
-    count = weights["gate"].shape[0]
-    default = "blocks" if is_coded(weights["gate"]) else _choose(owners.size, count)
-    run = {"ragged": _ragged, "gather": _gather, "blocks": _blocks}[backend or default]
-    rows = run(gated, tokens, owners, weights)
+    rows = dispatch("mixture", BACKENDS, None, gated, tokens, owners, weights)
     rows = rows.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
     return jnp.sum(rows * shares[..., None], axis=2).astype(x.dtype)
 
 
-def _choose(rows: int, experts: int) -> str:
-    if platform() == "tpu":
-        return "ragged"
-    return "gather" if platform() == "gpu" and rows <= experts else "blocks"
-
-
 def _ragged(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
+    check_numbers(weights["gate"])
     order, places, sizes = _sort(owners, len(weights["gate"]))
     rows = x[order // (owners.size // len(x))]
 
@@ -169,6 +157,7 @@ def _ragged(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
 
 
 def _gather(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
+    check_numbers(weights["gate"])
     rows = jnp.repeat(x, owners.size // len(x), axis=0)
 
     def product(rows: Array, name: str) -> Array:
@@ -177,6 +166,12 @@ def _gather(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
         return _with_bias(out, weights, name, owners)
 
     return product(gated(product(rows, "gate"), product(rows, "up")), "down")
+
+
+def _gather_few(gated: Gated, x: Array, owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
+    if owners.size > (experts := weights["gate"].shape[0]):
+        raise LeftToXLA(f"The weights of {experts} experts are read once for each of {owners.size} rows.")
+    return _gather(gated, x, owners, weights)
 
 
 def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
@@ -206,6 +201,9 @@ def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
     out = jax.lax.map(block, (own, starts))
     inside = places - first[owners]
     return out[before[owners] + inside // size, inside % size]
+
+
+BACKENDS = {"tpu": _ragged, "gpu": _gather_few, "xla": _blocks}
 
 
 def _with_bias(rows: Float[Array, "R F"], weights: Weights, name: str, owners: Int[Array, " _"]) -> Array:

@@ -25,7 +25,7 @@ def attend_chunk(layer: Layer, tokens: StepInputs, *, plain: bool) -> Float[Arra
     `plain` rows are tokens, all of degree 1.
     """
     q, k, v = tokens.q, jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2)
-    library = attention_with_lse(q, k) if tokens.soft_cap is None else None
+    library = attention_with_lse(q) if tokens.soft_cap is None else None
     if library is None:
         among = attend_new(q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
     else:

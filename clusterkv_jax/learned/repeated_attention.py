@@ -51,7 +51,7 @@ def attend(
     logarithms, less `below`, which each fed token has. `rows` are keys and values [B,K,.,D] of the context, and of the
     fed tokens. Nobody reads the attention of the `last` layer: it is None, and the rest of the context is not read.
     """
-    library = attention_with_lse(q, rows[0])
+    library = attention_with_lse(q)
     if library is not None and (sight.window, sight.soft_cap, sink_logits) == (None, None, None):
         return by_library(library, q, rows, below, counts, start, sight, last=last)
     if last:
