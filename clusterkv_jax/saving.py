@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.host_store import commit, place
-from clusterkv_jax.cache.kinds import with_groups
+from clusterkv_jax.cache.kinds import first_pages, group_arrays, head_slots, is_compressible, with_groups
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
@@ -98,9 +98,9 @@ def save(
     about = {
         "config": _described(config),
         "method": repr(method),
-        "heads": [layer.heads if isinstance(layer, HeadGroups) else None for layer in cache.layers],
+        "heads": [group_arrays(layer) for layer in cache.layers],
         "checksums": {name: digest(x) for name, x in arrays.items()},
-        "head_slots": [layer.head_slots if isinstance(layer, PagedHeads) else None for layer in cache.layers],
+        "head_slots": [head_slots(layer) for layer in cache.layers],
         "origin": dict(origin or {}),
     }
     text = json.dumps(about)
@@ -194,11 +194,10 @@ def _read(path: Path, config: ModelConfig, method: Method) -> tuple[KVCache, str
             _check_numbers(name, x)
             arrays[name] = jnp.array(x)
     windows = dict.fromkeys(config.sliding_layers, config.window)
-    layers: Any = [_layer(arrays, f"layers.{i}", heads, windows.get(i)) for i, heads in enumerate(about.heads)]
-    for i, slots in enumerate(about.head_slots[: len(layers)]):
-        if isinstance(layers[i], PagedHeads):
-            layers[i] = dataclasses.replace(layers[i], head_slots=slots)
-    layers = tuple(layers)
+    slots = dict(enumerate(about.head_slots))
+    layers = tuple(
+        _layer(arrays, f"layers.{i}", heads, slots.get(i), windows.get(i)) for i, heads in enumerate(about.heads)
+    )
     state = tuple(
         tuple(_named(arrays, f"state.{i}.{j}.") or None for j in range(len(groups(layer))))
         for i, layer in enumerate(layers)
@@ -237,12 +236,19 @@ def _fields(group: Group) -> dict[str, Any]:
     return fields
 
 
-def _layer(arrays: dict[str, jax.Array], where: str, heads: list[tuple[int, ...]] | None, window: int | None) -> Layer:
+def _layer(
+    arrays: dict[str, jax.Array],
+    where: str,
+    heads: list[tuple[int, ...]] | None,
+    slots: HeadSlots | None,
+    window: int | None,
+) -> Layer:
     if window is not None:
         return WindowCache(_group(LayerCache, arrays, f"{where}.0"), window)
     if heads is None:
-        kind = PagedHeads if f"{where}.0.first" in arrays else LayerCache
-        return _group(kind, arrays, f"{where}.0")
+        if f"{where}.0.first" not in arrays:
+            return _group(LayerCache, arrays, f"{where}.0")
+        return dataclasses.replace(_group(PagedHeads, arrays, f"{where}.0"), head_slots=slots)
     parts = [_group(LayerCache, arrays, f"{where}.{j}") for j in range(len(heads))]
     return HeadGroups(tuple(parts), tuple(heads))
 
@@ -333,13 +339,13 @@ def _check_shapes(cache: KVCache, config: ModelConfig) -> None:
     if cache.position.dtype != jnp.int32 or cache.position.ndim != 1:
         raise ValueError(f"position of the cache must be int32 [B], got {_kind(cache.position)}.")
     for i, layer in enumerate(cache.layers):
-        if isinstance(layer, WindowCache) != (i in config.sliding_layers):
+        if is_compressible(layer) == (i in config.sliding_layers):
             raise ValueError(f"layers.{i} of the cache must be that of the model, one {_seeing(i, config)}.")
         for j, group in enumerate(groups(layer)):
             if group.length.ndim != 2:
                 raise ValueError(f"layers.{i}.{j}.length of the cache must be int32 [B, K], got {_kind(group.length)}.")
         heads = group_heads(layer)
-        budgets = layer.heads if isinstance(layer, PagedHeads) else heads
+        budgets = tuple(mine for mine, _ in head_slots(layer) or ()) or heads
         if any(sorted(itertools.chain(*x)) != list(range(config.num_kv_heads)) for x in (heads, budgets)):
             raise ValueError(f"layers.{i} of the cache must hold {config.num_kv_heads} KV heads, got {budgets}.")
         for j, (group, mine) in enumerate(zip(groups(layer), heads, strict=True)):
@@ -352,7 +358,7 @@ def _seeing(layer: int, config: ModelConfig) -> str:
 
 def _check_group(where: str, group: Group, batch: int, heads: int, dim: int) -> None:
     each = (batch, heads)
-    rows = (batch, *group.keys.shape[1:3]) if isinstance(group, PagedHeads) else (*each, *group.keys.shape[2:3])
+    rows = (*each, *group.keys.shape[2:3]) if first_pages(group) is None else (batch, *group.keys.shape[1:3])
     allowed = {"keys": (_FLOATS, (*rows, dim)), "values": (_FLOATS, (*rows, dim)), "degree": (("float32",), rows)}
     allowed |= {"length": (("int32",), each), "positions": (("int32",), rows), "first": (("int32",), each)}
     allowed |= {"key_mean": (("float32",), (*each, 1, dim))}

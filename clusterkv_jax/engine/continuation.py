@@ -13,7 +13,7 @@ from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import due, placed, placed_state, recompress
+from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, with_budget
 from clusterkv_jax.methods.plan import budgets_by_head, rows_of_request
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models.config import ModelConfig
@@ -95,8 +95,7 @@ def _until(
     def of_group(memory: State, budget: Any) -> State:
         if memory is None or "due" not in memory:
             return memory
-        held = jnp.broadcast_to(budget, memory["budget"].shape)
-        return memory | {"budget": held, "due": held + interval}
+        return with_budget(memory, jnp.broadcast_to(budget, memory["budget"].shape), interval)
 
     return tuple(
         tuple(of_group(memory, each[i]) for i, memory in enumerate(layer))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax import saving
-from clusterkv_jax.cache.layers import Group, KVCache, occupancy
+from clusterkv_jax.cache.kinds import with_groups
+from clusterkv_jax.cache.layers import KVCache, group_heads, groups, occupancy
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
@@ -258,18 +259,16 @@ def _in_pages_of(cache: KVCache, plans: Sequence[LayerPlan]) -> KVCache:
 
 def _with_means(cache: KVCache, one: KVCache) -> KVCache:
     """A cache of codes from before they were stored less a mean of keys: with one of 0, where its slot has one."""
-
-    def is_group(x):
-        return isinstance(x, Group)
-
-    held, structure = jax.tree.flatten(cache.layers, is_leaf=is_group)
-    slots, wanted = jax.tree.flatten(one.layers, is_leaf=is_group)
-    if structure != wanted:
+    if [group_heads(layer) for layer in cache.layers] != [group_heads(layer) for layer in one.layers]:
         return cache
-    layers = [
-        replace(group, key_mean=jnp.zeros(slot.key_mean.shape, jnp.float32))
-        if group.key_mean is None and slot.key_mean is not None
-        else group
-        for group, slot in zip(held, slots, strict=True)
-    ]
-    return replace(cache, layers=jax.tree.unflatten(structure, layers))
+
+    def with_mean(group: Any, slot: Any) -> Any:
+        if group.key_mean is not None or slot.key_mean is None:
+            return group
+        return replace(group, key_mean=jnp.zeros(slot.key_mean.shape, jnp.float32))
+
+    layers = tuple(
+        with_groups(layer, list(map(with_mean, groups(layer), groups(slots))))
+        for layer, slots in zip(cache.layers, one.layers, strict=True)
+    )
+    return replace(cache, layers=layers)

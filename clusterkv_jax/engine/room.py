@@ -1,12 +1,12 @@
 """Room: whether a cache fits an engine's slots, and how many tokens may still follow in it."""
 
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
-from clusterkv_jax.cache.layers import KVCache, PagedHeads, WindowCache, groups
+from clusterkv_jax.cache.kinds import first_pages, never_fills, rows_by_head, slots_by_head
+from clusterkv_jax.cache.layers import KVCache, groups
 
 # Of caches whose method makes room for tokens as they come.
 ENDLESS = 2**31
@@ -21,7 +21,7 @@ def fits(cache: KVCache, one: KVCache) -> bool:
             return False
     parts = zip(cache.layers, one.layers, strict=True)
     pairs = (pair for layer, slots in parts for pair in zip(groups(layer), groups(slots), strict=True))
-    return all(group.degree.shape == slot.degree.shape for group, slot in pairs if isinstance(slot, PagedHeads))
+    return all(group.degree.shape == slot.degree.shape for group, slot in pairs if first_pages(slot) is not None)
 
 
 def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
@@ -29,7 +29,7 @@ def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
     rooms = [
         _room(group, memory, slot, step_tokens)
         for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
-        if not (isinstance(slots, WindowCache) and slots.rows.capacity == slots.window)  # a whole window is never full
+        if not never_fills(slots)
         for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
     ]
     return min(rooms, default=ENDLESS)
@@ -37,13 +37,9 @@ def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
 
 def _room(group: Any, memory: Any, slot: Any, step_tokens: int) -> int:
     """Of one group of heads: what its method never fills is endless."""
-    held = np.asarray(group.length)
-    if not isinstance(slot, PagedHeads):
-        slots = slot.degree.shape[2]
-    elif slot.head_slots is not None:
-        slots = np.asarray(group.capacity)
-    else:  # heads share what there is
-        slots, held = math.prod(slot.degree.shape[1:]) // held.shape[1], held.mean(axis=1, keepdims=True).astype(int)
+    # Which of as many pages belong to a head is the group's own.
+    pool = slot if first_pages(slot) is None else group
+    held, slots = np.asarray(rows_by_head(group)), np.asarray(slots_by_head(pool))
     most = slots + 1
 
     def of_heads(name: str) -> np.ndarray:

@@ -21,7 +21,17 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.cache.attention import MOST_QUERIES, join_heads, query_heads
 from clusterkv_jax.cache.chunk_attention import attend_chunk
-from clusterkv_jax.cache.kinds import is_compressible, rows_held, store, with_groups
+from clusterkv_jax.cache.kinds import (
+    first_pages,
+    head_slots,
+    is_compressible,
+    is_part,
+    rows_by_head,
+    rows_held,
+    splits_slots,
+    store,
+    with_groups,
+)
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
@@ -31,7 +41,6 @@ from clusterkv_jax.cache.layers import (
     PagedHeads,
     State,
     StepInputs,
-    WindowCache,
     from_tokens,
     group_heads,
     groups,
@@ -145,8 +154,8 @@ def compress_heads(
     budgets = jnp.asarray(budgets).reshape(batch * heads, -1)
     share = jnp.broadcast_to(jnp.asarray(shares), (batch, heads)).reshape(-1)
     part = compacted(compress_group(method, cache, prompt, budgets, plan, key, None, share))
-    assert isinstance(part.cache, LayerCache)
-    return heads_as_batch.together(resize(part.cache, plan.capacity), part.state, heads)
+    rows: Any = part.cache
+    return heads_as_batch.together(resize(rows, plan.capacity), part.state, heads)
 
 
 def heads_alone(prompt: LayerPrompt) -> LayerPrompt:
@@ -201,6 +210,11 @@ def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array,
     if schedule.kind == "interval" and method.forgets and (budgets.shape[-1] > 1 or longest > schedule.interval):
         state = state | {"due": budgets[..., -1] + schedule.interval}
     return state or None
+
+
+def with_budget(state: State, budget: Int[Array, "B *heads"], interval: Int[Array, ""] | int) -> State:
+    """What is remembered of a group under another budget: it is due `interval` rows beyond it."""
+    return state | {"budget": budget, "due": budget + interval}
 
 
 def stored(method: Method, group: Group, plan: GroupPlan) -> Group:
@@ -298,9 +312,7 @@ def _room(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Int[Array,
     room = {}
     for i, (group, group_state) in enumerate(zip(groups(layer), state, strict=True)):
         if group_state is not None and "due" in group_state:
-            due = group_state["due"].reshape(len(group.length), -1)
-            shared = isinstance(group, PagedHeads) and group.head_slots is None
-            room[i] = due - (rows_held(group)[:, None] if shared else group.length)
+            room[i] = group_state["due"].reshape(len(group.length), -1) - rows_by_head(group)
     return room
 
 
@@ -319,7 +331,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
             continue
         number += 1
         late = _late(layer, state)
-        if late and by_heads and isinstance(layer, PagedHeads):
+        if late and by_heads and head_slots(layer) is not None:
 
             def alone(held, rope=rope):
                 return _recompress_alone(method, *held, cache.position, rope)
@@ -394,12 +406,11 @@ def _recompress_group(
 
 def placed(method: Method, layers: Any) -> Any:
     """Layers on the devices of the ambient mesh; their slots too, where the steps of method or window allow it."""
-    kinds = LayerCache | PagedHeads | WindowCache
-    return jax.tree.map(
-        lambda x: constrain_cache(x, apart=shards_slots(method, x), paged=isinstance(x, PagedHeads)),
-        layers,
-        is_leaf=lambda x: isinstance(x, kinds),
-    )
+
+    def place(part):
+        return constrain_cache(part, apart=shards_slots(method, part), paged=first_pages(part) is not None)
+
+    return jax.tree.map(place, layers, is_leaf=is_part)
 
 
 def placed_state(method: Method, state: Any) -> Any:
@@ -415,10 +426,8 @@ def shards_slots(method: Method, part: Any, path: tuple[Any, ...] = ()) -> bool:
     """Whether devices may share the slots of a head of a layer, or of one of its groups; or what a method keeps under
     this path of its state: scores stand with their rows.
     """
-    rows = isinstance(part, LayerCache) or path[-1:] in [
-        (jax.tree_util.DictKey(name),) for name in heads_as_batch.OF_SLOTS
-    ]
-    return isinstance(part, WindowCache) or (rows and slots_shardable(method))
+    beside = path[-1:] in [(jax.tree_util.DictKey(name),) for name in heads_as_batch.OF_SLOTS]
+    return splits_slots(part, slots_shardable(method)) or (beside and slots_shardable(method))
 
 
 def _of_heads(tokens: StepInputs, heads: tuple[int, ...]) -> StepInputs:

@@ -19,23 +19,20 @@ from typing_extensions import override
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.cache.kinds import with_groups
+from clusterkv_jax.cache.kinds import is_compressible, numbered, with_groups
 from clusterkv_jax.cache.layers import (
-    HeadGroups,
     KVCache,
     Layer,
     LayerCache,
     PagedHeads,
     State,
-    WindowCache,
     groups,
     pad_slots,
     resize,
 )
-from clusterkv_jax.cache.pages import numbers_in_pages
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
-from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled
+from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_budget
 from clusterkv_jax.methods.families.eviction import Eviction
 from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
 from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request
@@ -174,17 +171,16 @@ def back_to_budget(
 def _with_budgets(
     method: Method,
     plan: LayerPlan,
-    layer: Layer,
+    layer: Any,
     state: tuple[State | None, ...],
     budgets: Int[Array, "B groups"],
     position: Int[Array, " B"],
 ) -> tuple[State | None, ...]:
-    if isinstance(layer, PagedHeads):
+    if plan.by_head is not None:
         (group_state,), (by_head, shares) = state, budgets_by_head(plan, budgets)
-        assert plan.by_head is not None
         of_heads = jnp.asarray(by_head)
         now = remembered(method, plan.by_head, layer, group_state or {}, of_heads, shares, position)
-        return (now | {"budget": of_heads, "due": of_heads + 1},)
+        return (with_budget(now, of_heads, 1),)
     return tuple(
         _with_budget(method, of_group, group, group_state, budgets[:, i], position)
         for i, (of_group, group, group_state) in enumerate(zip(plan.groups, groups(layer), state, strict=True))
@@ -203,7 +199,7 @@ def _with_budget(
         return None
     share = jnp.full(position.shape, plan.budget_share)
     rows = Rows(group, budget, position, state, budget_share=share, plan=plan)
-    return state | method.init_state(rows) | {"budget": budget, "due": budget + 1}
+    return with_budget(state | method.init_state(rows), budget, 1)
 
 
 @jit(static_argnames=("ropes",), donate_argnames=("cache",))
@@ -226,11 +222,7 @@ def _renumbered(
 ) -> LayerCache | PagedHeads:
     assert group.positions is not None
     batch, heads, slots, dim = group.keys.shape  # pages take the place of heads
-    first = (position[:, None] - group.length)[..., None]
-    if isinstance(group, PagedHeads):
-        there = numbers_in_pages(first + ordinals(heads * slots, 3), group)
-    else:
-        there = first + ordinals(slots, 3)
+    there = numbered(group, (position[:, None] - group.length)[..., None])
     positions = jnp.where(group.degree > 0, there, group.positions)
     if rope is None:
         return replace(group, positions=positions)
@@ -248,7 +240,7 @@ def settle(
     budgets: Int[Array | np.ndarray, "B groups stages"],
 ) -> tuple[Layer, tuple[State | None, ...]]:
     """A layer that is read and at its budget, in the slots that it has while decoding, with what is remembered then."""
-    if isinstance(layer, WindowCache):
+    if not is_compressible(layer):
         return layer, state
     if plan.pool is not None:
         assert plan.by_head is not None
@@ -262,7 +254,7 @@ def settle(
         _remembered(method, of_group, group_state, jnp.asarray(budgets[:, i]))
         for i, (of_group, group_state) in enumerate(zip(plan.groups, state, strict=True))
     ]
-    layer = with_groups(layer, caches) if isinstance(layer, HeadGroups) else caches[0]
+    layer = with_groups(layer, caches)
     return placed(method, layer), placed_state(method, tuple(kept))
 
 

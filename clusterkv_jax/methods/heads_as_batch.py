@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.attention import join_heads, with_mean, with_sinks
+from clusterkv_jax.cache.kinds import first_pages, group_arrays, head_slots, with_groups
 from clusterkv_jax.cache.layers import (
     HeadGroups,
     LayerCache,
@@ -109,7 +110,7 @@ def repaged(layer: Any, state: tuple[State | None, ...], pool: PagePlan) -> tupl
 
     Files from before there were pages have heads of equal budgets in arrays of their own.
     """
-    cache, of_heads = copies(layer, state[0] or {}) if isinstance(layer, PagedHeads) else _side_by_side(layer, state)
+    cache, of_heads = _side_by_side(layer, state) if head_slots(layer) is None else copies(layer, state[0] or {})
     first = jnp.broadcast_to(jnp.asarray(pool.first, jnp.int32), cache.length.shape)
     after = replace(pages.from_heads(cache, first, pool.count, pool.slots), head_slots=pool.head_slots)
     return after, (_of_layer(of_heads, after) or None,)
@@ -150,11 +151,11 @@ def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], cou
     plain = method.degree_power == 1 and (
         type(method).step is Method.step or all(group_state is None for group_state in state)
     )
-    if isinstance(layer, LayerCache):
-        serves = traits().host_driven and slot_ways(layer.keys.shape[1]) == 1
+    if group_arrays(layer) is not None:
+        serves = on_one_device()
     else:
-        in_pages = isinstance(layer, PagedHeads) and traits().host_driven
-        serves = (isinstance(layer, HeadGroups) or in_pages) and on_one_device()
+        one_device = slot_ways(layer.length.shape[1]) == 1 if first_pages(layer) is None else on_one_device()
+        serves = traits().host_driven and one_device
     return serves and plain and count == 1
 
 
@@ -175,11 +176,11 @@ def step(
     scores = None if tokens.scores is None else of_heads(tokens.scores)
     buffers, lengths = of_groups(layer, state)
 
-    first = layer.first if isinstance(layer, PagedHeads) else None
-    largest = pages.most_slots(layer) if isinstance(layer, PagedHeads) else None
+    first = first_pages(layer)
+    largest = None if first is None else pages.most_slots(layer)
 
     def enter(q: Array, keys: Any, values: Any, positions: Array, real: Array, *others: Any) -> Any:
-        mine = heads if isinstance(layer, HeadGroups) else (tuple(range(keys.shape[1])),)
+        mine = group_arrays(layer) or (tuple(range(keys.shape[1])),)
         token = of_heads(q), keys, values, positions[:, 0], real[:, 0]
         options: Any = {"first": first, "heads": mine, "largest": largest, "soft_cap": tokens.soft_cap}
         out, lse, *after = step_in_groups(*token, *others, **options)
@@ -215,8 +216,7 @@ def put_in_groups(
         group_state if of_rows is None or group_state is None else group_state | {"scores": of_rows}
         for group_state, (*_, of_rows) in zip(state, buffers, strict=True)
     )
-    layer = replace(layer, groups=caches) if isinstance(layer, HeadGroups) else caches[0]
-    return layer, states
+    return with_groups(layer, caches), states
 
 
 def in_turns(function: Callable[[Any], Any], tree: Any, most_bytes: int = BYTES_AT_ONCE) -> Any:

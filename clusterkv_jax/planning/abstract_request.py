@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from clusterkv_jax.cache.layers import KVCache, LayerCache, WindowCache
+from clusterkv_jax.cache.kinds import is_part
+from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.in_codes import code_shapes
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.generation.batch import Gate
@@ -84,10 +85,7 @@ def placed(tree: Any, method: Method, mesh: Any, hidden: tuple[int, ...] = ()) -
         axes = HIDDEN if x.shape == hidden else axes
         return array(mesh, x.shape, x.dtype, partition(axes, x.shape, mesh))
 
-    def layers(part):
-        return isinstance(part, LayerCache | WindowCache)
-
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=layers)
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_part)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from clusterkv_jax.cache import pages
-from clusterkv_jax.cache.kinds import with_groups
-from clusterkv_jax.cache.layers import KVCache, Layer, PagedHeads, WindowCache, group_heads, groups
+from clusterkv_jax.cache.kinds import is_compressible, of_slots, with_groups
+from clusterkv_jax.cache.layers import KVCache, Layer, group_heads, groups
 from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.decoding import append_step, prefill
 from clusterkv_jax.kernels.quantised import Quantised
@@ -101,7 +100,7 @@ def in_place_of(
     layer: Layer, keys: Float[Array, "B K N D"], values: Float[Array, "B K N D"], lengths: Int[Array, " B"]
 ) -> Layer:
     """The layer, whose rows have the gradients of the tokens in whose places they stand."""
-    if isinstance(layer, WindowCache):  # which no method compresses
+    if not is_compressible(layer):
         return ring(keys, values, lengths, layer.window, layer.rows.capacity)
     parts = [
         _group_in_place(group, keys[:, jnp.asarray(heads)], values[:, jnp.asarray(heads)])
@@ -117,9 +116,7 @@ def _group_in_place(group: Any, keys: Float[Array, "B K N D"], values: Float[Arr
         )
 
     def put(rows: Array, tokens: Array) -> Array:
-        if isinstance(group, PagedHeads):
-            tokens = jnp.take_along_axis(tokens, pages.owners(group)[:, :, None, None], axis=1)
-        mine = jnp.take_along_axis(tokens, group.positions[..., None], axis=2)
+        mine = jnp.take_along_axis(of_slots(group, tokens), group.positions[..., None], axis=2)
         # The rows' own numbers, to the bit: x - x is 0.
         return rows + (mine - jax.lax.stop_gradient(mine))
 

@@ -91,18 +91,18 @@ class Eviction(Method):
     @override
     def compress(self, rows: Rows) -> Compressed:
         """Take the rows that stay, or those that an earlier layer selected."""
-        assert isinstance(rows.cache, LayerCache)
+        cache: Any = rows.cache
         if self.storage == "pages":
-            return Compressed(pages.to_pages(rows.cache, self._stay(rows), rows.plan.capacity))
+            return Compressed(pages.to_pages(cache, self._stay(rows), rows.plan.capacity))
         slots = rows.selection
         if slots is None:
             slots = mask_to_slots(self._stay(rows), rows.plan.capacity)
-        return Compressed(take_slots(rows.cache, slots), selection=slots)
+        return Compressed(take_slots(cache, slots), selection=slots)
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
         """As after the prompt, over the rows there are, in place."""
-        if not isinstance(rows.cache, LayerCache):
+        if self.storage == "pages":
             return Compressed(self._recompress_pages(rows))
         stay = self._stay(rows) if rows.selection is None else rows.selection
 
