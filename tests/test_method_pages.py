@@ -1,6 +1,7 @@
 """Each public method has a page that names its fields, defaults and presets, and there is no page without a method."""
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_the_table_names_every_field_and_its_default(name):
         [f"`{field.name}`", written(field)] for field in dataclasses.fields(METHODS[name])
     ]
     assert all(len(row) == 3 and row[2] for row in rows)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_docstring_says_what_every_field_means(name):
+    """But for `cache_dtype`, which all have: `Storage` says it."""
+    said = re.findall(
+        r"^    (\w+): ", (inspect.getdoc(METHODS[name]) or "").partition("Attributes:\n")[2], re.MULTILINE
+    )
+    assert set(said) == {field.name for field in dataclasses.fields(METHODS[name])} - {"cache_dtype"}
 
 
 @pytest.mark.parametrize("name", METHODS)

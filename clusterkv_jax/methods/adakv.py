@@ -32,6 +32,16 @@ class AdaKV(SnapKV):
     mode "kvpress": the int(safeguard B) best rows of each head are safe, the best of all others fill K B exactly.
     mode "factory": a head with c of the K (B - window) best rows of the layer before the window keeps its
     round((1 - safeguard) c + int(safeguard (B - window))) best ones and the window: K B up to rounding.
+
+    Attributes:
+        budget: mean number of rows per KV head of a layer; no `shares` per head.
+        window: last queries, whose rows always stay.
+        kernel: neighbours that pooling covers, an odd number.
+        pooling: "max" or "avg".
+        pool_before_group: pool each query head's scores before the mean over the group.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
+        safeguard: share of B that each head keeps whatever the others need.
+        mode: which published rule.
     """
 
     safeguard: float = 0.2

@@ -24,6 +24,15 @@ class Auto(OrbitKV):
     and engines do: OrbitKV with these fields, the same with a `degree_power` of at most 0.5, or KVzap, which has no
     `merged`. The last two have a `max_recent` of 32 unless `recent` says another number. Without a calibration it is
     OrbitKV.
+
+    Attributes:
+        budget: rows per KV head on the average, sinks and recent rows included.
+        sinks: first rows, which always stay.
+        recent: last rows, which always stay.
+        merged: OrbitKV's share of centroids.
+        interval: generated tokens between two compressions.
+        max_recent: most last rows that stay where an eighth of a head's budget is more than `recent`.
+        degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
     def chosen(self, choice: AutoChoice | None) -> Method:

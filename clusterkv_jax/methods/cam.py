@@ -30,6 +30,12 @@ class CaM(Streaming):
     probability p = attention to e / mean attention to the ring's other rows, at most 1, by the token's own query. Keys
     stay. The draw is one per head; `stochastic=False` adds the expectation, p value_e / merge_budget. Prompts are read
     as if they had been decoded.
+
+    Attributes:
+        budget: rows per KV head, sinks included.
+        sinks: first rows, which always stay.
+        merge_budget: values that share the value of a row that leaves.
+        stochastic: draw each merge; False adds the expectation.
     """
 
     merge_budget: int = 32

@@ -16,6 +16,17 @@ class CentroidKV(Clustering):
 
     `merge_of` is what the ratio is taken of: the "edges", one for each A row, which is the published reading and its
     name there, "A"; or all rows of the "middle".
+
+    Attributes:
+        budget: rows per KV head, sinks and recent rows included.
+        sinks: first rows, never merged.
+        recent: last rows, never merged.
+        chunk: rows of a chunk, an even number.
+        merge_ratio: share of the edges that a round merges.
+        merge_of: what the share is taken of: "edges" (the paper's "A", one for each A row), or all rows of the
+            "middle".
+        interval: generated tokens between two clusterings.
+        degree_power: a centroid of n rows counts as n to this power: 1 is the paper's log degree, 0 one row.
     """
 
     merge_ratio: float = 0.8

@@ -20,6 +20,19 @@ class Chelsea(Clustering):
     The budget is B = int(R (n + max new tokens)), and a prompt is clustered only if n >= B + interval.
     `outlier_heads`, pairs (layer, KV head), keep every token; the other heads get B' = (B - p n) / (1 - p), where p
     is the share of outlier heads among all heads of the model, so that the whole cache stays at B rows per head.
+
+    Attributes:
+        budget: rows per KV head, sinks and recent rows included; its base is prompt and new tokens.
+        sinks: first rows, never merged.
+        recent: last rows, never merged.
+        chunk: rows of a chunk, an even number.
+        r_init: share of the middle that the first round merges.
+        r_decay: what each round takes off that share.
+        r_steps: rounds after which the share stays.
+        r_min: least share of a round.
+        interval: generated tokens between two clusterings.
+        outlier_heads: pairs (layer, KV head) that keep every row.
+        degree_power: a centroid of n rows counts as n to this power: 1 is the paper's log degree, 0 one row.
     """
 
     r_init: float = 0.45

@@ -30,8 +30,16 @@ class ChunkKV(Windowed):
     mode "exact": runs tile the rows before the window, the best ones are kept whole, and the first rows of the next
     one fill the budget. mode "kvpress": runs tile all rows, scores are SnapKV's (pooled), a run counts by its mean, and
     only whole runs are kept: int(ceil(n / chunk) * ratio) of them, at least one.
-    With `reuse_layers` = N only every N-th layer chooses; the others keep the same rows. `decode_interval` is as in
-    `SnapKV`.
+    With `reuse_layers` = N only every N-th layer chooses; the others keep the same rows.
+
+    Attributes:
+        budget: rows per KV head, window included; no `shares` where layers reuse a choice.
+        window: last queries, whose rows always stay.
+        chunk: tokens of a run.
+        mode: the paper's rule or kvpress's.
+        reuse_layers: layers that share one choice.
+        decode_interval: rows beyond B that trigger a new choice, of runs of the rows there are then; None appends
+            for ever.
     """
 
     window: int = 32

@@ -48,6 +48,18 @@ class ClusterKV(Recall):
 
     `store="host"` keeps the rows of the layers that are not dense in host memory, and on the device those that the last
     `cached_steps` steps recalled; a step moves the others (see `clusterkv_jax.cache.host_store`).
+
+    Attributes:
+        budget: rows that a query reads in a step, sinks included.
+        sinks: first rows, in no cluster and always read.
+        tokens_per_cluster: tokens of the prompt per cluster.
+        interval: generated tokens that are clustered together.
+        interval_clusters: clusters that these tokens form.
+        max_iterations: most steps of K-means.
+        dense_layers: first layers, which attend to everything.
+        per_query_head: choose for each query head; False for all query heads of a KV head together.
+        store: where the rows are: "device" or "host".
+        cached_steps: steps whose recalled rows stay on the device, with `store="host"`.
     """
 
     sinks: int = 16

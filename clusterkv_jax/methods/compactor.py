@@ -22,8 +22,17 @@ class Compactor(Scoped):
 
     Leverage is that of keys before their rotation in a random sketch of `sketch` columns; attention that of the queries
     of the same `chunk` rows, unscaled and not causal. `blending` weighs the leverage; None takes the share of rows that
-    is dropped. Both are standardised over the heads of equal budgets. `scope` is as in `KeyDiff`; what is decoded is
-    appended, as the queries of the rows are gone.
+    is dropped. Both are standardised over the heads of equal budgets. What is decoded is appended,
+    as the queries of the rows are gone.
+
+    Attributes:
+        budget: rows per KV head, sinks and recent rows included; the mean of a layer with `scope="layer"`.
+        sinks: first rows, which always stay.
+        recent: last rows, which always stay.
+        chunk: rows that attend to one another.
+        sketch: columns of the random matrix.
+        blending: weight of the leverage; None is the share of rows that is dropped.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
     """
 
     sinks: int = 8

@@ -34,6 +34,10 @@ class Composed(Method):
 
     `Full()` as prefill leaves the prompt whole until `decode` compresses it; `Full()` as decode appends for ever. No
     head may have a smaller budget for decoding than for the prompt.
+
+    Attributes:
+        prefill: the method for the prompt, with a budget of its own.
+        decode: the method for generated tokens: `Full()` or one that compresses while tokens are generated.
     """
 
     prefill: Method

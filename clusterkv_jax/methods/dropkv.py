@@ -17,8 +17,14 @@ class DropKV(Scoped, Windowed):
     """Keep the last `window` rows, and of those before them the ones that change the outputs of the last `window`
     queries most when each is dropped alone.
 
-    The scores are the mean squared changes of a group's query heads, averaged over `kernel` rows. `scope` and
-    `decode_interval` are as in `KeyDiff`.
+    The scores are the mean squared changes of a group's query heads, averaged over `kernel` rows.
+
+    Attributes:
+        budget: rows per KV head, window included; the mean of a layer with `scope="layer"`.
+        window: last queries, whose rows always stay.
+        kernel: neighbours that a score is the mean of, an odd number.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     window: int = 32

@@ -29,8 +29,18 @@ class ExpectedAttention(Scoped):
 
     Queries of the next `future` positions are taken for normally distributed, with the moments of the queries so far.
     `covariance` False knows their mean only, `value_norm` False leaves the values out, `epsilon` is added to the
-    attention before it is weighted: 1e-2 is best with scope "layer". `scope` and `decode_interval` are as in `KeyDiff`;
-    while decoding the new queries count too.
+    attention before it is weighted: 1e-2 is best with scope "layer". While decoding the new
+    queries count too.
+
+    Attributes:
+        budget: rows per KV head, sinks included; the mean of a layer with `scope="layer"`.
+        sinks: first rows, which always stay; their queries do not count.
+        future: positions behind the prompt whose rotations are averaged.
+        covariance: whether the queries' covariance counts, or their mean alone.
+        value_norm: whether the lengths of the values weigh the attention.
+        epsilon: added to the attention before it is weighted.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     sinks: int = 4

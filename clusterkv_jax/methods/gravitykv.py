@@ -19,6 +19,17 @@ class GravityKV(Clustering):
     The distance of keys bounds the change of every logit, which their cosine does not; merging unlike values destroys
     what attention reads; and heavy centroids attract, so that what is common collects in few of them and rare rows stay
     single.
+
+    Attributes:
+        budget: rows per KV head, sinks and recent rows included.
+        sinks: first rows, never merged.
+        recent: last rows, never merged.
+        chunk: rows of a chunk, an even number.
+        merge_ratio: share of the middle that a round merges.
+        value_weight: weight of the cosine of values.
+        gravity: weight of the degrees.
+        interval: generated tokens between two clusterings.
+        degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
     merge_ratio: float = 0.3

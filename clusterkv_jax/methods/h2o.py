@@ -36,6 +36,11 @@ class H2O(Method):
 
     `recent` None is half of the budget. Each step adds its own attention to the sums and then drops the row with the
     smallest, of equal ones the later. `normalize` divides a sum by the number of queries that have seen its row.
+
+    Attributes:
+        budget: rows per KV head, recent rows included.
+        recent: latest rows that always stay; None is half of the budget.
+        normalize: divide each sum by the number of queries that saw the row.
     """
 
     budget: Budget

@@ -27,6 +27,12 @@ class InfiniGen(Recall):
     The scores of a layer are those of the query that it makes of what the layer before it read; the first layer has
     none before it and attends to everything, as the first `dense_layers` do. With `alpha`, as many rows as score
     above the best one less alpha, averaged over the heads, and at most B.
+
+    Attributes:
+        budget: rows that a query reads in a step.
+        partial_ratio: share of the columns that scores are made of.
+        alpha: distance from the best score within which rows are read; None reads B rows.
+        dense_layers: first layers, which attend to everything; at least one.
     """
 
     partial_ratio: float = 0.2

@@ -17,8 +17,12 @@ from clusterkv_jax.methods.families.eviction import Scoped
 class KeyDiff(Scoped):
     """Keep the B rows whose keys are least like the mean direction of their head's keys; none is protected.
 
-    scope "layer": rows compete over all heads of a layer, which share its memory by pages. `decode_interval` compresses
-    again whenever that many rows more than B are held; None appends.
+    scope "layer": rows compete over all heads of a layer, which share its memory by pages.
+
+    Attributes:
+        budget: rows per KV head; the mean of a layer with `scope="layer"`.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     scope: Literal["head", "layer"] = "head"

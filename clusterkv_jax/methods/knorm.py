@@ -18,7 +18,10 @@ from clusterkv_jax.scores import as_ranked
 class Knorm(Scoped):
     """Keep the B rows whose keys have the smallest norm; none is protected.
 
-    `scope` and `decode_interval` are as in `KeyDiff`.
+    Attributes:
+        budget: rows per KV head; the mean of a layer with `scope="layer"`.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     scope: Literal["head", "layer"] = "head"

@@ -19,7 +19,16 @@ class KVzap(Scored):
 
     The model needs a surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured with it.
     Where an eighth of a head's budget is more than `recent`, so many rows stay at the end, but at most `max_recent`.
-    `scope` and `decode_interval` are as in `KeyDiff`; with scope "layer" tokens are appended while decoding.
+    With scope "layer" tokens are appended while decoding.
+
+    Attributes:
+        budget: rows per KV head, sinks and recent rows included; the mean of a layer with `scope="layer"`.
+        sinks: first rows, which always stay.
+        recent: last rows, which always stay.
+        max_recent: most last rows that stay where an eighth of a head's budget is more than `recent`.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever, as it must with
+            `scope="layer"`.
     """
 
     sinks: int = 4

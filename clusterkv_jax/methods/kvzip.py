@@ -25,6 +25,18 @@ class KVzip(Scored):
     `instruction` asks for the repetition: `generate` takes KVzip's words, `prefill` needs `learned.instruction`. A
     prompt that begins as the model's chat template does is repeated within it; `frame` are the template's ids before
     and behind a message, which `generate` takes from the tokenizer. Tokens are appended while decoding.
+
+    Attributes:
+        budget: rows per KV head, sinks included; the mean of a layer with `scope="layer"`.
+        sinks: first rows, which always stay, and which every softmax sees.
+        recent: last rows of the prompt, which always stay.
+        plus: whether attention counts by what it writes: KVzip+.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        chunk: tokens of a piece.
+        instruction: ids that ask for the first piece, ids for a later one, ids before the answer; `generate` takes
+            KVzip's words.
+        frame: ids that the chat template puts before a message and behind it; `generate` takes them where there is
+            a template.
     """
 
     sinks: int = 4

@@ -20,7 +20,15 @@ class LagKV(Scoped):
 
     The last whole partition and what follows it go before all others; so do the latest rows of a prompt of fewer than
     sinks + 2 lag. Of equal scores the latest row stays. `cross_scoring` lets partitions compete, instead of each losing
-    the same share. `scope` and `decode_interval` are as in `KeyDiff`.
+    the same share.
+
+    Attributes:
+        budget: rows per KV head, sinks included; the mean of a layer with `scope="layer"`.
+        sinks: first rows, which always stay.
+        lag: rows of a partition.
+        cross_scoring: whether rows of different partitions compete by their numbers, not by their ranks.
+        scope: "head": rows compete in their head; "layer": over all heads of a layer.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     sinks: int = 4

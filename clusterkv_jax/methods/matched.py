@@ -44,6 +44,10 @@ class Matched(Method):
 
     The queries are the prompt's own, turned to positions behind it. A head takes its fit where that answers queries
     which were kept out of it better than the rows did before. While decoding all is as `method` does it.
+
+    Attributes:
+        method: any method that holds tokens or centroids.
+        queries: reference queries per KV head, over all of its query heads; 4 to 32,768.
     """
 
     method: Method

@@ -55,6 +55,15 @@ class OrbitKV(Merging):
     with it. The same happens again every `interval` generated tokens; a centroid then is one of the others: its score
     is -inf, since a row's degree may be fitted (`Matched`). Where an eighth of a head's budget is more than `recent`,
     so many rows stay at the end, but at most `max_recent`.
+
+    Attributes:
+        budget: rows per KV head on the average, sinks and recent rows included.
+        sinks: first rows, never merged.
+        recent: last rows, never merged.
+        merged: part of the free rows that are centroids, in heads with at least the mean share.
+        interval: generated tokens between two compressions.
+        max_recent: most last rows that stay where an eighth of a head's budget is more than `recent`.
+        degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
     budget: Budget

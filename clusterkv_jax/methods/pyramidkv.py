@@ -24,8 +24,16 @@ class PyramidKV(Windowed):
 
     mode "kvpress": the window counts in b; min = b / beta, max = 2 b - min.
     mode "factory": the window comes on top of b - window, and steps between layers are whole.
-    Where a prompt is too short for such a pyramid, it is made flatter or all layers keep b. `decode_interval` is as in
-    `SnapKV`.
+    Where a prompt is too short for such a pyramid, it is made flatter or all layers keep b.
+
+    Attributes:
+        budget: mean number of rows per KV head over the layers; no `shares`.
+        window: last queries, whose rows always stay.
+        kernel: neighbours that pooling covers, an odd number.
+        pooling: "max" or "avg".
+        beta: steepness: the smallest layer gets 1 / `beta` of the mean.
+        mode: which published schedule.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     window: int = 32

@@ -28,6 +28,12 @@ class Quest(Recall):
 
     A page's score is sum_d max(q_d min_d, q_d max_d) over the smallest and largest entries of its keys. The first
     `dense_layers` attend to everything.
+
+    Attributes:
+        budget: rows that a query reads in a step.
+        page: rows of a page.
+        min_pages: fewest pages that a query reads.
+        dense_layers: first layers, which attend to everything.
     """
 
     page: int = 16

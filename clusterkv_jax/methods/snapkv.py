@@ -19,8 +19,16 @@ class SnapKV(Windowed):
     """Keep the last `window` rows and the B - window rows before them with the highest pooled attention.
 
     The scores are the window's mean attention probabilities, averaged over the query heads of a KV head and pooled over
-    `kernel` rows; `pool_before_group` pools each query head's first. `decode_interval` compresses again whenever that
-    many rows more than B are held, by the last `window` queries then; None appends, as published.
+    `kernel` rows; `pool_before_group` pools each query head's first. While decoding the
+    last `window` queries choose again, every `decode_interval` rows; without it tokens are appended, as published.
+
+    Attributes:
+        budget: rows per KV head, window included.
+        window: last queries, whose rows always stay.
+        kernel: neighbours that pooling covers, an odd number.
+        pooling: "max" or "avg".
+        pool_before_group: pool each query head's scores before the mean over the group.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     window: int = 32

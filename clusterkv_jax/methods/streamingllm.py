@@ -30,6 +30,11 @@ class StreamingLLM(Streaming):
 
     Rows keep their true positions. `rerotate` moves them together as the paper does, so that the distance from a query
     to a sink is that of their places in the cache; it needs a model with RoPE.
+
+    Attributes:
+        budget: rows per KV head, sinks included.
+        sinks: first rows, which always stay.
+        rerotate: move rows to the positions of their places in the cache; the model must have RoPE.
     """
 
     rerotate: bool = False

@@ -17,8 +17,11 @@ class TOVA(Windowed):
     """Keep the last row and the B - 1 rows before it that the last query attends to most, the same in all heads.
 
     The scores are the attention probabilities of the last query, averaged over the query heads of the layer.
-    `decode_interval` compresses again whenever that many rows more than B are held, by the last query then; None
-    appends.
+    While decoding the newest query chooses.
+
+    Attributes:
+        budget: rows per KV head, the last one included.
+        decode_interval: rows beyond B that trigger a new choice; None appends for ever.
     """
 
     decode_interval: int | None = None
