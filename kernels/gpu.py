@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.quantised import Quantised, Rows, as_array, in_codes, is_packed, kind, numbers
+from clusterkv_jax.kernels.quantised import Quantised, StoredRows, as_array, in_codes, is_packed, kind, numbers
 from clusterkv_jax.runtime.dispatch import device_kind, platform
 
 # What the kernels can read; other dtypes go to XLA.
@@ -61,7 +61,7 @@ def call(
     return run(*args)
 
 
-def check_dtypes(op: str, *rows: Rows) -> None:
+def check_dtypes(op: str, *rows: StoredRows) -> None:
     """Raise NotImplementedError for dtypes that the kernels do not read."""
     arrays = [x for x in rows if not isinstance(x, Quantised)]
     kinds = {kind(x) for x in rows if isinstance(x, Quantised)}

@@ -46,7 +46,7 @@ class Quantised:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * (2 if is_packed(self) else 1))
 
 
-Rows = Array | Quantised
+StoredRows = Array | Quantised
 
 
 def as_array(rows: Any) -> Any:
@@ -92,7 +92,7 @@ def in_codes(
     return Quantised((low | (high << 4)).astype(jnp.uint8), scale)
 
 
-def dequantised(rows: Rows) -> Float[Array, "... D"]:
+def dequantised(rows: StoredRows) -> Float[Array, "... D"]:
     """The rows in float32; rows that are no codes as they are."""
     if not isinstance(rows, Quantised):
         return rows
@@ -100,7 +100,7 @@ def dequantised(rows: Rows) -> Float[Array, "... D"]:
     return rotated(whole) if is_packed(rows) else whole
 
 
-def row_squares(rows: Rows) -> Float[Array, "..."]:
+def row_squares(rows: StoredRows) -> Float[Array, "..."]:
     """|x|² of every row in float32; a rotation leaves it as it is."""
     if isinstance(rows, Quantised):
         return squares_of(numbers(rows.codes, jnp.float32)) * jnp.square(rows.scales)
@@ -112,7 +112,7 @@ def squares_of(parts: list[Float[Array, "... width"]]) -> Float[Array, "..."]:
     return functools.reduce(jnp.add, [jnp.sum(jnp.square(part), axis=-1) for part in parts])
 
 
-def with_changes(stored: Rows, rows: Float[Array, "... D"], changed: Bool[Array, "..."]) -> Rows:
+def with_changes(stored: StoredRows, rows: Float[Array, "... D"], changed: Bool[Array, "..."]) -> StoredRows:
     """`rows` as they are stored; they were `dequantised(stored)` before some changed, the others keep their codes."""
     if not isinstance(stored, Quantised):
         return rows
@@ -121,7 +121,7 @@ def with_changes(stored: Rows, rows: Float[Array, "... D"], changed: Bool[Array,
     return Quantised(codes, jnp.where(changed, new.scales, stored.scales))
 
 
-def as_stored(rows: Rows, others: Rows, mean: Float[Array, "B K 1 D"] | None = None) -> Any:
+def as_stored(rows: StoredRows, others: StoredRows, mean: Float[Array, "B K 1 D"] | None = None) -> Any:
     """Rows in the codes of `others`, where those are quantised and these are not, less the mean that they are less."""
     if isinstance(rows, Quantised) or not isinstance(others, Quantised):
         return rows
@@ -150,7 +150,7 @@ def in_basis_of_codes(attention: Callable[..., Any]) -> Callable[..., Any]:
     """Attention of queries `q` over `keys` and `values`, its first arguments, with both rotated where the rows are."""
 
     @functools.wraps(attention)
-    def turned(q: Array, keys: Rows, values: Rows, *args: Any, **options: Any) -> Any:
+    def turned(q: Array, keys: StoredRows, values: StoredRows, *args: Any, **options: Any) -> Any:
         if not (isinstance(keys, Quantised) and is_packed(keys)):
             return attention(q, keys, values, *args, **options)
         result = attention(rotated(q), keys, values, *args, **options)

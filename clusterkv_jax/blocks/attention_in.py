@@ -18,7 +18,7 @@ from clusterkv_jax.kernels.head_products import head_products
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
 from clusterkv_jax.runtime.sharding import apart, on_one_device
 
-Layer = dict[str, Any]
+LayerWeights = dict[str, Any]
 Projected = tuple[
     Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B T K"] | None
 ]
@@ -28,7 +28,7 @@ WHOLE_HEAD = 32  # numbers: a head of no multiple of it fills no block of the ke
 
 @jax.named_scope("attention/project")
 def attention_in(
-    layer: Layer,
+    layer: LayerWeights,
     config: ModelConfig,
     hidden: Float[Array, "B T M"],
     positions: Int[Array, "B T"],
@@ -55,7 +55,7 @@ def _lengths(scaling: QueryScaling, positions: Int[Array, "B T"]) -> Float[Array
 
 
 def _reference(
-    layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
+    layer: LayerWeights, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
     weights, x = layer["attention"], pre_norm(layer, "attention", config, hidden)
     q, k, v = linears(x, [weights[name] for name in "qkv"], (2,), [weights.get(f"{name}_bias") for name in "qkv"])
@@ -64,7 +64,7 @@ def _reference(
 
 
 def _on_gpu(
-    layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
+    layer: LayerWeights, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
     check_numbers(*(layer["attention"][name] for name in "qkv"))
     if surrogate is not None and hidden.shape[0] * hidden.shape[1] >= MANY:
@@ -73,7 +73,7 @@ def _on_gpu(
 
 
 def _many_with_scores(
-    layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate
+    layer: LayerWeights, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate
 ) -> Projected:
     """One product makes the keys and the scores of many tokens.
 
@@ -94,7 +94,7 @@ def _many_with_scores(
 
 
 def _few_tokens(
-    layer: Layer, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
+    layer: LayerWeights, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
     """One launch for the heads of few tokens; of one token its norm too, and what a linear surrogate says of it."""
     check_few(hidden, config.hidden_size, config.num_heads * config.head_dim)

@@ -100,7 +100,7 @@ def in_files(place: Stored | StoredStack, entries: Mapping[str, TensorEntry | Co
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedTensor:
     """A tensor of codes and one of scales, which stand for a matrix of numbers: the rows of all `experts` together."""
 
     how: Quantization
@@ -190,7 +190,7 @@ class Quantised:
 
 
 # What a parameter is made of.
-Entry = TensorEntry | Quantised | WordsTensor
+Entry = TensorEntry | QuantisedTensor | WordsTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ def without_codes(entries: dict[str, TensorEntry], how: Quantization | PackedWor
     return {**others, **found}
 
 
-def _quantised(name: str, codes: str, entries: dict[str, TensorEntry], how: Quantization) -> Quantised:
+def _quantised(name: str, codes: str, entries: dict[str, TensorEntry], how: Quantization) -> QuantisedTensor:
     entry = entries[codes]
     if entry.dtype != how.type:
         raise CheckpointError(f"{codes} in {entry.path} holds {entry.dtype}; allowed: {how.type}.")
@@ -265,7 +265,7 @@ def _quantised(name: str, codes: str, entries: dict[str, TensorEntry], how: Quan
     if missing:
         raise CheckpointError(f"{codes} in {entry.path} lacks {missing[0]}, without which its codes are no numbers.")
     experts = entry.shape[0] if how.code == "e2m1" and len(entry.shape) == 4 else None
-    found = Quantised(how, name, shape, entry, entries[scale], None if zeros is None else entries[zeros], experts)
+    found = QuantisedTensor(how, name, shape, entry, entries[scale], None if zeros is None else entries[zeros], experts)
     grid = _grid(how, shape)
     _check(scale, found.scales, grid, (*FILE_TYPES, "U8") if how.code == "e2m1" else tuple(FILE_TYPES))
     if found.zeros is not None:

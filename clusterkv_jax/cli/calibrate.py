@@ -53,7 +53,7 @@ has it:
 """
 
 
-class Surrogate(StrEnum):
+class SurrogateKind(StrEnum):
     """What predicts the scores."""
 
     linear = "linear"
@@ -95,8 +95,9 @@ def calibrate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of pieces.", min=0)] = 0,
     surrogate: Annotated[
-        Surrogate, typer.Option(help="linear, or mlp: one inner layer, which wants hundreds of --sequences and optax.")
-    ] = Surrogate.linear,
+        SurrogateKind,
+        typer.Option(help="linear, or mlp: one inner layer, which wants hundreds of --sequences and optax."),
+    ] = SurrogateKind.linear,
     outliers: Annotated[float, _statistic(help="Share of all heads that become outlier heads.", min=0, max=1)] = 0.04,
     whole_layer: Annotated[
         list[int] | None, _statistic(help="A layer whose heads are all outliers; repeatable.", show_default="none")

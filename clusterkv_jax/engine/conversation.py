@@ -40,7 +40,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class _State:
+class _Dialogue:
     """Where a conversation stands.
 
     Attributes:
@@ -150,7 +150,7 @@ class Conversation:
         self._read_so = {"reading": reading, "window": window, "chunk": chunk}
         self._engine = Engine(model, method=settled, keep_short=True, **sizes, **self._read_so)
         self.model, self.method = model, self._engine.method
-        self._state = _State()
+        self._state = _Dialogue()
 
     # --- what is said ---
 
@@ -305,7 +305,7 @@ class Conversation:
         new = cls(model, method=saving.made_by(path) if method is None else method, **how)
         context = new._engine.read(Path(path), max_new_tokens=said.max_new_tokens)
         where = said.front, said.seen, tuple(said.last), context, said.asked, said.read_tokens
-        new._state = _State(tuple(said.messages), *where)
+        new._state = _Dialogue(tuple(said.messages), *where)
         _check_said(path, new._state, model.config.vocab_size)
         return new
 
@@ -379,13 +379,15 @@ class Conversation:
         seed = (self.seed + self.turns) % (MOST_SEED + 1)
         return params_of(self.sampling, seed=seed, max_tokens=self.max_new_tokens)
 
-    def _answered(self, here: _State, content: str, seen: str, result: Result, context: Context, count: int) -> _State:
+    def _answered(
+        self, here: _Dialogue, content: str, seen: str, result: Result, context: Context, count: int
+    ) -> _Dialogue:
         """Where the conversation stands after an answer."""
         ((tokens,), (text,), (reason,)) = result.tokens, result.texts, result.finish_reasons
         said = ({"role": "user", "content": content}, {"role": "assistant", "content": text})
         last = () if reason == "eos" else (tokens[-1],)
         asked, count = context.length - len(tokens) + 1, count + _read_of(result)
-        return _State((*here.messages, *said), "", seen + text, last, context, asked, count, result)
+        return _Dialogue((*here.messages, *said), "", seen + text, last, context, asked, count, result)
 
 
 def _read_of(result: Result) -> int:
@@ -399,7 +401,7 @@ def _letters(text: str) -> str:
     return "".join(text.split())
 
 
-def _check_said(path: Any, here: _State, vocab_size: int) -> None:
+def _check_said(path: Any, here: _Dialogue, vocab_size: int) -> None:
     """Raise ValueError for a saved conversation that cannot be."""
     context = here.context
     assert context is not None

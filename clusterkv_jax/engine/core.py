@@ -13,7 +13,7 @@ import numpy as np
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import Context, ContextStore, PrefillResult
 from clusterkv_jax.engine.continuation import left_behind
-from clusterkv_jax.engine.handle import Handle, OnOutput, State
+from clusterkv_jax.engine.handle import Handle, OnOutput, RequestStatus
 from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.logits import Logprobs, checked_mask
 from clusterkv_jax.engine.metrics import (
@@ -324,7 +324,7 @@ class EngineCore:
         self.contexts.add(context, result)
         return context
 
-    def _finish(self, sequence: RunningSequence, state: State, outcome: Result | Exception) -> None:
+    def _finish(self, sequence: RunningSequence, state: RequestStatus, outcome: Result | Exception) -> None:
         """A request leaves, and its slot is free."""
         key = sequence.request.key
         context = self._context_of(sequence) if isinstance(outcome, Result) else None

@@ -10,7 +10,7 @@ from clusterkv_jax.engine.outputs import RequestOutput
 from clusterkv_jax.engine.scheduler import Key
 from clusterkv_jax.generation.results import Result
 
-State = Literal["waiting", "active", "finished", "failed", "cancelled"]
+RequestStatus = Literal["waiting", "active", "finished", "failed", "cancelled"]
 # Takes what is new of a request as it comes, or why it has failed.
 OnOutput = Callable[[RequestOutput | Exception], None]
 
@@ -27,7 +27,7 @@ class Handle:
 
     def __init__(self, core: Any, key: Key, on_output: OnOutput | None = None) -> None:
         self._core, self.key, self.on_output = core, key, on_output
-        self.state: State = "waiting"
+        self.state: RequestStatus = "waiting"
         self._outcome: Result | Exception | None = None
         self.context: Context | None = None
 
@@ -60,6 +60,6 @@ class Handle:
             raise self._outcome
         return self._outcome
 
-    def finish(self, state: State, outcome: Result | Exception, context: Context | None) -> None:
+    def finish(self, state: RequestStatus, outcome: Result | Exception, context: Context | None) -> None:
         """What the request has come to, and the context that its answer has left."""
         self.state, self._outcome, self.context = state, outcome, context

@@ -21,7 +21,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 LARGEST_CHANGE = 3.0
 STEPS = 2
 
-Block = tuple[Float[Array, "T D"], Bool[Array, " T"]]
+TokenBlock = tuple[Float[Array, "T D"], Bool[Array, " T"]]
 
 
 @own_settings()
@@ -83,7 +83,7 @@ def refit(
     queries = jnp.where(used[:, None], queries.astype(jnp.float32), 0.0) * queries.shape[1] ** -0.5
     blocks = _in_blocks(queries, used, block)
 
-    def mass(sums: tuple[Array, Array], part: Block) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def mass(sums: tuple[Array, Array], part: TokenBlock) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         query, counts = part
         score = jnp.where(real[None], jnp.matmul(query, keys.T, precision=HIGHEST), -jnp.inf)
         peak = jnp.max(score, axis=1, keepdims=True)
@@ -100,7 +100,9 @@ def refit(
     (gram, right), outputs = jax.lax.scan(mass, start, blocks)
     bias = jnp.where(there, _fit_log_weights(gram, right[:, 0], jnp.where(there, log_bias, 0.0), ridge), -jnp.inf)
 
-    def apart(sums: tuple[Array, Array], part: tuple[Block, tuple[Array, Array]]) -> tuple[tuple[Array, Array], None]:
+    def apart(
+        sums: tuple[Array, Array], part: tuple[TokenBlock, tuple[Array, Array]]
+    ) -> tuple[tuple[Array, Array], None]:
         (query, counts), (output, _) = part
         score = jnp.matmul(query, row_keys.T, precision=HIGHEST) + bias[None]
         share = jnp.where(counts[:, None], jax.nn.softmax(score, axis=1), 0.0)
@@ -173,7 +175,7 @@ def squared_errors(
         score = jnp.matmul(query, keys.T, precision=HIGHEST) + bias[None]
         return jnp.matmul(jax.nn.softmax(score, axis=1), values.astype(jnp.float32), precision=HIGHEST)
 
-    def add(sums: Array, part: Block) -> tuple[Array, None]:
+    def add(sums: Array, part: TokenBlock) -> tuple[Array, None]:
         query, counts = part
         whole = answer(query, keys, values, jnp.where(real, 0.0, -jnp.inf))
         apart = jnp.stack([answer(query, row_keys, row_values, bias) - whole for bias, row_values in fits])

@@ -24,13 +24,13 @@ from clusterkv_jax.learned.output import projected_norms
 from clusterkv_jax.learned.repeated_attention import AttentionView, attend
 from clusterkv_jax.models import decoder, prompt_forward
 from clusterkv_jax.models.config import ModelConfig
+from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_counts, check_ids, check_lengths, concrete
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 from clusterkv_jax.text.tokenizer import encode
 
-Params = dict[str, Any]
 # Ids that ask for the first piece, for a later one whose beginning follows them, and what stands before the answer.
 Instruction = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 # Ids that a chat template puts before a user's message, and behind it.

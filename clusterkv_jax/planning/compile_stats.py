@@ -45,7 +45,7 @@ FEW, MORE = 2, 4
 MOST_CHIPS = 256
 SHORTEST = 512
 ALIGNED = 1024
-Progress = Callable[[str], None]
+OnStage = Callable[[str], None]
 
 
 def requested_method(question: PlanRequest, share: float = 1.0) -> Method:
@@ -63,7 +63,7 @@ def requested_method(question: PlanRequest, share: float = 1.0) -> Method:
     return method
 
 
-def compiled_measures(question: PlanRequest, progress: Progress = lambda doing: None) -> Measures:
+def compiled_measures(question: PlanRequest, progress: OnStage = lambda doing: None) -> Measures:
     """Everything that a plan is made of, for the topology of the question, in a process that can compile for it.
 
     Raises ValueError, in one sentence, for what cannot be planned.
@@ -150,7 +150,7 @@ def _batch_ways(mesh: Mesh, batch: int) -> int:
 # --- TPUs: compiled ---
 
 
-def _for_tpu(job: ProgramJob, topology: Topology, progress: Progress) -> tuple[list[Sample], dict[str, Any]]:
+def _for_tpu(job: ProgramJob, topology: Topology, progress: OnStage) -> tuple[list[Sample], dict[str, Any]]:
     """Temporaries of prefill at two contexts, and what the decode programs tell."""
     refusals: list[str] = []
     for at in halves(job):
@@ -217,7 +217,7 @@ def needed(job: ProgramJob, call: ProgramCall, memory: Any) -> float:
     return needs + (chip_bytes(job.hidden) if reads and not memory.alias_size_in_bytes else 0)
 
 
-def decode_measures(job: ProgramJob, topology: Topology, progress: Progress, refusals: list[str]) -> dict[str, Any]:
+def decode_measures(job: ProgramJob, topology: Topology, progress: OnStage, refusals: list[str]) -> dict[str, Any]:
     """What the decode program of all layers tells, or where the compiler refuses it, the line through few layers."""
     count = job.config.num_layers
     progress(f"compiling decode of all {count} layers for {topology.name}")
@@ -229,9 +229,7 @@ def decode_measures(job: ProgramJob, topology: Topology, progress: Progress, ref
     return _extrapolated(job, (count,), [whole])
 
 
-def decode_by_few_layers(
-    job: ProgramJob, topology: Topology, progress: Progress, refusals: list[str]
-) -> dict[str, Any]:
+def decode_by_few_layers(job: ProgramJob, topology: Topology, progress: OnStage, refusals: list[str]) -> dict[str, Any]:
     """What decode programs of few layers tell of that of all; the context is halved where the compiler refuses it."""
     layers = few_and_more(job.config)
     for at in halves(job):
@@ -287,7 +285,7 @@ def _refusal(error: Exception, doing: str) -> str:
 # --- GPUs: arithmetic ---
 
 
-def _for_gpu(job: ProgramJob, topology: Topology, progress: Progress) -> tuple[list[Sample], dict[str, Any]]:
+def _for_gpu(job: ProgramJob, topology: Topology, progress: OnStage) -> tuple[list[Sample], dict[str, Any]]:
     """The same, of temporaries that are estimated."""
     layers = few_and_more(job.config)
     progress(f"compiling decode for {topology.count} devices of the CPU, for its collectives")

@@ -35,7 +35,7 @@ class CompletionRequest(Drawing, kw_only=True):
     best_of: int | None = None
 
 
-class Choice(Struct):
+class CompletionChoice(Struct):
     """One answer, or a piece of it."""
 
     index: int
@@ -50,7 +50,7 @@ class Completion(Struct, kw_only=True, omit_defaults=True):
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | None = None
 
@@ -95,13 +95,13 @@ async def _chunks(server: Server, running: Running, options: StreamOptions) -> A
     yield DONE
 
 
-def _choice(server: Server, output: RequestOutput, letters: int = 0) -> Choice:
+def _choice(server: Server, output: RequestOutput, letters: int = 0) -> CompletionChoice:
     """An answer, or what follows so many letters of it."""
     logprobs = of_completion(server.model.tokenizer, output.logprobs, letters)
-    return Choice(output.index, output.text, FINISH_REASONS[output.finish_reason], logprobs)
+    return CompletionChoice(output.index, output.text, FINISH_REASONS[output.finish_reason], logprobs)
 
 
-def _completion(server: Server, running: Running, choices: list[Choice], usage: Usage | None) -> Completion:
+def _completion(server: Server, running: Running, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
     created, model = running.created, server.settings.model_name
     return Completion(id=f"cmpl-{running.number}", created=created, model=model, choices=choices, usage=usage)
 

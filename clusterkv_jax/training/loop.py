@@ -24,7 +24,7 @@ from clusterkv_jax.storage.files import write_whole
 optax = library("optax", "Training", "train")
 ocp = library("orbax.checkpoint", "Training", "train")
 
-State = dict[str, Any]
+TrainState = dict[str, Any]
 CHECKPOINTS = "checkpoints"
 # The newest, and the one before it.
 MOST_CHECKPOINTS = 2
@@ -45,7 +45,7 @@ def adamw(steps: int, *, learning_rate: float, warmup: int, weight_decay: float,
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
-def updated(optimizer: Any, state: State, grads: Any) -> State:
+def updated(optimizer: Any, state: TrainState, grads: Any) -> TrainState:
     """The state after a step of the optimizer."""
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and multiplies floats with them
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
@@ -68,8 +68,8 @@ def claim(file: Path, described: str) -> None:
 
 def run(
     folder: Path,
-    new_state: Callable[[], State],
-    step: Callable[[State, Any], tuple[State, Float[Array, " metrics"]]],
+    new_state: Callable[[], TrainState],
+    step: Callable[[TrainState, Any], tuple[TrainState, Float[Array, " metrics"]]],
     batches: Callable[[int], Iterator[Any]],
     *,
     steps: int,
@@ -78,7 +78,7 @@ def run(
     asked: Callable[[], bool] = lambda: False,
     report: Callable[[int, Any, Array], None] = lambda number, batch, metrics: None,
     after_step: Callable[[int], None] = lambda number: None,
-) -> tuple[State, int]:
+) -> tuple[TrainState, int]:
     """Train from the newest checkpoint, or from a new state, until the last step, for a time, or until asked to end.
 
     Args:
@@ -114,7 +114,7 @@ def run(
     return state, number
 
 
-def _restored(manager: Any, new_state: Callable[[], State]) -> tuple[State, int]:
+def _restored(manager: Any, new_state: Callable[[], TrainState]) -> tuple[TrainState, int]:
     """The newest checkpoint or a new state, placed alike, so that a resumed run compiles nothing twice."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = manager.latest_step()

@@ -52,7 +52,7 @@ def tune(
     sizes: Sizes,
     work: Path,
     **options: Any,
-) -> tuple[loop.State, int]:
+) -> tuple[loop.TrainState, int]:
     """Train, from the newest checkpoint in `work` on; `options` are those of `loop.run`.
 
     Raises ValueError if `work` holds another run's checkpoints, or the method cannot compress one of the contexts.
@@ -62,11 +62,11 @@ def tune(
     determined = vars(tuning) | {"parameters": config.weights, "examples": _digest(examples)}
     loop.claim(work / "run.json", json.dumps(determined, indent=2))
 
-    def new_state() -> loop.State:
+    def new_state() -> loop.TrainState:
         return {"params": trainee.weights, "opt_state": tuning.optimizer.init(trainee.weights)}
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state: loop.State, batch: TrainingBatch) -> tuple[loop.State, Float[Array, "2"]]:
+    def step(state: loop.TrainState, batch: TrainingBatch) -> tuple[loop.TrainState, Float[Array, "2"]]:
         def loss(weights: Any) -> tuple[Array, Array]:
             return answer_loss(trainee.params_of(weights), config, method, batch, through_rows=through_rows)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import Quantised, Rows, halves, in_basis_of_codes, numbers, weight_dtype
+from clusterkv_jax.kernels.quantised import Quantised, StoredRows, halves, in_basis_of_codes, numbers, weight_dtype
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.runtime.dispatch import head_after_head, matmul_operands, matmul_precision, platform
 
@@ -52,7 +52,12 @@ def biased_attention(q, keys, values, degree, length, *, soft_cap=None, return_l
 
 
 def _one_head(
-    q: Float[Array, "R D"], keys: Rows, values: Rows, bias: Float[Array, " C"], tokens: int, soft_cap: float | None
+    q: Float[Array, "R D"],
+    keys: StoredRows,
+    values: StoredRows,
+    bias: Float[Array, " C"],
+    tokens: int,
+    soft_cap: float | None,
 ) -> tuple[Float[Array, "R D"], Float[Array, " R"], Float[Array, "G C"]]:
     """Output, log-sum-exp, and probabilities summed over the tokens, of one KV head's queries; all in float32."""
     probs, lse = _probabilities(q, keys, bias, soft_cap)
@@ -61,8 +66,8 @@ def _one_head(
 
 def _all_heads(
     q: Float[Array, "B K R D"],
-    keys: Rows,
-    values: Rows,
+    keys: StoredRows,
+    values: StoredRows,
     bias: Float[Array, "B K C"],
     tokens: int,
     soft_cap: float | None,
@@ -82,7 +87,7 @@ def _all_heads(
 
 
 def _probabilities(
-    q: Float[Array, "R D"], keys: Rows, bias: Float[Array, " C"], soft_cap: float | None
+    q: Float[Array, "R D"], keys: StoredRows, bias: Float[Array, " C"], soft_cap: float | None
 ) -> tuple[Float[Array, "R C"], Float[Array, " R"]]:
     """Those of one KV head's rows, and the log-sum-exp of the scores."""
     score = capped(_scores(q, keys) / math.sqrt(q.shape[-1]), soft_cap)
@@ -98,7 +103,7 @@ def _over_tokens(probs: Float[Array, "R C"], tokens: int) -> Float[Array, "G C"]
     return jnp.sum(probs.reshape(-1, tokens, probs.shape[-1]), axis=1)
 
 
-def _scores(q: Float[Array, "R D"], keys: Rows) -> Float[Array, "R C"]:
+def _scores(q: Float[Array, "R D"], keys: StoredRows) -> Float[Array, "R C"]:
     """q k; the scale of a key multiplies its score."""
     product = partial(jnp.einsum, "rd,cd->rc", precision=matmul_precision(q.dtype), preferred_element_type=jnp.float32)
     if not isinstance(keys, Quantised):
@@ -108,7 +113,7 @@ def _scores(q: Float[Array, "R D"], keys: Rows) -> Float[Array, "R C"]:
 
 
 def _mixed(
-    probs: Float[Array, "R C"], values: Rows, occupied: Bool[Array, " C"] | None, dtype: Any
+    probs: Float[Array, "R C"], values: StoredRows, occupied: Bool[Array, " C"] | None, dtype: Any
 ) -> Float[Array, "R D"]:
     """The values by their probabilities; the scale of a value multiplies its probability. With `occupied` None all
     slots count.

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.chunked_matching import pallas_gpu, pallas_tpu, reference
-from clusterkv_jax.kernels.quantised import Rows
+from clusterkv_jax.kernels.quantised import StoredRows
 from clusterkv_jax.runtime.dispatch import dispatch
 
 BACKENDS = {
@@ -14,7 +14,7 @@ BACKENDS = {
 
 
 def chunked_matching(
-    features: Rows,
+    features: StoredRows,
     *,
     chunk: int,
     bias: Float[Array, "B K N"] | None = None,
@@ -22,7 +22,7 @@ def chunked_matching(
     start: Int[Array, "B K"] | int | None = None,
     length: Int[Array, "B K"] | int | None = None,
     index: Int[Array, "B K R"] | None = None,
-    values: Rows | None = None,
+    values: StoredRows | None = None,
     key_weight: Float[Array, "B K"] | None = None,
     value_weight: float = 1.0,
     squares: tuple[Float[Array, "B K N"] | None, Float[Array, "B K N"] | None] = (None, None),

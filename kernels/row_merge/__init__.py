@@ -10,7 +10,7 @@ slot of its b row and takes its a row off the list, so that a round moves the ro
 
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.quantised import Rows
+from clusterkv_jax.kernels.quantised import StoredRows
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
 from clusterkv_jax.runtime.dispatch import dispatch
 
@@ -20,8 +20,8 @@ BACKENDS = {"gpu": pallas_gpu.row_merge, "xla": reference.row_merge}
 
 
 def row_merge(
-    keys: Rows,
-    values: Rows,
+    keys: StoredRows,
+    values: StoredRows,
     degree: Float[Array, "B K C"],
     rows: Int[Array, "B K R"],
     length: Int[Array, "B K"],
@@ -32,7 +32,7 @@ def row_merge(
     *,
     chunk: int,
     backend: str | None = None,
-) -> tuple[Rows, Rows, Float[Array, "B K C"], Int[Array, "B K R"], Squares]:
+) -> tuple[StoredRows, StoredRows, Float[Array, "B K C"], Int[Array, "B K R"], Squares]:
     """Merge the `merges` best edges of every head: highest score first, of equal ones the first.
 
     Many a rows may join one b row: keys and values become the degree-weighted mean, taken in float32 as

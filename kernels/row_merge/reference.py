@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.kernels.quantised import Rows, dequantised, row_squares, with_changes
+from clusterkv_jax.kernels.quantised import StoredRows, dequantised, row_squares, with_changes
 from clusterkv_jax.kernels.top_rows.reference import top_rows
 
 
@@ -20,7 +20,7 @@ def row_merge(keys, values, degree, rows, length, match, score, merges, squares=
     add = jax.vmap(jax.vmap(lambda total, rows, x: total.at[rows].add(x, mode="drop")))
     before, degree = degree, add(degree, b_row, weight)
 
-    def mean(stored: Rows) -> Rows:
+    def mean(stored: StoredRows) -> StoredRows:
         x = dequantised(stored)
         a, b = (jnp.take_along_axis(x, row[..., None], axis=2).astype(jnp.float32) for row in (a_row, partner))
         total = add(jnp.zeros(x.shape, jnp.float32), b_row, weight[..., None] * (a - b))

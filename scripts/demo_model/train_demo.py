@@ -25,7 +25,7 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.decoder import forward_hidden, unembed
 from clusterkv_jax.models.parameters import Params, init
 from clusterkv_jax.training import loop
-from clusterkv_jax.training.loop import State
+from clusterkv_jax.training.loop import TrainState
 
 LOG_EVERY = 100
 LOGITS_AT_ONCE = 2**15  # tokens whose V-wide float32 logits exist at a time: 1 GiB
@@ -41,7 +41,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 @partial(jax.jit, static_argnums=0)
-def new_state(recipe: Recipe) -> State:
+def new_state(recipe: Recipe) -> TrainState:
     """Random float32 parameters and the optimizer's state."""
     params = init(jax.random.key(recipe.seed), recipe.config)
     return {"params": params, "opt_state": optimizer(recipe).init(params)}
@@ -75,8 +75,8 @@ def _sums(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def train_step(
-    recipe: Recipe, state: State, tokens: UInt16[Array, "B N"], weights: UInt8[Array, "B N"]
-) -> tuple[State, Float[Array, "2"]]:
+    recipe: Recipe, state: TrainState, tokens: UInt16[Array, "B N"], weights: UInt8[Array, "B N"]
+) -> tuple[TrainState, Float[Array, "2"]]:
     """One AdamW step; returns the new state and (loss, answer accuracy). The old state is donated."""
     dtype = jnp.dtype(recipe.compute_dtype)
     grad = jax.value_and_grad(loss_and_accuracy, has_aux=True)
@@ -96,7 +96,7 @@ def train(
     seconds: float = math.inf,
     console: Console | None = None,
     after_step: Callable[[int], None] = lambda step: None,
-) -> tuple[State, int]:
+) -> tuple[TrainState, int]:
     """Trains from the newest checkpoint in `work` (or from scratch) until the recipe's end or `seconds` are over.
 
     Returns the state and the number of steps done, both saved. `after_step` sees each finished step's number. Raises
@@ -128,7 +128,7 @@ def prepare(data: Path, work: Path, recipe: Recipe) -> Path:
     return path
 
 
-def export(state: State, recipe: Recipe, corpus: Path, folder: Path) -> None:
+def export(state: TrainState, recipe: Recipe, corpus: Path, folder: Path) -> None:
     """The folder that transformers and `clusterkv_jax.load` read: bf16 weights, configurations, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_huggingface(folder, state["params"], recipe.config, dtype="bfloat16")
