@@ -1,4 +1,4 @@
-"""Measures every aim of docs/results/speed.md, and writes their table.
+"""Measures every aim of docs/results/aims.md, and writes their table.
 
     python scripts/benchmarks/aims.py --output aims                          all that this device can show
     python scripts/benchmarks/aims.py --output aims --only tokens --only codes

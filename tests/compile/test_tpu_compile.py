@@ -82,7 +82,7 @@ def test_attention_that_is_counted_is_a_kernel_on_every_device_too():
 def test_reading_a_prompt_makes_no_square_of_it():
     """Beside parameters and caches: the activations of one layer, its own full keys and values, and no n x n scores.
 
-    H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/results/speed.md
+    H2O is the method that sums over all of them, AdaKV the one that spreads its rows over pages; docs/results/parts.md
     has the others. A quarter of the model shows it, and compiles in half of the time.
     """
     programs = run("tpu_prefill_programs.py", "32768", "4", "h2o", "adakv")
