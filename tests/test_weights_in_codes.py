@@ -1,5 +1,6 @@
 """Models whose weights stay in codes: their logits are those of the numbers that these stand for, within rounding."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -9,6 +10,10 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.own_runner import random_params
+from clusterkv_jax.checkpoints.activation_aware import codes_by_text
+from clusterkv_jax.checkpoints.loading import open_checkpoint, parameter_name
+from clusterkv_jax.checkpoints.repack import dequantised_rows
+from clusterkv_jax.checkpoints.rounding import rounded
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.planning.abstract_request import parameters
@@ -134,7 +139,40 @@ def test_numbers_are_rounded_to_the_nearest_code(tmp_path, weights, most):
     found, wanted = ckv.load(folder, weights=weights), ckv.load(folder)
     assert set(kinds(found.params["layers"][0]).values()) == {weights}
     mine, own = (model.params["layers"][0]["mlp"]["up"] for model in (found, wanted))
-    assert 0 < np.abs(dequantised(mine) - own).max() <= 1.01 * most * np.abs(own).max()
+    step = most * np.abs(own).max()  # half of one, at most
+    error = np.sqrt(np.mean((dequantised(mine) - own) ** 2))
+    assert 0 < error <= 1.01 * step / np.sqrt(3)
+
+
+def off(numbers, coded):
+    return np.mean((dequantised_rows(coded) - numbers) ** 2)
+
+
+def test_scales_of_int4_are_those_of_least_squares():
+    """None near those that were chosen is better; codes from the least to the largest number are worse."""
+    numbers = np.random.default_rng(0).normal(size=(40, 128)).astype(np.float32)
+    coded = rounded(numbers, "int4")
+    least, most = numbers.min(axis=1, keepdims=True), numbers.max(axis=1, keepdims=True)
+    plain = np.rint((numbers - least) / (most - least) * 15) * (most - least) / 15 + least
+    assert off(numbers, coded) < 0.93 * np.mean((plain - numbers) ** 2)
+    for scale, offset in ((0.95, 0), (1.05, 0), (1, 0.1), (1, -0.1)):
+        moved = replace(coded, scales=coded.scales * scale, offsets=coded.offsets + offset * coded.scales)
+        assert off(numbers, coded) < off(numbers, moved)
+    flat = rounded(np.full((2, 32), 0.25, np.float32), "int4")
+    np.testing.assert_array_equal(dequantised_rows(flat), np.full((2, 32), 0.25))
+
+
+def test_codes_make_good_what_others_are_off():
+    """Outputs of inputs that go together are nearer than with the nearest codes; the scales are theirs."""
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=(24, 96)).astype(np.float32)
+    x = (rng.normal(size=(400, 12)) @ rng.normal(size=(12, 96)) + 0.3 * rng.normal(size=(400, 96))).astype(np.float32)
+    nearest, found = rounded(numbers, "int4"), rounded(numbers, "int4", x.T @ x / len(x))
+    np.testing.assert_array_equal(found.scales, nearest.scales)
+    errors = [np.linalg.norm(x @ (dequantised_rows(own) - numbers).T) for own in (nearest, found)]
+    assert errors[1] < 0.6 * errors[0]
+    apart = rounded(numbers, "int4", np.eye(96, dtype=np.float32))  # nothing goes together
+    np.testing.assert_array_equal(apart.codes, nearest.codes)
 
 
 def test_what_is_no_way_to_hold_weights(tmp_path):
@@ -186,3 +224,52 @@ def test_what_is_converted_keeps_codes(tmp_path, weights):
     assert same(jax.device_get(ckv.load(tmp_path / "codes", mesh=mesh).params), jax.device_get(wanted.params))
     numbers = ckv.load(tmp_path / "codes", weights="dequantised").params["layers"][0]["mlp"]["up"]
     np.testing.assert_array_equal(numbers, dequantised(wanted.params["layers"][0]["mlp"]["up"]))
+
+
+PIECES = np.random.default_rng(1).integers(0, 64, (4, 48)).tolist()
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere2", "qwen2_moe"])
+def test_codes_by_a_text_keep_more_of_the_model(tmp_path, family):
+    """Blocks one after the other and side by side, norms behind them, and an expert that every token goes through."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "shared_expert_intermediate_size": 64}
+    published = {**FAMILIES[family], **{name: n for name, n in sizes.items() if name in FAMILIES[family]}}
+    folder = write(tmp_path / "plain", published, random_tensors(published))
+    plain, nearest = ckv.load(folder), ckv.load(folder, weights="int4")
+    codes = codes_by_text(open_checkpoint(folder), PIECES, lambda done, total: None)
+    assert set(codes) == set(names(nearest.params)) - {name for name in names(nearest.params) if ".experts." in name}
+
+    def place(path, x):
+        own = codes.get(parameter_name(path))
+        return x if own is None else jax.tree.map(jnp.asarray, own)
+
+    by_text = jax.tree.map_with_path(place, nearest.params, is_leaf=is_coded)
+    run = jax.jit(forward, static_argnums=1)
+    wanted, near, text = (run(x, plain.config, jnp.asarray(PIECES)) for x in (plain.params, nearest.params, by_text))
+    assert np.linalg.norm(text - wanted) < 0.9 * np.linalg.norm(near - wanted)
+
+
+def test_what_is_converted_by_a_text(tmp_path):
+    pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
+    from clusterkv_jax.checkpoints.convert import convert
+
+    folder, target, done = write(tmp_path / "plain", SMALL, tensors()), tmp_path / "codes", []
+    assert convert(folder, target, weights="int4", data=PIECES, progress=lambda *layers: done.append(layers))
+    assert done == [(0, 2), (1, 2), (2, 2)]
+    assert not convert(folder, target, weights="int4", data=PIECES)
+    found = {
+        parameter_name(path): x for path, x in jax.tree.leaves_with_path(ckv.load(target).params, is_leaf=is_coded)
+    }
+    wanted = codes_by_text(open_checkpoint(folder), PIECES, lambda done, total: None)
+    assert all(same(found[name], own) for name, own in wanted.items())
+    for others in (None, PIECES[:2]):
+        with pytest.raises(ValueError, match="holds another model, or another type than float32 with weights in int4"):
+            convert(folder, target, weights="int4", data=others)
+    for weights, pieces in (("int8", PIECES), (None, PIECES), ("int4", [[1, 2], [3]]), ("int4", [])):
+        with pytest.raises(ValueError, match=r"data is for weights 'int4', in texts of equally many tokens, got"):
+            convert(folder, tmp_path / "other", weights=weights, data=pieces)
+
+
+def names(params):
+    found = jax.tree.leaves_with_path(params, is_leaf=is_coded)
+    return [parameter_name(path) for path, x in found if is_coded(x)]

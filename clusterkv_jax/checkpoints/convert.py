@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from msgspec import Struct, to_builtins
 
+from clusterkv_jax.checkpoints.activation_aware import codes_by_text
 from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.host_copy import host_copy
 from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, weights_as
@@ -54,7 +55,7 @@ from clusterkv_jax.models.parameters import TensorSpec, abstract
 from clusterkv_jax.runtime.extras import library
 from clusterkv_jax.runtime.sharding import TENSOR_PARALLEL
 from clusterkv_jax.storage.buckets import answering, copied, place, there, working_folder
-from clusterkv_jax.storage.digests import all_finite, whole
+from clusterkv_jax.storage.digests import all_finite, digest, whole
 from clusterkv_jax.storage.files import alone, naming, replacing, write_whole
 from clusterkv_jax.storage.hub import CALIBRATION
 from clusterkv_jax.storage.schema import MIB, AnyPath, checked, from_json, read_text
@@ -76,6 +77,7 @@ class _Parameter:
     spec: TensorSpec
     kind: np.dtype
     weights: str | None
+    coded: QuantisedWeights | None  # where a text has rounded it
 
     @property
     def axis(self) -> int | None:
@@ -100,6 +102,7 @@ class _Origin(Struct):
     dtype: str
     fingerprints: Fingerprints
     weights: str | None = None
+    data: str | None = None
 
 
 def convert(
@@ -108,6 +111,7 @@ def convert(
     *,
     dtype: Any = None,
     weights: str | None = None,
+    data: Sequence[Sequence[int]] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
     """Write a model as a folder that `load` reads onto any mesh, each process its own part of it.
@@ -118,7 +122,10 @@ def convert(
             on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
         weights: "int8" or "int4" rounds the weights of layers to codes, as `load` does; None writes numbers.
-        progress: called with the bytes that are saved and those of the model.
+        data: texts as tokens, equally many in each, by which int4 is rounded: what a code is off is made good where the
+            model reads such texts. None rounds to the nearest code.
+        progress: called with the bytes that are saved and those of the model; with `data`, with the layers that are
+            rounded and all of them.
 
     Returns:
         False where `target` is already the whole conversion, and nothing was done.
@@ -135,12 +142,19 @@ def convert(
         raise ValueError(f"The folder {goal.parent} does not exist; make it before a model is written there.")
     if weights not in (None, "int8", "int4"):
         raise ValueError(f"weights must be 'int8', 'int4' or None, got {weights!r}.")
+    if data is not None and (weights != "int4" or len({len(piece) for piece in data}) != 1):
+        sizes = sorted({len(piece) for piece in data})
+        raise ValueError(
+            f"data is for weights 'int4', in texts of equally many tokens, got weights {weights!r} and texts of "
+            f"{sizes}."
+        )
     checkpoint = open_checkpoint(source)
     if checkpoint.manifest is not None:
         raise ValueError(f"{checkpoint.folder} is converted already.")
     kind = stored_type(checkpoint.dtype) if dtype is None else checked_dtype(dtype)
     fingerprints = {name: checkpoint.fingerprint(checked_dtype(name), kind) for name in DTYPES}
-    origin = _Origin(kind.name, Fingerprints(**fingerprints), weights)
+    read = None if data is None else digest(np.asarray(data, np.int32))
+    origin = _Origin(kind.name, Fingerprints(**fingerprints), weights, read)
     work = made.with_name(f".{made.name}.started")
     if there(goal) and not there(goal / _ORIGIN):
         _check_whole(goal, origin)
@@ -153,8 +167,10 @@ def convert(
         if made.exists():  # only its copy is missing
             _check_whole(made, origin)
         else:
-            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind, weights), progress)
-            _finish(partial_saves, work, made, checkpoint, Manifest(origin.fingerprints, {}, tensors))
+            coded = {} if data is None else codes_by_text(checkpoint, data, progress)
+            on_bytes = progress if data is None else lambda done, total: None
+            tensors = _save_parts(partial_saves, work, _parts(checkpoint, kind, weights, coded), on_bytes)
+            _finish(partial_saves, work, made, checkpoint, Manifest(origin.fingerprints, {}, tensors, read))
         if goal != made:
             _copy(made, goal, work / _ORIGIN)
             shutil.rmtree(made)
@@ -171,9 +187,10 @@ def _check_whole(target: AnyPath, origin: _Origin) -> None:
         raise ValueError(f"{target} exists; a model is written to a free place.")
     manifest = read_manifest(target)
     codes = next((tensor.dtype for name, tensor in manifest.tensors.items() if name.endswith(CODES)), None)
-    found = _Origin(manifest.tensors["embed"].dtype, manifest.fingerprints, KINDS[codes] if codes else None)
-    if found != origin:
+    held = KINDS[codes] if codes else None
+    if _Origin(manifest.tensors["embed"].dtype, manifest.fingerprints, held, manifest.data) != origin:
         kind = origin.dtype if origin.weights is None else f"{origin.dtype} with weights in {origin.weights}"
+        kind += "" if origin.data is None else " by this text"
         raise ValueError(f"{target} holds another model, or another type than {kind}; choose another name.")
 
 
@@ -188,14 +205,17 @@ def _begin(work: Path, origin: _Origin) -> None:
 # --- parts ---
 
 
-def _parts(checkpoint: Checkpoint, kind: np.dtype, weights: str | None) -> list[list[_Parameter]]:
+def _parts(
+    checkpoint: Checkpoint, kind: np.dtype, weights: str | None, coded: Mapping[str, QuantisedWeights]
+) -> list[list[_Parameter]]:
     """All parameters in their order, as many together as make up a part."""
     leaves = jax.tree.leaves_with_path(abstract(checkpoint.config))
     sources = jax.tree.leaves(checkpoint.parameters)
     parts: list[list[_Parameter]] = [[]]
     size = 0
     for (path, spec), source in zip(leaves, sources, strict=True):
-        parameter = _Parameter(parameter_name(path), source, spec, kind, weights)
+        name = parameter_name(path)
+        parameter = _Parameter(name, source, spec, kind, weights, coded.get(name))
         if parts[-1] and size + parameter.size > PART:
             parts.append([])
             size = 0
@@ -253,8 +273,8 @@ def _arrays(parameter: _Parameter) -> dict[str, tuple[np.ndarray, int | None]]:
     """What is saved of a parameter by name, and the axis of each that a mesh splits."""
     if parameter.codes is None or parameter.weights is None:
         return {parameter.name: (_array(parameter, parameter.kind), parameter.axis)}
-    held = weights_as(parameter.weights, "cpu")
-    coded = in_codes(parameter.source, parameter.spec, parameter.name.rpartition(".")[2], held)
+    held, name = weights_as(parameter.weights, "cpu"), parameter.name.rpartition(".")[2]
+    coded = parameter.coded or in_codes(parameter.source, parameter.spec, name, held)
     assert coded is not None
     axis = coded.codes.ndim - (2 if parameter.axis in coded.axes else 1)
     parts = {"codes": coded.codes, "scales": coded.scales, "offsets": coded.offsets}
@@ -301,7 +321,7 @@ def _finish(orbax: Any, work: Path, target: Path, checkpoint: Checkpoint, manife
             for name in given:
                 shutil.copyfile(folder / name, new / name)
         digests = {name: file_digest(new / name) for name in files}
-        write_manifest(new, Manifest(manifest.fingerprints, digests, manifest.tensors))
+        write_manifest(new, Manifest(manifest.fingerprints, digests, manifest.tensors, manifest.data))
 
 
 def _described(checkpoint: Checkpoint, folder: Path) -> list[str]:

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from clusterkv_jax.blocks.quantised_linear import partitions
 from clusterkv_jax.checkpoints.orbax import CodesInOrbax
-from clusterkv_jax.checkpoints.repack import Coded, group_size, is_finite, quantised, repacked
+from clusterkv_jax.checkpoints.repack import Coded, group_size, is_finite, repacked
+from clusterkv_jax.checkpoints.rounding import rounded
 from clusterkv_jax.checkpoints.safetensors import CodedTensor, InFile, StackInFiles
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.models.parameters import TensorSpec, input_axes
@@ -34,8 +35,10 @@ def weights_as(weights: Any, platform: str) -> WeightsAs:
     return weights
 
 
-def in_codes(parameter: Any, spec: TensorSpec, name: str, how: WeightsAs) -> QuantisedWeights | None:
-    """A parameter in codes, on the host: those of its file, or made of its numbers.
+def in_codes(
+    parameter: Any, spec: TensorSpec, name: str, how: WeightsAs, moments: np.ndarray | None = None
+) -> QuantisedWeights | None:
+    """A parameter in codes, on the host: those of its file, or its numbers rounded, by `moments` where there are such.
 
     None for a parameter that is no layer's product, and for what the layout cannot hold: codes whose groups are no part
     of all inputs, and numbers.
@@ -45,7 +48,7 @@ def in_codes(parameter: Any, spec: TensorSpec, name: str, how: WeightsAs) -> Qua
         return None
     if isinstance(parameter, CodesInOrbax):
         return parameter.read() if how in ("stored", parameter.arrays.kind) else None
-    parts = _stored(parameter) if how == "stored" else _rounded(parameter, spec, axes, how)
+    parts = _stored(parameter) if how == "stored" else _rounded(parameter, spec, axes, how, moments)
     return None if parts is None else repacked(parts, spec, axes)
 
 
@@ -105,11 +108,15 @@ def _stored(parameter: Any) -> list[Coded] | None:
 
 
 def _rounded(
-    parameter: Any, spec: TensorSpec, axes: tuple[int, ...], kind: Literal["int8", "int4"]
+    parameter: Any,
+    spec: TensorSpec,
+    axes: tuple[int, ...],
+    kind: Literal["int8", "int4"],
+    moments: np.ndarray | None,
 ) -> list[Coded] | None:
     view = parameter.view()
     experts = range(spec.shape[0]) if spec.axes[0] == "experts" else [None]
-    found = [quantised(_matrix(view, spec, axes, expert), kind) for expert in experts]
+    found = [rounded(_matrix(view, spec, axes, expert), kind, moments) for expert in experts]
     return None if any(part is None for part in found) else [part for part in found if part is not None]
 
 

@@ -413,6 +413,11 @@ def stored_type(name: str) -> np.dtype:
     return jnp.dtype(FILE_TYPES.get(name, name if name in DTYPES else jnp.float32))
 
 
+def read_numbers(spec: TensorSpec, parameter: Any) -> jax.Array:
+    """A parameter of a checkpoint as numbers of float32, on a CPU."""
+    return _put(partial(host_copy, dtype=np.dtype(np.float32), platform="cpu"), parameter, spec, None)
+
+
 def _put(
     copy: Callable[..., np.ndarray],
     parameter: InFile | StackInFiles | InOrbax | CodesInOrbax,

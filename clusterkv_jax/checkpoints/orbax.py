@@ -54,11 +54,14 @@ class Fingerprints(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """What a converted folder holds: parameters by name, and digests of the files beside them."""
+    """What a converted folder holds: parameters by name, digests of the files beside them, and that of the tokens by
+    which its codes were rounded, if they were.
+    """
 
     fingerprints: Fingerprints
     files: dict[str, str]
     tensors: dict[str, Tensor]
+    data: str | None = None
 
 
 class _Envelope(Struct):

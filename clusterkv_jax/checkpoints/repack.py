@@ -1,11 +1,11 @@
-"""Codes of quantised files, repacked once into the layout of `kernels.weight_codes`, and codes made of numbers.
+"""Codes of quantised files, and those made of numbers, repacked once into the layout of `kernels.weight_codes`.
 
 Here a weight is a matrix as its file has it, [outputs, inputs], and codes are one a byte.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Num, Shaped, UInt8
@@ -84,27 +84,6 @@ def with_scales(
     if scales.dtype.itemsize > 2 and halves:
         scales = scales.astype(np.float16)
     return Coded(kind, codes, scales, None if offsets is None else offsets.astype(np.float16 if halves else np.float32))
-
-
-def quantised(numbers: Float[np.ndarray, "outputs inputs"], kind: Literal["int8", "int4"]) -> Coded | None:
-    """Numbers rounded to the nearest code: int8 with a scale for each output, int4 with one, and an offset, for each
-    group. None where no group divides the inputs.
-    """
-    numbers = numbers.astype(np.float32)
-    if kind == "int8":
-        scales = np.abs(numbers).max(axis=1, keepdims=True) / 127
-        codes = np.rint(numbers / np.where(scales > 0, scales, 1))
-        return Coded(kind, np.clip(codes, -127, 127).astype(np.int8), scales)
-    size = group_size(numbers.shape[1])
-    if size is None:
-        return None
-    groups = numbers.reshape(len(numbers), -1, size)
-    least, most = groups.min(axis=-1), groups.max(axis=-1)
-    made = with_scales(kind, np.empty(0), (most - least) / 15, least + (most - least) * 8 / 15)
-    assert made.offsets is not None
-    scales, offsets = (x.astype(np.float32)[..., None] for x in (made.scales, made.offsets))
-    codes = np.clip(np.rint((groups - offsets) / np.where(scales > 0, scales, 1)) + 8, 0, 15)
-    return Coded(kind, codes.astype(np.uint8).reshape(numbers.shape), made.scales, made.offsets)
 
 
 def dequantised_rows(coded: Coded) -> Float[np.ndarray, "outputs inputs"]:
