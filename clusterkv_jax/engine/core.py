@@ -195,6 +195,8 @@ class EngineCore:
             return False
         if request.key not in self.handles:
             return False
+        if request.keep_prompt and request.context is None and request.index == 0:
+            self.handles[request.key].prompt_context = self._prompt_context(request, result)
         sequence = RunningSequence(request, seed_words(request.seed), result.rows, cached=cached)
         self.schedule = place(self.schedule, slot, sequence)
         self.handles[request.key].state = "active"
@@ -291,6 +293,9 @@ class EngineCore:
         return on_mesh(self.model.mesh, self.model.config.num_kv_heads)
 
     def _deliver(self, handle: Handle, output: RequestOutput) -> None:
+        if handle.prompt_context is not None:
+            output = replace(output, prompt_context=handle.prompt_context)
+            handle.prompt_context = None
         if output.text:
             for listener in self.listeners:
                 listener.append((handle, output.text))
@@ -317,6 +322,14 @@ class EngineCore:
         with own_settings(), self._on_mesh():
             result = self.runner.left_behind(slot, len(tokens), new)
         return self._new_context(tokens, request.read_seed, new, result)
+
+    def _prompt_context(self, request: Request, result: PrefillResult) -> Context:
+        """The prompt of a request, as it was read."""
+        (tokens,), new = request.batch.texts, request.batch.max_new_tokens
+        sizes = len(tokens), None, None, request.read_seed, new
+        context = Context(next(self.context_numbers), tuple(tokens), *sizes, self.contexts)
+        self.contexts.add(context, result)
+        return context
 
     def _new_context(self, tokens: tuple[int, ...], seed: int, max_new_tokens: int, result: PrefillResult) -> Context:
         number, sizes = next(self.context_numbers), (len(tokens), None, None, seed, max_new_tokens)

@@ -23,6 +23,7 @@ class Handle:
         on_output: called with what is new of it.
         state: where it stands.
         context: what the answer has left, of a request with `keep` that has come to its end.
+        prompt_context: the prompt of a request with `keep_prompt`, until an output has it.
     """
 
     def __init__(self, core: Any, key: Key, on_output: OnOutput | None = None) -> None:
@@ -30,6 +31,7 @@ class Handle:
         self.state: RequestStatus = "waiting"
         self._outcome: Result | Exception | None = None
         self.context: Context | None = None
+        self.prompt_context: Context | None = None
 
     @override
     def __repr__(self) -> str:

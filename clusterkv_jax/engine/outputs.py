@@ -35,6 +35,7 @@ class RequestOutput:
         finish_reason: why the answer has ended, as in `Result`; None if it goes on.
         result: the whole answer, of the last output.
         context: what the answer has left, of the last output of a request with `keep`.
+        prompt_context: the prompt as it was read, of the first output of a request with `keep_prompt`.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     result: Result | None = None
     context: Context | None = None
+    prompt_context: Context | None = None
 
 
 def output_of(

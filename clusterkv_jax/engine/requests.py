@@ -52,6 +52,7 @@ class Request:
         compile_s: seconds that the engine had compiled by then.
         index: which of its `params.n` answers this is.
         keep: whether its cache is left as a context when it ends.
+        keep_prompt: whether its prompt, as it was read, is left as one with the first tokens.
     """
 
     request_id: int
@@ -67,6 +68,7 @@ class Request:
     compile_s: float
     index: int = 0
     keep: bool = False
+    keep_prompt: bool = False
 
     @property
     def key(self) -> tuple[int, int]:

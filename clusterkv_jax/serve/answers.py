@@ -14,7 +14,7 @@ from clusterkv_jax.serve import metrics
 from clusterkv_jax.serve.body import aside
 from clusterkv_jax.serve.errors import ApiError, as_api_error, refused
 from clusterkv_jax.serve.grammar import allowed_tokens
-from clusterkv_jax.serve.prefixes import beginning_of, remember_answer
+from clusterkv_jax.serve.prefixes import beginning_of, remember_answer, remember_prompt
 from clusterkv_jax.serve.prompts import Prompt
 from clusterkv_jax.serve.server import Server
 
@@ -76,7 +76,10 @@ async def begin(server: Server, asked: Asked) -> Running:
     start = await beginning_of(server, prompt, wanted)
     if start is not None:
         max_tokens = min(max_tokens, server.limits["reserve"] - len(start.question))
-    asked_for = (prompt.tokens,) if start is None else (start.context, start.question)
+    if start is None:
+        asked_for = (prompt.tokens,)
+    else:
+        asked_for = (start.context, start.question) if start.question else (start.context,)
     shared, cached = (0, 0) if start is None else (start.context.length, start.cached)
     with refused():
         params = SamplingParams(max_tokens=max_tokens, **_drawing(server, asked.how))
@@ -93,7 +96,7 @@ async def begin(server: Server, asked: Asked) -> Running:
 def _request(server: Server, asked: Asked, asked_for: tuple[Any, ...], params: SamplingParams, keep: bool) -> Request:
     allowed = None if asked.grammar is None else allowed_tokens(server.model, asked.grammar, params.n)
     how: Any = {"params": params, "stream": asked.stream, "keep": keep, "allowed_tokens": allowed}
-    return server.engine.request(*asked_for, **how)
+    return replace(server.engine.request(*asked_for, **how), keep_prompt=keep)
 
 
 async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOutput, None]:
@@ -104,6 +107,8 @@ async def outputs(server: Server, running: Running) -> AsyncGenerator[RequestOut
             now = time.perf_counter()
             first_s = first_s or now - running.begin
             tokens += len(output.token_ids)
+            if output.prompt_context is not None and running.text is not None:
+                remember_prompt(server, running.text, output.prompt_context)
             if output.finish_reason is not None:
                 reasons.append(output.finish_reason)
                 if running.text is not None:

@@ -1,9 +1,10 @@
 """Prefixes by their content: what requests that begin alike need not read again.
 
 In the store stand texts, each with the context of its tokens: beginnings of prompts, which were compressed before the
-rest was known, and whole conversations up to an answer. A prompt is asked through the longest text that it begins with.
-That is sound for any method: what a context has compressed was all in its text, so nothing of another request is in it.
-With a folder for contexts each is written there too; what is not in memory is looked for among the files.
+rest was known, prompts that were read whole, and conversations up to an answer. A prompt is asked through the longest
+text that it begins with. That is sound for any method: what a context has compressed was all in its text, so nothing of
+another request is in it. With a folder for contexts those that others may go on from are written there too; what is not
+in memory is looked for among the files.
 """
 
 import asyncio
@@ -55,7 +56,12 @@ async def beginning_of(server: Server, prompt: Prompt, max_new_tokens: int) -> B
     if server.settings.shared_contexts == 0:
         return None
     room, shared = server.limits["reserve"] - max_new_tokens, prompt.text[: prompt.cut]
-    found = await _longest(server, prompt.text, len(prompt.text) - 1)
+    found = await _longest(server, prompt.text, len(prompt.text))
+    if found is not None and found.letters == len(prompt.text):
+        context = await _context(server, found)
+        if not context.answered:  # its logits are there
+            return Beginning(context, context.length, ())
+        found = await _longest(server, prompt.text, len(prompt.text) - 1)
     rest = () if found is None else _tokens_behind(server, found, prompt.text)
     makes_own = len(prompt.shared) >= server.settings.least_shared and 0 < len(prompt.rest) <= room
     if found is not None and len(rest) <= room and not (makes_own and prompt.exact and found.letters < len(shared)):
@@ -80,6 +86,12 @@ def remember(
     while len(server.contexts) > server.settings.shared_contexts:
         server.contexts.popitem(last=False)
     return prefix
+
+
+def remember_prompt(server: Server, text: str, context: Context) -> None:
+    """Put a whole prompt into the store, for who asks it again, or goes on from another answer than the one it gets."""
+    if context.length >= server.settings.least_shared:
+        remember(server, key_of(text), context.tokens, _done(context))
 
 
 def remember_answer(server: Server, text: str, output: RequestOutput) -> str | None:

@@ -10,7 +10,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.serve import Settings, make_server, warm_up
 from clusterkv_jax.serve.text_keys import key_of
 from tests.support.byte_model import byte_model
-from tests.support.server import TEMPLATE, running
+from tests.support.server import TEMPLATE, running, wait_for
 
 NAME, NEW = "bytes", 8
 SYSTEM = "You answer in a word or two, and never ask anything back. "
@@ -62,6 +62,30 @@ def test_a_history_that_is_sent_again_is_not_read_again(client, server):
         messages.append({"role": "assistant", "content": answer})
         text += answer
         assert turn == 0 or key_of(text) in server.contexts
+
+
+def test_a_prompt_that_is_asked_again_is_not_read_again(client, server):
+    ask = [{"role": "user", "content": SYSTEM + QUESTIONS[0]}]
+    how = {"model": NAME, "messages": ask, "temperature": 0, "max_completion_tokens": NEW}
+    first, second = (client.chat.completions.create(**how) for _ in range(2))
+    cached = [done.usage.prompt_tokens_details.cached_tokens for done in (first, second)]
+    assert cached == [0, second.usage.prompt_tokens]
+    texts = [done.choices[0].message.content for done in (first, second)]
+    assert texts == [alone(server, f"<user>{SYSTEM}{QUESTIONS[0]}<assistant>")] * 2
+
+
+def test_what_a_client_broke_off_is_not_read_again(client, server):
+    """It has seen a part of an answer, which stands in no cache alone."""
+    ask = [{"role": "user", "content": SYSTEM * 2}]
+    how = {"model": NAME, "temperature": 0}
+    with client.chat.completions.create(messages=ask, max_completion_tokens=90, stream=True, **how) as stream:
+        said = next(chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content)
+    wait_for(lambda: server.served.stats().active == 0)
+    ask += [{"role": "assistant", "content": said}, {"role": "user", "content": QUESTIONS[0]}]
+    done = client.chat.completions.create(messages=ask, max_completion_tokens=NEW, **how)
+    text = f"<user>{SYSTEM * 2}<assistant>"
+    assert done.usage.prompt_tokens_details.cached_tokens == len(text)
+    assert done.choices[0].message.content == alone(server, f"{text}{said}<user>{QUESTIONS[0]}<assistant>")
 
 
 def test_a_stream_and_a_breakpoint_go_on_from_the_last_answer(client, address, server):
