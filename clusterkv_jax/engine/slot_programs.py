@@ -11,7 +11,7 @@ A slot without a token in a step neither grows nor is compressed, whatever it ho
 does between two of them (`methods.recompression`), and few answers are so long that it has to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,8 @@ from clusterkv_jax.cache.host_store import commit, place
 from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import KVCache, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.decoding import append_step, prefill
+from clusterkv_jax.decoding import prefill
+from clusterkv_jax.decoding.appending import append_layerwise, append_step
 from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
@@ -161,23 +162,21 @@ def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> 
     return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
 
 
-@jit(static_argnames=("config", "method"), donate_argnames=("slots",))
 def append_question(
-    params: Params,
-    config: ModelConfig,
+    model: Model,
     method: Method,
     slots: Slots,
     tokens: Int[Array | np.ndarray, "B T"],
     counts: Int[Array | np.ndarray, " B"],
-) -> tuple[Slots, Bool[Array, " B"] | None]:
+    call: Callable[..., Any] = lambda program, *args: program(*args),
+) -> tuple[Slots, Bool[Any, " B"] | None]:
     """The first `counts` of T question tokens enter each slot; logits are those after the last of them.
 
-    And which slots are then due, of those that have got tokens; None, statically, where none ever is.
+    And which slots are then due; None where none ever is.
     """
-    tokens, counts = jnp.asarray(tokens), jnp.asarray(counts)
-    cache, latest = append_step(params, config, method, slots.cache, tokens, counts)
-    logits = jnp.where(counts[:, None] > 0, latest, slots.logits)
-    return _laid(method, replace(slots, cache=cache, logits=logits)), _late(method, cache, counts > 0)
+    args = model.params, model.config, method, slots.cache, tokens, counts
+    cache, logits, late = append_layerwise(*args, slots.logits, call=call)
+    return Slots(cache, slots.token, logits), late
 
 
 def compile_questions(model: Model, method: Method, slots: Slots, width: int) -> None:
@@ -186,8 +185,7 @@ def compile_questions(model: Model, method: Method, slots: Slots, width: int) ->
 
     def feed(slots: Slots) -> None:
         count = slots.token.shape[0]
-        tokens, counts = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-        compile(append_question, model.params, model.config, method, slots, tokens, counts)
+        append_question(model, method, slots, np.zeros((count, width), np.int32), np.zeros(count, np.int32), compile)
 
     feed(slots)
     if method.storage != "host" and slots.token.size > 2:  # of two, one is half
@@ -225,8 +223,8 @@ def _feed(model: Model, method: Method, width: int, slots: Slots, questions: Seq
     for call in range(max(-(-len(question) // tokens) for question, tokens in questions)):
         texts = [question[call * tokens : (call + 1) * tokens] for question, tokens in questions]
         counts = np.asarray([len(text) for text in texts], np.int32)
-        slots, late = append_question(model.params, model.config, method, slots, padded(texts, width), counts)
-        slots = recompressed(model, method, slots, None if late is None else fetch(late))
+        slots, late = append_question(model, method, slots, padded(texts, width), counts)
+        slots = recompressed(model, method, slots, None if late is None else fetch(late) & (counts > 0))
     return slots
 
 

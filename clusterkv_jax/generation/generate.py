@@ -23,13 +23,11 @@ from clusterkv_jax.checkpoints.loading import Model, check_model
 from clusterkv_jax.decoding import (
     SEGMENT,
     DecodeState,
-    append_step_jit,
     decode_loop,
-    due_jit,
     next_token_jit,
     prefill,
-    recompress_jit,
 )
+from clusterkv_jax.decoding.appending import append_layerwise
 from clusterkv_jax.generation.batch import Batch, Gate, make_batch, padded
 from clusterkv_jax.generation.diagnosis import check_finite
 from clusterkv_jax.generation.diagnosis import first_not_finite as _first_not_finite
@@ -38,6 +36,7 @@ from clusterkv_jax.generation.results import Result, Stats, full_bytes
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.families.recall import recalled_rows
 from clusterkv_jax.methods.plan import is_endless, longest_short
+from clusterkv_jax.methods.recompression import recompress_late
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.presets import completed, method_for
 from clusterkv_jax.runtime.checks import check_flag
@@ -227,8 +226,8 @@ def compile_ahead(
         if batch.questions:
             tokens = jax.ShapeDtypeStruct((len(batch.texts), batch.step_tokens), jnp.int32)
             counts = jax.ShapeDtypeStruct((len(batch.texts),), jnp.int32)
-            cache, logits = compile(append_step_jit, model.params, model.config, method, cache, tokens, counts)
-            compile(due_jit, method, cache)
+            args = model.params, model.config, method, cache, tokens, counts
+            cache, logits, _ = append_layerwise(*args, call=compile)
         token = compile(next_token_jit, logits, sampling, keys, 0)
         if batch.max_new_tokens > 1:
             state = DecodeState(cache, token, jax.eval_shape(jnp.isnan, token))
@@ -334,11 +333,11 @@ def append_questions(
     for start in range(0, width, step):
         now = np.clip(counts - start, 0, step)
         part = jnp.asarray(tokens[:, start : start + step])
-        cache, latest = append_step_jit(model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32))
+        args = model.params, model.config, method, cache, part, jnp.asarray(now, jnp.int32)
+        cache, logits, late = append_layerwise(*args, logits)
         # The host looks: most questions leave room, and clustering is then not even compiled here.
-        if fetch(due_jit(method, cache)):
-            cache = recompress_jit(method, cache, model.config.ropes)
-        logits = latest if logits is None else jnp.where(jnp.asarray(now > 0)[:, None], latest, logits)
+        if late is not None and (late := fetch(late)).any():
+            cache = recompress_late(method, cache, model.config.ropes, late)
     assert logits is not None
     return cache, logits
 

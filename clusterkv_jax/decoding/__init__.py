@@ -23,15 +23,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax.cache.host_store import commit
-from clusterkv_jax.cache.kinds import alike, as_it_was
-from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overflowed
-from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.cache.layers import KVCache
+from clusterkv_jax.decoding.appending import append_step, surrogate_of
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import LayerPrompt, due, placed, recompress, step_layer, steps_until_due
+from clusterkv_jax.methods.driver import LayerPrompt, due, recompress, steps_until_due
 from clusterkv_jax.methods.plan import (
     check_prompts,
-    inputs_of_layer,
     planned_layer,
     plans_of_width,
     repeats,
@@ -153,7 +151,7 @@ def prefill(
             plan, budgets = planned(number)
             if rows is None:
                 if "scores" in plan.inputs:
-                    _surrogate(weights, method)
+                    surrogate_of(weights, method)
                 layer, parts = config.of_layer(number), _parts(method, plan)
                 if not waiting:
                     shapes = prompt_shapes(layer, parts, hidden)
@@ -244,75 +242,6 @@ def extend_step(
     return cache, logits
 
 
-def append_step(
-    params: Params,
-    config: ModelConfig,
-    method: Method,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
-    at: Int[Array, "B P"] | None = None,
-) -> tuple[KVCache, Float[Array, "B ... V"]]:
-    """`extend_step` that leaves compression to its caller, for whom it need not even be compiled.
-
-    With `at` the logits are those after these of the T tokens, [B,P,V]: for losses.
-    """
-    width = tokens.shape[1]
-    real = ordinals(width, 2) < counts[:, None]
-    positions = cache.position[:, None] + ordinals(width, 2)
-    hidden = constrain(decoder.embed(params, config, tokens, positions), "batch", None, None)
-    layers, state, before = [], [], None
-    for number, weights in enumerate(params["layers"]):
-        inputs = inputs_of_layer(config, method, number)
-        static = config.of_layer(number), method, inputs
-        rows = alike(cache.layers[number]), cache.state[number]
-        entering = hidden, before if "lookahead" in inputs else None
-        with jax.named_scope(f"layer_{number}"):
-            before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
-        layers.append(as_it_was(layer, cache.layers[number]))
-        state.append(memory)
-    cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
-    places = jnp.maximum(counts - 1, 0)[:, None] if at is None else at
-    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
-    logits = decoder.unembed(params, config, hidden[:, 0] if at is None else hidden)
-    # A GPU's compiler would put the comparisons of all heads into the product of the logits, and find no fast one.
-    over = jax.lax.optimization_barrier(overflowed(cache))
-    return cache, jnp.where(over, jnp.nan, logits)
-
-
-@partial(jax.jit, static_argnames=("config", "method", "inputs"))
-def _step_layer(
-    weights: Params,
-    config: ModelConfig,
-    method: Method,
-    inputs: frozenset[str],
-    layer: Layer,
-    state: tuple[State | None, ...],
-    hidden: Float[Array, "B T M"],
-    before: Float[Array, "B T M"] | None,
-    positions: Int[Array, "B T"],
-    real: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B T M"], Layer, tuple[State | None, ...]]:
-    """New tokens through one layer; `before` is what entered the layer before it. Equal layers are traced once."""
-    lookup = None if before is None else decoder.attention_in(weights, config, before, positions)[0]
-    surrogate = _surrogate(weights, method) if "scores" in inputs else None
-    q, k, v, scores = decoder.attention_in(weights, config, hidden, positions, surrogate)
-    sinks = decoder.sink_logits(weights, config)
-    new = StepInputs(q, k, v, positions, real, lookup, scores, sinks, config.rope, config.soft_cap)
-    attended, layer, state = step_layer(method, layer, state, new)
-    return decoder.attention_out_and_mlp(weights, config, hidden, attended), layer, state
-
-
-def _surrogate(weights: Params, method: Method) -> Params:
-    """What scores a layer's tokens. Raises ValueError for a method of learned scores where the model has none."""
-    if "surrogate" not in weights:
-        raise ValueError(
-            f"{type(method).__name__} keeps rows by learned scores, and the model has none: "
-            "give load, or nnx.compressed, the calibration that clusterkv calibrate writes for it."
-        )
-    return weights["surrogate"]
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
@@ -389,8 +318,6 @@ def decode_loop(
 
 
 append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
-due_jit = jit(static_argnames=("method",))(due)
-recompress_jit = jit(static_argnames=("method", "ropes"), donate_argnames=("cache",))(recompress)
 
 
 @jit(static_argnames=("sampling",))
