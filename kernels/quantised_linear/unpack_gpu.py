@@ -43,6 +43,52 @@ def words(weights: QuantisedWeights) -> Array:
     return jax.lax.bitcast_convert_type(pairs, jnp.int16)
 
 
+def pair_words(scales: Array | None) -> Array | None:
+    """Scales [groups, outputs] of 16 or 8 bits by words of two outputs, and those of 32 by outputs, without a copy."""
+    if scales is None:
+        return None
+    bits = {4: jnp.int32, 2: jnp.int32, 1: jnp.int16}[scales.dtype.itemsize]
+    pairs = scales if scales.dtype.itemsize == 4 else scales.reshape(scales.shape[0], -1, 2)
+    return jax.lax.bitcast_convert_type(pairs, bits)
+
+
+def pair(stored: Any, group: Any, word: Array, wide: bool) -> list[Array] | None:
+    """The scales that `pair_words` has of these words of a group, in words of 32 bits; None of none."""
+    if stored is None:
+        return None
+    at = [2 * word, 2 * word + 1] if wide else [word]
+    return [plgpu.load(stored.at[group, each]).astype(jnp.int32) for each in at]
+
+
+def numbers_of_pair(pair: list[Array] | None, dtype: Any) -> list[Any]:
+    """Scales of this type of even outputs and of odd ones, float32."""
+    if pair is None:
+        return [None, None]
+    if len(pair) == 2:
+        return [jax.lax.bitcast_convert_type(part, jnp.float32) for part in pair]
+    if dtype == jnp.uint8:  # exponents
+        return [jax.lax.bitcast_convert_type((pair[0] >> bit & 255) << 23, jnp.float32) for bit in (0, 8)]
+    parts = [(pair[0] >> bit).astype(jnp.int16) for bit in (0, 16)]
+    return [jax.lax.bitcast_convert_type(part, dtype).astype(jnp.float32) for part in parts]
+
+
+def passed_on(ahead: Any) -> Any:
+    """What a step leaves to the next: by an instruction, without which Triton sees a value of two steps ago, and
+    reads no tile ahead.
+    """
+    return ahead if platform() == "cpu" else jax.tree.map(_moved, ahead)
+
+
+def _moved(values: Array) -> Array:
+    return plgpu.elementwise_inline_asm(
+        "mov.b32 $0, $1;",
+        args=[values],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, values.dtype)],
+    )[0]
+
+
 def numbers(tile: Array, kind: WeightKind) -> list[list[Array]]:
     """What a tile of words stands for and the bias of its kind, before any scale.
 
@@ -50,7 +96,7 @@ def numbers(tile: Array, kind: WeightKind) -> list[list[Array]]:
     """
     if platform() == "cpu":
         parts = [code_numbers(_byte(tile, part, kind), kind, jnp.bfloat16) for part in (0, 1)]
-        return jax.tree.map(lambda x: x + BIAS.get(kind, 0), parts)
+        return [[half + BIAS.get(kind, 0) for half in part] for part in parts]
     halves = (0, 4) if kind in PACKED else (0,)
     return [[_numbers(tile, kind, 8 * part + half) for half in halves] for part in (0, 1)]
 

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -34,7 +34,7 @@ from clusterkv_jax.planning.shapes import model_config
 GROUPS = {"int4": 128, "fp8": 128, "mxfp4": 32}  # inputs that share a scale; of int8 all do
 KINDS = ("int8", *GROUPS)
 BYTES, LEAST, MOST = 600e6, 4, 64  # of the weights of a program's launches, and launches
-PROGRAMS = range(64, 4097)  # of a launch, worth a try
+PROGRAMS = range(120, 1200)  # of a launch, worth a try
 # Timings, programs of each, one behind the other so that no launch waits for the host; relative errors of bfloat16.
 RUNS, PROGRAMS_AT_ONCE, ALLOWED = 3, 10, 5e-3
 Sizes = dict[str, int]
@@ -72,6 +72,7 @@ def main() -> None:
             for name in options.product or shapes
             for case in compiling(pool, name, *shapes[name], kinds, options.as_is)
         ]
+        wait([case.program for case in cases])  # what compiles beside a timing slows it down
         bandwidth = read_bandwidth()
         print(f"{environment()}, {options.model}, {bandwidth / 1e12:.2f} TB/s read\n")
         head = "| product | inputs | outputs | weights | rows | sizes | µs | TB/s | of a read | error |"
@@ -98,7 +99,7 @@ def compiling(
     """The lines of a product, weights of a kind behind each other."""
     cases = []
     for kind, rows in product(["bfloat16", *kinds], (1, 16)):
-        tried = [{}, *([] if as_is or rows > 1 else candidates(outputs))]
+        tried = [{}, *([] if as_is or rows > 1 else candidates(outputs, kind))]
         launches: dict[str, Callable[..., Any]] = {
             " ".join(f"{key} {value}" for key, value in sizes.items()) or "the library's": partial(
                 pallas_gpu.quantised_linear, sizes=sizes
@@ -115,14 +116,15 @@ def compiling(
     return cases
 
 
-def candidates(outputs: int) -> list[Sizes]:
+def candidates(outputs: int, kind: str) -> list[Sizes]:
     """Sizes worth a try."""
-    blocks = [
-        {"block": block, "parts": parts, "warps": warps}
-        for block, parts, warps in product((32, 64, 128), (1, 4, 8, 16), (4, 8))
-        if 128 <= block * parts <= 512 and outputs // block in PROGRAMS
+    splits = [
+        {"block": block, "warps": block // 32, "splits": splits}
+        for block, splits in product((64, 128, 256), (1, 2, 4, 8, 16))
+        if outputs // block * splits in PROGRAMS
     ]
-    return [*blocks, {"splits": 2}, {"step": 1024}, {"stages": 2}, {"stages": 6}, {"depth": 128}]
+    steps = [{"step": 128}] if kind in GROUPS else [{"depth": 128, "step": 128}, {"depth": 32, "step": 32}]
+    return [*splits, *steps, {"stages": 3}, {"stages": 6}]
 
 
 def program(kind: str, inputs: int, outputs: int, rows: int, launch: Callable[..., Any]) -> Any:

@@ -13,7 +13,7 @@ from clusterkv_jax.kernels.quantised_linear import pallas_gpu, quantised_linear,
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from tests.kernels.base import compiled, near, normal, tolerance
 
-SMALL = {"block": 32, "parts": 2, "depth": 32, "step": 128, "splits": 2}
+SMALL = {"block": 32, "depth": 32, "step": 64, "splits": 2}
 BACKENDS = {
     "quantised_linear": {"xla": reference.quantised_linear},
     "quantised_linear of few rows": {
