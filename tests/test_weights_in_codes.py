@@ -226,6 +226,21 @@ def test_what_is_converted_keeps_codes(tmp_path, weights):
     np.testing.assert_array_equal(numbers, dequantised(wanted.params["layers"][0]["mlp"]["up"]))
 
 
+@pytest.mark.parametrize(("kind", "weights"), [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_codes_of_a_file_are_not_rounded_again(tmp_path, kind, weights):
+    pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
+    from clusterkv_jax.checkpoints.convert import convert
+
+    source = {name: 0.05 * x for name, x in random_tensors(WIDE).items()}
+    file = gguf_writer.write(tmp_path / "model.gguf", WIDE, source, kind)
+    stored = ckv.load(file, weights="stored").params
+    assert same(ckv.load(file, weights=weights).params, stored)
+    assert convert(file, tmp_path / "codes", weights=weights, dtype="float32")
+    found = ckv.load(tmp_path / "codes")
+    assert same(found.params["layers"], stored["layers"])
+    assert logits(found).shape == (2, 6, 64)
+
+
 PIECES = np.random.default_rng(1).integers(0, 64, (4, 48)).tolist()
 
 

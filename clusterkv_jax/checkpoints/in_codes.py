@@ -39,6 +39,7 @@ def in_codes(
     parameter: Any, spec: TensorSpec, name: str, how: WeightsAs, moments: np.ndarray | None = None
 ) -> QuantisedWeights | None:
     """A parameter in codes, on the host: those of its file, or its numbers rounded, by `moments` where there are such.
+    Codes of the kind that is wanted are not rounded again.
 
     None for a parameter that is no layer's product, and for what the layout cannot hold: codes whose groups are no part
     of all inputs, and numbers.
@@ -48,7 +49,9 @@ def in_codes(
         return None
     if isinstance(parameter, CodesInOrbax):
         return parameter.read() if how in ("stored", parameter.arrays.kind) else None
-    parts = _stored(parameter) if how == "stored" else _rounded(parameter, spec, axes, how, moments)
+    parts = _stored(parameter)
+    if how != "stored" and (parts is None or parts[0].kind != how):
+        parts = _rounded(parameter, spec, axes, how, moments)
     return None if parts is None else repacked(parts, spec, axes)
 
 
@@ -76,6 +79,14 @@ def code_shapes(
         return shapes
     places = jax.tree.map(partial(NamedSharding, mesh), partitions(shapes, mesh))
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
+
+
+def with_groups(shapes: QuantisedWeights, groups: int, *, offsets: bool) -> QuantisedWeights:
+    """Shapes of codes that have so many groups, with offsets or without; the same where these cannot be."""
+    if groups != shapes.scales.shape[-2] and (groups < 1 or shapes.inputs % (2 * groups)):
+        return shapes
+    scales = jax.ShapeDtypeStruct((*shapes.scales.shape[:-2], groups, shapes.scales.shape[-1]), shapes.scales.dtype)
+    return replace(shapes, scales=scales, offsets=scales if offsets else None)
 
 
 def on_devices(weights: QuantisedWeights, mesh: Mesh | None) -> QuantisedWeights:

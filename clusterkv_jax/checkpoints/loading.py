@@ -23,7 +23,7 @@ from clusterkv_jax.calibration import Calibration
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.checkpoints.gguf import Gguf, read_gguf
 from clusterkv_jax.checkpoints.host_copy import host_copy
-from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, on_devices, weights_as
+from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, on_devices, weights_as, with_groups
 from clusterkv_jax.checkpoints.model_dir import locate, nearby, tokenizer_in
 from clusterkv_jax.checkpoints.orbax import (
     CODES,
@@ -347,9 +347,12 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
     config = replace(config, tie_embeddings="lm_head" not in tensors)
 
     def shapes(path: tuple[Any, ...], spec: TensorSpec) -> Any:
-        codes = tensors.get(f"{parameter_name(path)}{CODES}")
+        name = parameter_name(path)
+        codes, scales = tensors.get(f"{name}{CODES}"), tensors.get(f"{name}.scales")
         coded = None if codes is None else code_shapes(spec, path[-1].key, KINDS.get(codes.dtype), None)
-        return spec if coded is None else coded
+        if coded is None or scales is None or len(scales.shape) < 2:
+            return spec if coded is None else coded
+        return with_groups(coded, scales.shape[-2], offsets=f"{name}.offsets" in tensors)
 
     expected = jax.tree.map_with_path(shapes, abstract(config))
     named = {parameter_name(path): spec.shape for path, spec in jax.tree.leaves_with_path(expected)}
